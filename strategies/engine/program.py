@@ -1,0 +1,319 @@
+"""Lowering: operator graph + plan -> one program for all ranks, a list of local computations and redistributions.
+
+Rank programs differ only in numbers that depend on the rank (`RankValue`), so one program serves the real engine and the lockstep
+simulator. Between a value (layout A) and its use (layout B) stands one redistribution: forward A -> B, backward (B, partial over
+the operator's other axes) -> A. A parameter's gradient may stay partial over its replica axes: that sum is left to the
+optimizer parallel, and each use carries the factor that makes the sum right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.plan import OperatorPlan, Plan
+from strategies.redistribution import Chain, chain
+from strategies.rules import rule_of
+from strategies.rules.sharding import Sharding
+
+KEY = Ref("random_key")
+"""The program's random key: a python integer that flows in beside the batch."""
+
+
+@dataclass(frozen=True)
+class RankValue:
+    """The index of a rank's slice over `axes`, times `stride`."""
+
+    axes: tuple[str, ...]
+    stride: int
+
+    def of(self, mesh: Mesh, rank: int) -> int:
+        return mesh.index(rank, self.axes) * self.stride
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of modules."""
+
+    id: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operator: str
+    path: tuple[str, ...]
+    multiple: bool = False
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Carry `value` along `forward`; its gradient is multiplied by `scale` and carried along `backward`.
+
+    `operand` is the position at the operator for which it happens (-1: the operator's own result, or an output of the graph).
+    """
+
+    id: str
+    value: Ref
+    forward: Chain
+    backward: Chain
+    scale: float
+    differentiable: bool
+    spec: TensorSpec
+    operator: str
+    operand: int
+    path: tuple[str, ...]
+
+
+Instruction = Compute | Redistribute
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable parameter's
+    gradient must still be added after backward, by name."""
+
+    mesh: Mesh
+    sources: tuple[Source, ...]
+    layouts: dict[str, Layout]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Ref, ...]
+    reductions: dict[str, tuple[str, ...]]
+    parameter_order: tuple[str, ...]
+    random: bool
+
+    @cached_property
+    def redistributions(self) -> tuple[Redistribute, ...]:
+        return tuple(step for step in self.instructions if isinstance(step, Redistribute))
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups to ZeRO, with
+    the factor (world size / replicas that are complete) that its averaging over the world undoes."""
+
+    exact: bool = False
+    sharded_optimizer: bool = False
+
+
+def lower(graph: OperatorGraph, plan: Plan, options: Options = Options()) -> Program:
+    """The program of `graph` under `plan`. Linear in the number of operators."""
+    return _Lowering(graph, plan, options).program()
+
+
+class _Lowering:
+    def __init__(self, graph: OperatorGraph, plan: Plan, options: Options) -> None:
+        self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
+        self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        self.instructions: list[Instruction] = []
+        self.layouts: dict[Ref, Layout] = {}  # of every global value, as it is handed on
+        self.local: dict[Ref, Ref] = {}  # global value -> its slice in the program
+        self.gradient: dict[Ref, bool] = {}
+        self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
+        self.names: set[str] = set()
+        self.random = 0
+        for source in graph.sources:
+            ref = Ref(source.id)
+            self.layouts[ref] = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
+            self.local[ref], self.gradient[ref] = ref, source.trainable
+            self.names.add(source.id)
+
+    def program(self) -> Program:
+        self.reductions = self._reductions()
+        for operator in self.graph.operators:
+            self._operator(operator)
+        outputs = tuple(self._output(ref) for ref in self.graph.outputs)
+        layouts = {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources}
+        return Program(
+            self.mesh, self.graph.sources, layouts, tuple(self.instructions), outputs, self.reductions, self.graph.parameter_order, self.random > 0
+        )
+
+    def _planned(self, operator: Operator) -> OperatorPlan:
+        return self.plan.operators[operator.name]
+
+    def _operator(self, operator: Operator) -> None:
+        planned, sharding = self._planned(operator), self.shardings[operator.id]
+        wanted = sharding.operand_layouts(planned.assignment)
+        returned = sharding.gradient_layouts(planned.assignment)
+        slices = iter([self._edge(operator, i, ref, wanted[i], returned[i]) for i, ref in enumerate(operator.operands)])
+        place = lambda leaf: next(slices) if isinstance(leaf, Ref) else leaf  # noqa: E731
+        args = rewrite(operator.args, place)
+        kwargs = {name: rewrite(value, place) for name, value in operator.kwargs}
+        emitter = _Emitter(self, operator, sharding, planned, args, kwargs)
+        if sharding.local is not None:
+            result = sharding.local(operator, emitter)
+        else:
+            result = emitter.call(operator.target, *args, **kwargs)
+        natural = sharding.result_layouts(planned.assignment)
+        trains = any(self.gradient[ref] for ref in operator.operands) and operator.op != "detach"
+        for index, spec in enumerate(operator.results):
+            ref = Ref(operator.id, index)
+            self.gradient[ref] = trains and spec.floating
+            self.local[ref] = Ref(result.id, index)
+            self.layouts[ref] = natural[index]
+            if planned.outputs is not None and planned.outputs[index] != natural[index]:
+                after = planned.outputs[index]
+                self.local[ref] = self._redistribute(
+                    operator, -1, ref, after, chain(after.whole, natural[index].whole, spec.shape, self.mesh), f"{operator.id}_out"
+                )
+                self.layouts[ref] = after
+
+    def _edge(self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout) -> Ref:
+        """The slice of `ref` that operand `position` needs."""
+        source = self.graph.by_id[ref.id]
+        gradient = self.gradient[ref]
+        have, spec = self.layouts[ref], self.graph.specs[ref]
+        name = f"{ref.id}_for_{operator.id}"
+        if isinstance(source, Source) and source.kind == "parameter":
+            if not gradient:
+                return self._shared(operator, position, ref, wanted, None, (), name)
+            left = self._left(have, returned)
+            back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
+            scale = self._scale(source.name, have, left)
+            return self._redistribute(operator, position, ref, wanted, back, name, scale)
+        if not gradient:
+            return self._shared(operator, position, ref, wanted, None, (), name)
+        back = chain(returned, have.whole, spec.shape, self.mesh)
+        return self._shared(operator, position, ref, wanted, returned, back, name)
+
+    def _shared(
+        self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout | None, back: Chain, name: str
+    ) -> Ref:
+        """One redistribution for all uses that need the same slice and return the same kind of gradient."""
+        key = (ref, wanted, returned)
+        if key not in self.shared:
+            self.shared[key] = self._redistribute(operator, position, ref, wanted, back, name)
+        return self.shared[key]
+
+    def _redistribute(
+        self, operator: Operator, position: int, ref: Ref, wanted: Layout, back: Chain, name: str, scale: float = 1.0
+    ) -> Ref:
+        spec = self.graph.specs[ref]
+        forward = chain(self.layouts[ref], wanted, spec.shape, self.mesh)
+        if not forward and not back and scale == 1.0:
+            return self.local[ref]
+        fresh = self.fresh(name)
+        self.instructions.append(
+            Redistribute(fresh, self.local[ref], forward, back, scale, self.gradient[ref], spec, operator.name, position, operator.path)
+        )
+        return Ref(fresh)
+
+    def _left(self, have: Layout, returned: Layout) -> frozenset[str]:
+        """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is one, and
+        those that slice the end of a dim at the use (there the gradient is padded with zeros)."""
+        replica = set(have.replica_axes(self.mesh))
+        left = set(returned.partial) & replica
+        for dim in returned.dims:
+            for axis in reversed(dim):
+                if axis not in replica:
+                    break
+                left.add(axis)
+        return frozenset(left)
+
+    def _reductions(self) -> dict[str, tuple[str, ...]]:
+        """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a sharded optimizer)."""
+        found = {}
+        for source in self.graph.of_kind("parameter"):
+            if not source.trainable:
+                continue
+            have = self.layouts[Ref(source.id)]
+            if self.options.sharded_optimizer:
+                found[source.name] = have.replica_axes(self.mesh)
+                continue
+            left: set[str] = set()
+            for operator, position in self.graph.users[Ref(source.id)]:
+                returned = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)[position]
+                left |= self._left(have, returned)
+            found[source.name] = self.mesh.sorted(left)
+        return found
+
+    def _scale(self, name: str, have: Layout, left: frozenset[str]) -> float:
+        """What makes the later sum right: axes over which this use's gradient is already complete are counted once, and a sharded
+        optimizer's division by the world size is undone."""
+        complete = self.mesh.product(axis for axis in self.reductions[name] if axis not in left)
+        return self.mesh.size / complete if self.options.sharded_optimizer else 1 / complete
+
+    def _output(self, ref: Ref) -> Ref:
+        spec, have = self.graph.specs[ref], self.layouts[ref]
+        forward = chain(have, Layout.replicated(len(spec.shape)), spec.shape, self.mesh)
+        back = chain(Layout.replicated(len(spec.shape)), have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
+        if not forward and not back:
+            return self.local[ref]
+        producer = self.graph.by_id[ref.id]
+        fresh = self.fresh(f"{ref.id}_output")
+        self.instructions.append(
+            Redistribute(fresh, self.local[ref], forward, back, 1.0, self.gradient[ref], spec, producer.name, -1, ())
+        )
+        return Ref(fresh)
+
+    def fresh(self, name: str) -> str:
+        """A name that no value of the program has yet."""
+        candidate, number = name, 1
+        while candidate in self.names:
+            candidate, number = f"{name}_{number}", number + 1
+        self.names.add(candidate)
+        return candidate
+
+
+@dataclass
+class _Emitter:
+    """The `Local` that rules' local programs write to."""
+
+    lowering: _Lowering
+    operator: Operator
+    sharding: Sharding
+    planned: OperatorPlan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: int = 0
+    _ordinal: int | None = field(default=None)
+
+    @property
+    def exact(self) -> bool:
+        return self.lowering.options.exact
+
+    @property
+    def key(self) -> Ref:
+        return KEY
+
+    @property
+    def ordinal(self) -> int:
+        if self._ordinal is None:
+            self._ordinal = self.lowering.random
+            self.lowering.random += 1
+        return self._ordinal
+
+    def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        own = target == self.operator.target or target.startswith("aten")
+        fresh = self.lowering.fresh(self.operator.id if own else f"{self.operator.id}_{target.split('.')[1]}")
+        multiple = self.operator.multiple and target == self.operator.target
+        self.lowering.instructions.append(
+            Compute(fresh, target, args, tuple(kwargs.items()), self.operator.name, self.operator.path, multiple)
+        )
+        return Ref(fresh)
+
+    def slices(self, *factors: str) -> int:
+        return math.prod(self.lowering.mesh.product(self.planned.assignment.get(factor, ())) for factor in factors)
+
+    def position(self, factors: str | tuple[str, ...], stride: int = 1) -> RankValue:
+        names = (factors,) if isinstance(factors, str) else factors
+        return RankValue(tuple(axis for name in names for axis in self.planned.assignment.get(name, ())), stride)
+
+    def sum_over(self, value: Ref, *factors: str) -> Ref:
+        axes = frozenset(axis for factor in factors for axis in self.planned.assignment.get(factor, ()))
+        steps = chain(Layout((), axes), Layout(()), (), self.lowering.mesh)
+        fresh = self.lowering.fresh(f"{value.id}_sum")
+        spec = TensorSpec((), self.operator.results[0].dtype)
+        self.lowering.instructions.append(Redistribute(fresh, value, steps, (), 1.0, False, spec, self.operator.name, -1, self.operator.path))
+        return Ref(fresh)
+
+    def operand_shape(self, index: int = 0) -> tuple[int, ...]:
+        layout = self.sharding.operand_layouts(self.planned.assignment)[index]
+        return layout.local_shape(self.lowering.graph.specs[self.operator.operands[index]].shape, self.lowering.mesh)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        layout = self.sharding.result_layouts(self.planned.assignment)[index]
+        return layout.local_shape(self.operator.results[index].shape, self.lowering.mesh)

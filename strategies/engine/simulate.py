@@ -1,0 +1,187 @@
+"""All ranks of a program in one process, in lockstep: no threads, no process groups, deterministic.
+
+Every value is a list with one tensor per rank; one instruction runs for all ranks before the next. A redistribution is one autograd
+function over the ranks' tensors that carries out the same steps as the real engine, so parity here is parity there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.engine.program import KEY, Compute, Program, RankValue, Redistribute
+from strategies.graph import Ref, rewrite
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.redistribution import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    PAD,
+    REDUCE_SCATTER,
+    SLICE,
+    Chain,
+    Step,
+    receives,
+    size_of,
+)
+from strategies.rules.registry import resolve
+
+
+def shard(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """The slices of a whole tensor, one per rank (copies)."""
+    blocks = [layout.block(tensor.shape, mesh, rank) for rank in range(mesh.size)]
+    return [tensor[tuple(slice(*bounds) for bounds in block)].clone() for block in blocks]
+
+
+def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mesh: Mesh) -> Tensor:
+    """The whole tensor from the ranks' slices; partial sums are added. Replicas are taken from the lowest rank."""
+    whole = torch.zeros(tuple(shape), dtype=slices[0].dtype)
+    replicas = layout.replica_axes(mesh)
+    silent = [axis for axis in replicas if axis not in layout.partial]
+    for rank, piece in enumerate(slices):
+        if mesh.index(rank, silent) == 0:
+            whole[tuple(slice(*bounds) for bounds in layout.block(shape, mesh, rank))] += piece
+    return whole
+
+
+def carry_out(step: Step, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+    """One redistribution step on all ranks."""
+    n = mesh.product(step.axes)
+    if step.kind == SLICE:
+        return [t.chunk(n, step.dim)[mesh.index(rank, step.axes)] for rank, t in enumerate(tensors)]
+    if step.kind == PAD:
+        return [_padded(t, step.dim, n, mesh.index(rank, step.axes)) for rank, t in enumerate(tensors)]
+    if step.kind == EXCHANGE:
+        return [_exchanged(step, tensors, mesh, rank) for rank in range(mesh.size)]
+    results: list[Tensor] = [tensors[0]] * mesh.size
+    for group in mesh.groups(step.axes):
+        parts = [tensors[rank] for rank in group]
+        if step.kind == ALL_GATHER:
+            joined = [torch.cat(parts, step.dim)] * n
+        elif step.kind == ALL_REDUCE:
+            joined = [_sum(parts)] * n
+        elif step.kind == REDUCE_SCATTER:
+            joined = list(_sum(parts).chunk(n, step.dim))
+        elif step.kind == ALL_TO_ALL:
+            pieces = [part.chunk(n, step.dim) for part in parts]
+            joined = [torch.cat([piece[i] for piece in pieces], step.source) for i in range(n)]
+        else:
+            raise ValueError(step.kind)
+        for rank, result in zip(group, joined, strict=True):
+            results[rank] = result
+    return results
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] *= n
+    wide = tensor.new_zeros(shape)
+    wide.narrow(dim, index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
+    return wide
+
+
+def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> Tensor:
+    wanted = step.after.block(step.shape, mesh, rank)
+    result = tensors[rank].new_empty([stop - start for start, stop in wanted])
+    for peer, block in receives(step, mesh, rank):
+        held = step.before.block(step.shape, mesh, peer)
+        source = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, held, strict=True))
+        target = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, wanted, strict=True))
+        if size_of(block):
+            result[target] = tensors[peer][source]
+    return result
+
+
+def carry(steps: Chain, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+    """A whole chain on all ranks; no result shares memory with another or with an input."""
+    now = list(tensors)
+    for step in steps:
+        now = carry_out(step, now, mesh)
+    return [tensor.clone() for tensor in now]
+
+
+class _Redistribution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, instruction: Redistribute, mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.instruction, ctx.mesh = instruction, mesh
+        return tuple(carry(instruction.forward, tensors, mesh))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        scale = ctx.instruction.scale
+        scaled = [gradient if scale == 1 else gradient * scale for gradient in gradients]
+        return (None, None, *carry(ctx.instruction.backward, scaled, ctx.mesh))
+
+
+class Simulation:
+    """Runs a program on simulated ranks. `values` maps every source's name to its whole tensor.
+
+    After `backward`, `gradients` gives every trainable parameter's whole gradient.
+    """
+
+    def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
+        self.program, self.mesh = program, program.mesh
+        self.slices: dict[Ref, list[Any]] = {}
+        for source in program.sources:
+            pieces = shard(values[source.name], program.layouts[source.id], self.mesh)
+            self.slices[Ref(source.id)] = [piece.requires_grad_(source.trainable) for piece in pieces]
+
+    def run(self, key: int = 0) -> list[list[Any]]:
+        """The outputs, each as a list with one tensor per rank."""
+        values: dict[Ref, list[Any]] = {**self.slices, KEY: [key] * self.mesh.size}
+        for instruction in self.program.instructions:
+            if isinstance(instruction, Redistribute):
+                tensors = values[instruction.value]
+                if instruction.differentiable:
+                    values[Ref(instruction.id)] = list(_Redistribution.apply(instruction, self.mesh, *tensors))
+                else:
+                    values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
+            else:
+                self._compute(instruction, values)
+        return [values[ref] for ref in self.program.outputs]
+
+    def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
+        function = resolve(instruction.target)
+        results = []
+        for rank in range(self.mesh.size):
+
+            def local(leaf: Any, rank: int = rank) -> Any:
+                if isinstance(leaf, Ref):
+                    return values[leaf][rank]
+                return leaf.of(self.mesh, rank) if isinstance(leaf, RankValue) else leaf
+
+            args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
+            results.append(function(*args, **kwargs))
+        if instruction.multiple:
+            for index in range(len(results[0])):
+                values[Ref(instruction.id, index)] = [result[index] for result in results]
+        else:
+            values[Ref(instruction.id)] = results
+
+    def backward(self, losses: Sequence[Tensor]) -> None:
+        torch.autograd.backward(list(losses), [torch.ones_like(loss) for loss in losses])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients: what the ranks hold, added over the axes that lowering left to the optimizer parallel."""
+        found = {}
+        for source in self.program.sources:
+            if not source.trainable:
+                continue
+            layout = self.program.layouts[source.id]
+            pieces = self.slices[Ref(source.id)]
+            grads = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
+            partial = Layout(layout.dims, frozenset(self.program.reductions[source.name]))
+            found[source.name] = assemble(grads, partial, source.spec.shape, self.mesh)
+        return found

@@ -1,0 +1,158 @@
+"""A model as an operator graph: one frozen node per operator, in execution order, with shapes, module path and source line.
+
+The graph is plain data (it pickles without torch objects beyond small constants), so capture happens once per run and every rank
+lowers the same graph. Values are named by `Ref`s; sources are what flows in (batch, parameters, buffers, constants).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+Kind = Literal["input", "parameter", "buffer", "constant"]
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Global shape and dtype (torch's name without the prefix) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def floating(self) -> bool:
+        return "float" in self.dtype or "complex" in self.dtype
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Result `index` of operator `id`, or the source `id`."""
+
+    id: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A value that flows into the graph. `name` is the input's name or the fully qualified name of the tensor in the model."""
+
+    id: str
+    kind: Kind
+    name: str
+    spec: TensorSpec
+    trainable: bool = False
+    aliases: tuple[str, ...] = ()
+    """Other names of the same tensor (tied weights)."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One call of a torch operator on the global tensors.
+
+    `args` and `kwargs` are plain data with `Ref`s in place of tensors; `name` is the unique plan name `module.path[.op][@k]`;
+    `path` are the nested module calls that lead here, each relative to the one before.
+    """
+
+    id: str
+    name: str
+    module: str
+    op: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[TensorSpec, ...]
+    multiple: bool
+    source: str
+    path: tuple[str, ...]
+
+    @cached_property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensor operands, in the order of the arguments (lists flattened)."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @cached_property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.kwargs)
+
+    @property
+    def where(self) -> str:
+        """The operator as errors name it."""
+        return f"{self.name} ({self.op}{', ' + self.source if self.source else ''})"
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """Sources, operators in execution order, and the outputs (the loss alone, for a training graph)."""
+
+    sources: tuple[Source, ...]
+    operators: tuple[Operator, ...]
+    outputs: tuple[Ref, ...]
+    parameter_order: tuple[str, ...]
+    """Names of all parameters and buffers of the model, in the model's own order."""
+
+    @cached_property
+    def specs(self) -> dict[Ref, TensorSpec]:
+        found = {Ref(source.id): source.spec for source in self.sources}
+        for operator in self.operators:
+            found.update({Ref(operator.id, i): spec for i, spec in enumerate(operator.results)})
+        return found
+
+    @cached_property
+    def by_id(self) -> dict[str, Operator | Source]:
+        return {node.id: node for node in (*self.sources, *self.operators)}
+
+    @cached_property
+    def by_name(self) -> dict[str, Operator]:
+        return {operator.name: operator for operator in self.operators}
+
+    @cached_property
+    def users(self) -> dict[Ref, tuple[tuple[Operator, int], ...]]:
+        """For every value: the operators that use it, with the operand's position."""
+        found: dict[Ref, list[tuple[Operator, int]]] = {ref: [] for ref in self.specs}
+        for operator in self.operators:
+            for position, ref in enumerate(operator.operands):
+                found[ref].append((operator, position))
+        return {ref: tuple(uses) for ref, uses in found.items()}
+
+    def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:
+        return tuple(source for source in self.sources if source.kind in kinds)
+
+    def operand_specs(self, operator: Operator) -> tuple[TensorSpec, ...]:
+        return tuple(self.specs[ref] for ref in operator.operands)
+
+
+def refs(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested plain data, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs(item)
+
+
+def rewrite(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested plain data with `change` applied to every leaf (a leaf that does not change is returned as it is)."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(rewrite(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: rewrite(item, change) for key, item in value.items()}
+    return change(value)

@@ -1,0 +1,225 @@
+"""The collectives that turn one layout into another: the cheapest chain, as pure data.
+
+A chain is a tuple of `Step`s; the real engine and the simulator carry out the same steps. Bytes are counted as sent per rank.
+The search is uniform-cost over layouts (bytes first, then the number of steps). It only takes steps that lead towards the
+target (a dim grows only by the axes that the target wants next, and shrinks only by axes that the target does not have there),
+so the number of states is bounded by the prefixes of both layouts: a handful for meshes of up to four axes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count, product
+
+from strategies.errors import StrategyError
+from strategies.layout import Block, Layout
+from strategies.mesh import Mesh
+
+SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
+    "slice",
+    "pad",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "all_to_all",
+    "exchange",
+)
+LOCAL = (SLICE, PAD)
+"""Steps that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a chain.
+
+    `dim` is the tensor dim that changes (the one that gets sliced, for `all_to_all`); `source` is the dim that `all_to_all`
+    gathers; `axes` are the mesh axes, major to minor; `before` and `after` are the layouts on both sides, `shape` is the
+    global shape.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int
+    source: int
+    before: Layout
+    after: Layout
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        axes = "*".join(self.axes)
+        if self.kind == EXCHANGE:
+            return f"exchange {self.before} -> {self.after}"
+        if self.kind == ALL_REDUCE:
+            return f"all_reduce over {axes}"
+        if self.kind == ALL_TO_ALL:
+            return f"all_to_all from dim {self.source} to dim {self.dim} over {axes}"
+        return f"{self.kind} dim {self.dim} over {axes}"
+
+    def group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The ranks that take part, in the order of the slices; this rank alone for local steps."""
+        return (rank,) if self.kind in LOCAL else mesh.group(rank, self.axes)
+
+    def elements(self, mesh: Mesh, rank: int = 0) -> int:
+        """Elements that `rank` sends to others."""
+        n = mesh.product(self.axes)
+        local = math.prod(self.before.local_shape(self.shape, mesh))
+        if self.kind in LOCAL:
+            return 0
+        if self.kind == ALL_GATHER:
+            return local * (n - 1)
+        if self.kind == ALL_REDUCE:
+            return 2 * local * (n - 1) // n if local % n == 0 else math.ceil(2 * local * (n - 1) / n)
+        if self.kind == EXCHANGE:
+            return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
+        return local * (n - 1) // n
+
+    def busiest(self, mesh: Mesh) -> int:
+        """Elements that the rank which sends most sends to others."""
+        if self.kind == EXCHANGE:
+            return _exchange_elements(self.before, self.after, self.shape, mesh)
+        return self.elements(mesh)
+
+
+Chain = tuple[Step, ...]
+
+
+def size_of(block: Block) -> int:
+    return math.prod(stop - start for start, stop in block)
+
+
+def intersect(a: Block, b: Block) -> Block:
+    return tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
+
+
+def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
+    """For an exchange: what `rank` needs and who has it, as (peer, block of the global tensor), by increasing peer.
+
+    Along axes that do not slice the tensor before the step, the source sits at the receiver's own coordinate: every replica
+    serves itself, and a rank keeps what it has.
+    """
+    wanted = step.after.block(step.shape, mesh, rank)
+    local = step.before.local_shape(step.shape, mesh)
+    slices = [
+        range(start // size, -(-stop // size)) if size else range(0)
+        for (start, stop), size in zip(wanted, local, strict=True)
+    ]
+    found = []
+    for position in product(*slices):
+        peer = rank
+        for dim, index in zip(step.before.dims, position, strict=True):
+            for axis in reversed(dim):
+                index, coordinate = divmod(index, mesh.sizes[axis])
+                peer += (coordinate - mesh.coordinate(rank, axis)) * mesh.strides[axis]
+        held = tuple((i * size, (i + 1) * size) for i, size in zip(position, local, strict=True))
+        found.append((peer, intersect(held, wanted)))
+    return sorted(found)
+
+
+def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
+    """For an exchange: what `rank` sends and to whom (itself included), by increasing peer."""
+    return [
+        (peer, block)
+        for peer in sorted(mesh.group(rank, step.axes))
+        for source, block in receives(step, mesh, peer)
+        if source == rank
+    ]
+
+
+@lru_cache(maxsize=None)
+def _exchange_elements(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
+    step = _exchange(before, after, shape, mesh)
+    sent = dict.fromkeys(mesh.group(0, step.axes), 0)  # every other group is a translation of this one
+    for rank in tuple(sent):
+        for peer, block in receives(step, mesh, rank):
+            if peer != rank:
+                sent[peer] += size_of(block)
+    return max(sent.values())
+
+
+def _exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Step:
+    """One all-to-all with uneven splits among the ranks that differ along any axis that the two layouts place differently."""
+    same = {a for x, y in zip(before.dims, after.dims, strict=True) for a, b in _common(x, y) if a == b}
+    axes = mesh.sorted((before.axes | after.axes) - same)
+    return Step(EXCHANGE, axes, 0, 0, before, after, shape)
+
+
+def _common(x: Sequence[str], y: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for a, b in zip(x, y, strict=False):
+        if a != b:
+            return
+        yield a, b
+
+
+def _prefix(x: Sequence[str], y: Sequence[str]) -> int:
+    return sum(1 for _ in _common(x, y))
+
+
+def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
+    """Every step from `now` that leads towards `target`."""
+    pending = now.partial - target.partial
+
+    def step(kind: str, axes: tuple[str, ...], dim: int, dims: dict[int, tuple[str, ...]], partial: frozenset[str], source: int = 0) -> Step:
+        changed = tuple(dims.get(d, old) for d, old in enumerate(now.dims))
+        return Step(kind, axes, dim, source, now, Layout(changed, partial), shape)
+
+    if pending:
+        yield step(ALL_REDUCE, mesh.sorted(pending), 0, {}, now.partial - pending)
+    for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
+        same = _prefix(have, want)
+        for cut in range(same, len(have)):
+            keep, tail = have[:cut], have[cut:]
+            yield step(ALL_GATHER, tail, dim, {dim: keep}, now.partial)
+            if set(tail) <= target.partial:
+                yield step(PAD, tail, dim, {dim: keep}, now.partial | set(tail))
+        if same < len(have):
+            continue
+        for end in range(same + 1, len(want) + 1):
+            added = want[same:end]
+            grown = {dim: have + added}
+            if set(added) <= pending:
+                yield step(REDUCE_SCATTER, added, dim, grown, now.partial - set(added))
+            elif not set(added) & (now.axes | now.partial):
+                yield step(SLICE, added, dim, grown, now.partial)
+            else:
+                for other, axes in enumerate(now.dims):
+                    if other != dim and axes[-len(added) :] == added and _prefix(axes, target.dims[other]) <= len(axes) - len(added):
+                        dims = grown | {other: axes[: -len(added)]}
+                        yield step(ALL_TO_ALL, added, dim, dims, now.partial, other)
+    if now.partial == target.partial and now.axes | target.axes and not (now.partial & target.axes):
+        yield _exchange(now, target, shape, mesh)
+
+
+@lru_cache(maxsize=None)
+def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:
+    """The cheapest steps from `before` to `after` for a tensor of global `shape`.
+
+    `after.partial` may hold axes that are partial in `before`, or that slice `before` at the end of a dim (those are padded).
+    Raises StrategyError if a dim does not divide under either layout, or if the target cannot be reached.
+    """
+    if len(before.dims) != len(shape) or len(after.dims) != len(shape):
+        raise StrategyError(f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
+    before.local_shape(shape, mesh), after.local_shape(shape, mesh)
+    order, best = count(), {before: (0, 0, 0)}
+    queue: list[tuple[tuple[int, int, int], int, Layout, Chain]] = [((0, 0, 0), next(order), before, ())]
+    while queue:
+        cost, _, now, steps = heapq.heappop(queue)
+        if now == after:
+            return steps
+        if cost > best[now]:
+            continue
+        for step in _moves(now, after, shape, mesh):
+            moved = step.busiest(mesh)
+            reached = (cost[0] + moved, cost[1] + 1, cost[2] + (step.kind == EXCHANGE))
+            if reached < best.get(step.after, (math.inf, 0, 0)):
+                best[step.after] = reached
+                heapq.heappush(queue, (reached, next(order), step.after, (*steps, step)))
+    raise StrategyError(f"No redistribution leads from layout {before} to {after}.")
+
+
+def elements(steps: Chain, mesh: Mesh) -> int:
+    """Elements that the busiest rank sends in a chain."""
+    return sum(step.busiest(mesh) for step in steps)

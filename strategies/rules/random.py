@@ -1,0 +1,66 @@
+"""Random operators draw from stateless keys, so that replicas of one slice draw the same numbers and different slices different ones.
+
+A key is an argument of the program, made from (seed, step, micro-batch); an operator adds its ordinal among the random operators of
+the graph. `fast`: each slice draws its own numbers from key, ordinal and the slice's position. `exact`: the numbers of the whole
+tensor are drawn and the rank's block is kept, so that a sharded run repeats the numbers of one device. There is no generator
+state that could go wrong under recompute or interleaved micro-batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.registry import local_function, rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit key from numbers, the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def kept(shape: Sequence[int], probability: float, key: int, device: torch.device | str) -> Tensor:
+    """A boolean mask of `shape`: False with `probability`, from `key` alone."""
+    generator = torch.Generator(device).manual_seed(key)
+    return torch.rand(tuple(shape), generator=generator, device=device) >= probability
+
+
+@local_function
+def dropout_slice(x: Tensor, probability: float, key: int, ordinal: int, position: int) -> Tensor:
+    """Dropout of one slice with numbers of its own, from (key, ordinal, position of the slice)."""
+    mask = kept(x.shape, probability, mix(key, ordinal, position), x.device)
+    return x * mask / (1 - probability) if probability < 1 else x * 0
+
+
+@local_function
+def dropout_block(x: Tensor, probability: float, key: int, ordinal: int, shape: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Dropout of the block of a tensor of global `shape` that begins at `starts`, with the numbers of the whole tensor."""
+    mask = kept(shape, probability, mix(key, ordinal), "cpu")
+    for dim, start in enumerate(starts):
+        mask = mask.narrow(dim, start, x.shape[dim])
+    return x * mask.to(x.device) / (1 - probability) if probability < 1 else x * 0
+
+
+def _dropout(operator: Operator, local: Local) -> Ref:
+    x, probability, training = local.args[:3]
+    if not training or probability == 0:
+        return local.call("aten.alias.default", x)
+    shape = operator.results[0].shape
+    if local.exact:
+        sizes = local.operand_shape(0)
+        starts = tuple(local.position(f"d{i}", size) for i, size in enumerate(sizes))
+        return local.call("local.dropout_block", x, probability, local.key, local.ordinal, shape, starts)
+    factors = tuple(f"d{i}" for i in range(len(shape)))
+    return local.call("local.dropout_slice", x, probability, local.key, local.ordinal, local.position(factors))
+
+
+@rule("dropout", "dropout_")
+def dropout(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    dims: Dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
+    return sharding([dims], [dims], specs, operator.results, local=_dropout)

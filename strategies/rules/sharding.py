@@ -1,0 +1,148 @@
+"""What a sharding rule says about one operator: its factors, and how a slice of it is computed.
+
+A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it stays whole). From the
+factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and the layouts of the gradients:
+with U all assigned axes, the gradient of an operand lies like the operand and is partial over U minus the operand's own axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.layout import Layout
+
+Dims = tuple[str | None, ...]
+Assignment = Mapping[str, tuple[str, ...]]
+"""Factor -> mesh axes that slice it, major to minor. Factors that are missing stay whole."""
+
+
+class Local(Protocol):
+    """What a rule's local program may do. Arguments and results are `Ref`s to the rank's own slices.
+
+    `args` and `kwargs` are the operator's, with the operands' slices in place; `position` stands for a number that differs from rank
+    to rank: the index of the rank's slice of the factors, times `stride`. `sum_over` adds a value without gradient over the slices of
+    factors. Random operators read `key` (the program's), `ordinal` (theirs) and `exact`.
+    """
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def key(self) -> Any: ...
+    @property
+    def ordinal(self) -> int: ...
+    def call(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
+    def slices(self, *factors: str) -> int: ...
+    def position(self, factors: str | tuple[str, ...], stride: int = 1) -> Any: ...
+    def sum_over(self, value: Ref, *factors: str) -> Ref: ...
+    def operand_shape(self, index: int = 0) -> tuple[int, ...]: ...
+    def result_shape(self, index: int = 0) -> tuple[int, ...]: ...
+
+
+LocalProgram = Callable[[Operator, Local], Ref]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The factors of one operator. `sizes` holds, per factor, the number that a slice count must divide, in the order in which
+    the operands name the factors; `sums` are the factors over which results are partial sums.
+
+    `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators without a rule.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    sums: frozenset[str] = frozenset()
+    local: LocalProgram | None = None
+    flops: float = 0.0
+    known: bool = True
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def used(self, assignment: Assignment) -> frozenset[str]:
+        return frozenset(axis for factor in self.factors for axis in assignment.get(factor, ()))
+
+    def operand_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
+        return tuple(_layout(dims, assignment) for dims in self.operands)
+
+    def gradient_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
+        """How the gradient that the local program returns for each operand lies."""
+        used = self.used(assignment)
+        return tuple(Layout(layout.dims, used - layout.axes) for layout in self.operand_layouts(assignment))
+
+    def result_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
+        partial = frozenset(axis for factor in self.sums for axis in assignment.get(factor, ()))
+        return tuple(_layout(dims, assignment, partial) for dims in self.results)
+
+
+def _layout(dims: Dims, assignment: Assignment, partial: frozenset[str] = frozenset()) -> Layout:
+    return Layout(tuple(assignment.get(factor, ()) if factor is not None else () for factor in dims), partial)
+
+
+def sharding(
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    specs: Sequence[TensorSpec],
+    result_specs: Sequence[TensorSpec],
+    *,
+    sums: Sequence[str] = (),
+    local: LocalProgram | None = None,
+    flops: float | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Sharding:
+    """A `Sharding` whose factor sizes are read from the shapes (`sizes` overrides them, for dims that are cut in coarser pieces)."""
+    found: dict[str, int] = {}
+    for dims, spec in zip((*operands, *results), (*specs, *result_specs), strict=True):
+        for factor, size in zip(dims, spec.shape, strict=True):
+            if factor is not None:
+                found.setdefault(factor, size)
+    found |= {factor: size for factor, size in (sizes or {}).items() if factor in found}
+    work = float(max((spec.elements for spec in (*specs, *result_specs)), default=0)) if flops is None else flops
+    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work)
+
+
+def notation(text: str, specs: Sequence[TensorSpec], result_specs: Sequence[TensorSpec], **more: Any) -> Sharding:
+    """A rule as one line: "... k, n k, n -> ... n".
+
+    Names are factors, `!name` stays whole, `...` stands for the leading dims of the first operand that has it. A factor that no
+    result carries is summed over. Operands that the call does not have (an absent bias) are left out of the line's end.
+    """
+    left, right = (side.split(",") for side in text.split("->"))
+    lead = 0
+    for part, spec in zip(left, specs, strict=False):
+        words = part.split()
+        if "..." in words:
+            lead = max(lead, len(spec.shape) - len(words) + 1)
+
+    def dims(part: str, spec: TensorSpec) -> Dims:
+        words: list[str] = []
+        for word in part.split():
+            if word == "...":
+                own = len(spec.shape) - len(part.split()) + 1
+                words += [f"batch{i}" for i in range(lead - own, lead)]
+            else:
+                words.append(word)
+        return tuple(None if word.startswith("!") else word for word in words)
+
+    operands = [dims(part, spec) for part, spec in zip(left, specs, strict=False)]
+    results = [dims(part, spec) for part, spec in zip(right, result_specs, strict=True)]
+    kept = {factor for part in results for factor in part}
+    sums = list(dict.fromkeys(factor for part in operands for factor in part if factor is not None and factor not in kept))
+    return sharding(operands, results, specs, result_specs, sums=sums, **more)
+
+
+def whole(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """No factors: the operator runs on whole tensors on every rank."""
+    blank = [(None,) * len(spec.shape) for spec in specs]
+    results = [(None,) * len(spec.shape) for spec in operator.results]
+    return Sharding(tuple(blank), tuple(results), {}, known=False, flops=float(max((s.elements for s in (*specs, *operator.results)), default=0)))
