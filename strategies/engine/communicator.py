@@ -1,0 +1,184 @@
+"""Collectives of one rank: process groups by mesh axes, and the steps of a redistribution carried out on a local tensor.
+
+A process group is created once per distinct set of ranks. Every byte sent is counted by collective, in the same way in which plans
+predict it. One code path serves gloo and nccl.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.layout import Block
+from strategies.mesh import Mesh
+from strategies.redistribution import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    LOCAL,
+    PAD,
+    REDUCE_SCATTER,
+    SLICE,
+    Chain,
+    Step,
+    receives,
+    sends,
+    size_of,
+)
+
+# torch 2.13 renamed these two; the old names warn there
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Carrier = Callable[[Tensor], Tensor]
+
+
+class Communicator:
+    """The collectives of `rank` on `mesh`. `sent` counts bytes and `calls` counts calls, by collective.
+
+    Constructing it is collective: every rank names the same sets of axes, in the same order. The default process group must exist if
+    the mesh has more than one rank.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]] = ()) -> None:
+        self.mesh, self.rank = mesh, rank
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.prepare(axes)
+
+    def prepare(self, axes: Iterable[Sequence[str]]) -> None:
+        """Create the groups along every given set of axes (collective; groups that exist are kept)."""
+        wanted = dict.fromkeys(
+            tuple(sorted(group)) for names in axes if self.mesh.product(names) > 1 for group in self.mesh.groups(self.mesh.sorted(names))
+        )
+        for ranks in wanted:
+            if ranks not in self._groups:
+                everyone = len(ranks) == dist.get_world_size()
+                self._groups[ranks] = dist.group.WORLD if everyone else dist.new_group(list(ranks))  # type: ignore[assignment]
+
+    def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
+        """The process group of this rank along `axes` (more than one rank)."""
+        return self._groups[tuple(sorted(self.mesh.group(self.rank, self.mesh.sorted(axes))))]
+
+    def count(self, kind: str, elements: int, tensor: Tensor) -> None:
+        self.sent[kind] += elements * tensor.element_size()
+        self.calls[kind] += 1
+
+    def carrier(self, steps: Chain) -> Carrier:
+        """A function that carries a local tensor along `steps`."""
+        parts = [self._step(step) for step in steps]
+        if not parts:
+            return lambda tensor: tensor
+        if len(parts) == 1:
+            return parts[0]
+
+        def run(tensor: Tensor) -> Tensor:
+            for part in parts:
+                tensor = part(tensor)
+            return tensor
+
+        return run
+
+    def _step(self, step: Step) -> Carrier:
+        mesh, rank = self.mesh, self.rank
+        n, index = mesh.product(step.axes), mesh.index(rank, step.axes)
+        if step.kind == SLICE:
+            return lambda tensor: tensor.chunk(n, step.dim)[index].contiguous()
+        if step.kind == PAD:
+            return lambda tensor: _padded(tensor, step.dim, n, index)
+        assert step.kind not in LOCAL
+        group = self.group(step.axes)
+        order = mesh.group(rank, step.axes)  # the ranks in the order of the slices; process groups are sorted
+        places = [sorted(order).index(peer) for peer in order]
+        if step.kind == ALL_REDUCE:
+            return lambda tensor: self._all_reduce(tensor, n, group)
+        if step.kind == ALL_GATHER:
+            return lambda tensor: self._all_gather(tensor, step.dim, n, places, group)
+        if step.kind == REDUCE_SCATTER:
+            return lambda tensor: self._reduce_scatter(tensor, step.dim, n, places, group)
+        if step.kind == ALL_TO_ALL:
+            return lambda tensor: self._all_to_all(tensor, step.source, step.dim, n, places, group)
+        assert step.kind == EXCHANGE
+        return self._exchange(step, group, sorted(order))
+
+    def _all_reduce(self, tensor: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, group=group)
+        self.count(ALL_REDUCE, -(-2 * (n - 1) * tensor.numel() // n), tensor)
+        return result
+
+    def _all_gather(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
+        gathered = tensor.new_empty((n * tensor.shape[0], *tensor.shape[1:]))
+        all_gather(gathered, tensor.contiguous(), group=group)
+        self.count(ALL_GATHER, tensor.numel() * (n - 1), tensor)
+        if dim == 0 and places == sorted(places):
+            return gathered
+        pieces = gathered.chunk(n)
+        return torch.cat([pieces[place] for place in places], dim)
+
+    def _reduce_scatter(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
+        pieces = _by_place(tensor.chunk(n, dim), places)
+        result = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
+        reduce_scatter(result, torch.cat(pieces), group=group)
+        self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
+        return result
+
+    def _all_to_all(self, tensor: Tensor, source: int, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
+        packed = torch.stack(_by_place(tensor.chunk(n, dim), places))
+        received = torch.empty_like(packed)
+        dist.all_to_all_single(received, packed, group=group)
+        self.count(ALL_TO_ALL, tensor.numel() * (n - 1) // n, tensor)
+        return torch.cat([received[place] for place in places], source)
+
+    def _exchange(self, step: Step, group: dist.ProcessGroup, peers: list[int]) -> Carrier:
+        mesh, rank = self.mesh, self.rank
+        held = step.before.block(step.shape, mesh, rank)
+        wanted = step.after.block(step.shape, mesh, rank)
+        outgoing, incoming = dict(sends(step, mesh, rank)), dict(receives(step, mesh, rank))
+        take = {peer: _within(block, held) for peer, block in outgoing.items()}
+        put = {peer: _within(block, wanted) for peer, block in incoming.items()}
+        give = [size_of(outgoing[peer]) if peer in outgoing and peer != rank else 0 for peer in peers]
+        get = [size_of(incoming[peer]) if peer in incoming and peer != rank else 0 for peer in peers]
+        shape = [stop - start for start, stop in wanted]
+
+        def run(tensor: Tensor) -> Tensor:
+            parts = [tensor[take[peer]].reshape(-1) for peer, size in zip(peers, give, strict=True) if size]
+            packed = torch.cat(parts) if parts else tensor.new_empty(0)
+            received = tensor.new_empty(sum(get))
+            dist.all_to_all_single(received, packed, get, give, group=group)
+            self.count(EXCHANGE, sum(give), tensor)
+            result = tensor.new_empty(shape)
+            if rank in put:
+                result[put[rank]] = tensor[take[rank]]
+            for peer, piece in zip(peers, received.split(get), strict=True):
+                if piece.numel():
+                    result[put[peer]] = piece.view(result[put[peer]].shape)
+            return result
+
+        return run
+
+
+def _by_place(pieces: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """Pieces in slice order -> pieces in the order of the process group's ranks."""
+    ordered = list(pieces)
+    for piece, place in zip(pieces, places, strict=True):
+        ordered[place] = piece
+    return ordered
+
+
+def _within(block: Block, held: Block) -> tuple[slice, ...]:
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, held, strict=True))
+
+
+def _padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] *= n
+    wide = tensor.new_zeros(shape)
+    wide.narrow(dim, index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
+    return wide

@@ -1,0 +1,234 @@
+"""The program of one rank as a tree of torch.fx GraphModules that follows the user's module tree.
+
+A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules that own
+parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers parameters module by
+module, and a flat graph would gather the whole model at once. A use of a parameter that another module owns becomes a unit of its
+own, under which the same Parameter object is registered again.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
+from strategies.graph import Ref, refs, rewrite
+from strategies.rules.registry import resolve
+
+Edge = Callable[[Tensor], Tensor]
+
+
+class _Redistribution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float) -> Tensor:
+        ctx.carrier, ctx.scale = backward, scale
+        result = forward(tensor)
+        return result.view_as(result) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if ctx.scale != 1:
+            gradient = gradient * ctx.scale
+        return ctx.carrier(gradient), None, None, None
+
+
+def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
+    """The function that carries a value to its use, named after what it does so that generated code can be read."""
+    forward, backward, scale = communicator.carrier(instruction.forward), communicator.carrier(instruction.backward), instruction.scale
+    if instruction.differentiable:
+
+        def redistribute(tensor: Tensor) -> Tensor:
+            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale)  # type: ignore[no-untyped-call]
+            return result
+    else:
+
+        def redistribute(tensor: Tensor) -> Tensor:
+            return forward(tensor)
+
+    text = " then ".join(map(str, instruction.forward)) or "keep"
+    redistribute.__name__ = redistribute.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
+    redistribute.__module__ = "redistribute"
+    return redistribute
+
+
+def build(program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device | str) -> fx.GraphModule:
+    """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant by name
+    (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs, then the random
+    key if the program draws random numbers, and returns the outputs (the bare one if there is only one).
+    """
+    return _Tree(program, tensors, communicator, torch.device(device)).root
+
+
+class _Tree:
+    def __init__(self, program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device) -> None:
+        self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
+        self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
+        inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
+        self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
+        self.producer = {instruction.id: instruction for instruction in program.instructions}
+        self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
+        for instruction in program.instructions:
+            for ref in _used(instruction):
+                if ref.id in self.users:
+                    self.users[ref.id].append(instruction.id)
+        self.reserved = {part for name in program.parameter_order for part in name.split(".")}
+        self.root = self._unit(list(program.instructions), 0, inputs, list(program.outputs), "Program", "")
+        self._restore_names()
+
+    def _path(self, instruction: Instruction) -> tuple[str, ...]:
+        owner = ".".join(instruction.path)
+        foreign = any(
+            ref in self.owned and self.owned[ref] in self.program.parameter_order and self.owned[ref].rpartition(".")[0] != owner
+            for ref in _used(instruction)
+        )
+        return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
+
+    def _unit(self, instructions: Sequence[Instruction], depth: int, inputs: Sequence[Ref], outputs: Sequence[Ref], name: str, path: str) -> fx.GraphModule:
+        graph, module = fx.Graph(), nn.Module()
+        values: dict[Ref, fx.Node] = {ref: graph.placeholder(_name(ref)) for ref in inputs}
+        seen: dict[str, int] = {}
+
+        def value(ref: Ref) -> fx.Node:
+            if ref not in values:
+                values[ref] = graph.get_attr(self._register(module, ref, path))
+            return values[ref]
+
+        def level(instruction: Instruction) -> str | None:
+            parts = self.paths[instruction.id]
+            return parts[depth] if len(parts) > depth else None
+
+        for key, run in groupby(instructions, key=level):
+            part = list(run)
+            if key is None:
+                for instruction in part:
+                    self._emit(graph, instruction, value, values)
+                continue
+            inside = {instruction.id for instruction in part}
+            needed = dict.fromkeys(ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned)
+            results = self._results(part, inside, outputs)
+            child_name = self._fresh(key, seen)
+            child = self._unit(part, depth + 1, list(needed), results, re.sub(r"\W", "_", child_name), f"{path}.{child_name}".strip("."))
+            _place(module, child_name, child)
+            call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
+            if len(results) == 1:
+                values[results[0]] = call
+            else:
+                values.update({ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)})
+        found = [value(ref) for ref in outputs]
+        graph.output(found[0] if len(found) == 1 else tuple(found))
+        return fx.GraphModule(module, graph, name)
+
+    def _emit(self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]) -> None:
+        if isinstance(instruction, Redistribute):
+            node = graph.call_function(edge(instruction, self.communicator), (value(instruction.value),))
+            node.name = instruction.id
+        else:
+            local = lambda leaf: self._local(leaf, value)  # noqa: E731
+            args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
+            node = graph.call_function(resolve(instruction.target), args, kwargs)
+            node.name = instruction.id
+            if instruction.multiple:
+                for user in dict.fromkeys(ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id):
+                    values[user] = graph.call_function(python_operator.getitem, (node, user.index))
+                for ref in self.program.outputs:
+                    if ref.id == instruction.id and ref not in values:
+                        values[ref] = graph.call_function(python_operator.getitem, (node, ref.index))
+                return
+        values[Ref(instruction.id)] = node
+
+    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node]) -> Any:
+        if isinstance(leaf, Ref):
+            return value(leaf)
+        if isinstance(leaf, RankValue):
+            return leaf.of(self.program.mesh, self.communicator.rank)
+        return self.device if isinstance(leaf, torch.device) else leaf
+
+    def _results(self, part: Sequence[Instruction], inside: set[str], outputs: Sequence[Ref]) -> list[Ref]:
+        """What a unit hands on: values that are used outside, or are outputs of the unit around it."""
+        outside = dict.fromkeys(
+            ref
+            for instruction in part
+            for user in self.users[instruction.id]
+            if user not in inside
+            for ref in _used(self.producer[user])
+            if ref.id == instruction.id
+        )
+        return list(dict.fromkeys([*outside, *(ref for ref in outputs if ref.id in inside)]))
+
+    def _fresh(self, key: str, seen: dict[str, int]) -> str:
+        """`relu`, then `relu_1` for the second run of one module's instructions, never a name of the model itself."""
+        number = seen.get(key, 0)
+        seen[key] = number + 1
+        name = f"{key}_{number}" if number else key
+        while number and name in self.reserved:
+            name += "_"
+        return name
+
+    def _register(self, module: nn.Module, ref: Ref, path: str) -> str:
+        """Register the tensor behind `ref` on the unit that uses it; under its own name where the unit owns it."""
+        name = self.owned[ref]
+        owner, _, leaf = name.rpartition(".")
+        local = leaf if owner == path else re.sub(r"\W", "_", name)
+        tensor = self.tensors[name]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(local, tensor)
+        else:
+            module.register_buffer(local, tensor)
+        return local
+
+    def _restore_names(self) -> None:
+        """Give every parameter and buffer its own name in the model's order, also those that no unit owns."""
+        order = [name for name in self.program.parameter_order if name in self.tensors]
+        for name in order:
+            owner, _, leaf = name.rpartition(".")
+            module: nn.Module = self.root
+            for part in owner.split(".") if owner else ():
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            tensor = self.tensors[name]
+            if isinstance(tensor, nn.Parameter) and leaf not in module._parameters:
+                module.register_parameter(leaf, tensor)
+            elif not isinstance(tensor, nn.Parameter) and leaf not in module._buffers:
+                module.register_buffer(leaf, tensor)
+        _reorder(self.root, "", order)
+
+
+def _used(instruction: Instruction) -> tuple[Ref, ...]:
+    if isinstance(instruction, Redistribute):
+        return (instruction.value,)
+    return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
+
+
+def _name(ref: Ref) -> str:
+    return f"{ref.id}_{ref.index}" if ref.index else ref.id
+
+
+def _place(module: nn.Module, name: str, child: nn.Module) -> None:
+    *around, last = name.split(".")
+    for part in around:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    module.add_module(last, child)
+
+
+def _reorder(module: nn.Module, prefix: str, order: Sequence[str]) -> None:
+    rank: dict[str, int] = {}
+    for position, name in enumerate(order):
+        if name.startswith(prefix):
+            rank.setdefault(name[len(prefix) :].split(".")[0], position)
+    for table in (module._modules, module._parameters, module._buffers):
+        items = sorted(table.items(), key=lambda item: rank.get(item[0], len(order)))
+        table.clear()  # type: ignore[attr-defined]
+        table.update(items)  # type: ignore[arg-type]
+    for name, child in module._modules.items():
+        if child is not None:
+            _reorder(child, f"{prefix}{name}.", order)
