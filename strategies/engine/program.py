@@ -289,7 +289,7 @@ class _Emitter:
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         own = target == self.operator.target or target.startswith("aten")
         fresh = self.lowering.fresh(self.operator.id if own else f"{self.operator.id}_{target.split('.')[1]}")
-        multiple = self.operator.multiple and target == self.operator.target
+        multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")
         self.lowering.instructions.append(
             Compute(fresh, target, args, tuple(kwargs.items()), self.operator.name, self.operator.path, multiple)
         )

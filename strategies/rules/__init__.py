@@ -1,19 +1,19 @@
 """Sharding rules, one operator family per file. `rule_of(operator, graph)` is the only entrance.
 
-A rule is a function (operator, operand specs) -> Sharding, registered for torch operator names (without overload). Adding an
-operator = adding its name to a rule, or a rule, and a case to tests/strategies/rules. Operators without a rule run on whole
-tensors on every rank, and plans report them.
+A rule is a function (operator, operand specs) -> Sharding, registered for torch operator names (without overload).
+Adding an operator = adding its name to a rule, or a rule, and a case to tests/strategies/rules. Operators without a
+rule run on whole tensors on every rank, and plans report them.
 """
 
 from __future__ import annotations
 
 from strategies.graph import Operator, OperatorGraph
-from strategies.rules import losses, matmul, normalization, pointwise, random, reductions, views
 from strategies.rules import embedding as embedding_rules
+from strategies.rules import losses, matmul, normalization, pointwise, random, reductions, selections, views
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, whole
 
-FAMILIES = (pointwise, matmul, views, reductions, normalization, embedding_rules, losses, random)
+FAMILIES = (pointwise, matmul, views, selections, reductions, normalization, embedding_rules, losses, random)
 
 
 def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
@@ -21,4 +21,6 @@ def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     specs = graph.operand_specs(operator)
     rule = RULES.get(operator.op)
     found = rule(operator, specs) if rule else None
-    return found or whole(operator, specs)
+    if found is None:
+        return whole(operator, specs, random.draw_whole if random.draws(operator) else None)
+    return found

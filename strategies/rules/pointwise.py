@@ -1,29 +1,30 @@
-"""Operators that compute each element by itself: every dim passes, operands are aligned from the right, broadcast dims stay whole."""
+"""Operators that compute each element by itself: every dim passes, operands are aligned from the right.
+
+A dim of size 1 that is broadcast stays whole; the gradient rule then adds its gradient over the slices of the result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.graph import Operator, TensorSpec
 from strategies.rules.registry import rule
-from strategies.rules.sharding import Dims, Local, Sharding, sharding
+from strategies.rules.sharding import Dims, Sharding, sharding
 
 UNARY = """
-abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh deg2rad detach digamma
-elu erf erfc erfinv exp exp2 expm1 fill floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
-lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg positive rad2deg reciprocal relu relu6 round
-rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh tanhshrink threshold to _to_copy trunc
-zeros_like ones_like empty_like full_like type_as conj _conj real imag hardshrink float_power pow
+abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh
+deg2rad detach digamma elu empty_like erf erfc erfinv exp exp2 expm1 fill float_power floor frac full_like gelu
+hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma lift_fresh lift_fresh_copy log log10
+log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like positive pow rad2deg reciprocal relu relu6 round
+rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold to _to_copy
+trunc type_as zeros_like
 """.split()
 
-BINARY = """
-add atan2 bitwise_and bitwise_or bitwise_xor copysign div divide eq floor_divide fmax fmin fmod ge greater gt hypot le less logaddexp
-logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul multiply ne nextafter not_equal __and__ __or__ __xor__ prelu
-remainder rsub sub subtract true_divide xlogy max min masked_fill where lerp addcmul addcdiv clamp_tensor copy
+SEVERAL = """
+add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor copy copysign div divide eq floor_divide fmax fmin fmod ge
+greater gt hypot le lerp less logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mul
+multiply ne nextafter not_equal remainder rsub sub subtract true_divide where xlogy __and__ __or__ __xor__
 """.split()
-
-CLASHES = {"max": 2, "min": 2, "prelu": 0}
-"""Names that are pointwise only with this many tensor operands (max over a dim is a reduction; prelu aligns its weight from the left)."""
 
 
 def broadcast_dims(specs: Sequence[TensorSpec], shape: Sequence[int]) -> list[Dims]:
@@ -35,13 +36,26 @@ def broadcast_dims(specs: Sequence[TensorSpec], shape: Sequence[int]) -> list[Di
     return aligned
 
 
-def _local(operator: Operator, local: Local) -> Ref:
-    return local.call(operator.target, *local.args, **local.kwargs)
-
-
-@rule(*(name for name in (*UNARY, *BINARY) if name not in CLASHES))
+@rule(*UNARY, *SEVERAL)
 def pointwise(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    (result,) = operator.results
-    operands = broadcast_dims(specs, result.shape)
-    results: list[Dims] = [tuple(f"d{i}" for i in range(len(result.shape)))]
-    return sharding(operands, results, specs, operator.results, local=_local)
+    shape = operator.results[0].shape
+    if operator.multiple or any(len(spec.shape) > len(shape) for spec in specs):
+        return None  # where(condition) alone lists indices; type_as may be given a tensor with more dims
+    result: Dims = tuple(f"d{i}" for i in range(len(shape)))
+    return sharding(broadcast_dims(specs, shape), [result], specs, operator.results)
+
+
+@rule("broadcast_tensors")
+def broadcast_tensors(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """Every result has the common shape; each of its dims is sliced in whichever operands have it."""
+    shape = operator.results[0].shape
+    result: Dims = tuple(f"d{i}" for i in range(len(shape)))
+    return sharding(broadcast_dims(specs, shape), [result] * len(specs), specs, operator.results)
+
+
+@rule("prelu")
+def prelu(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [n, c, ...] and one slope, or one per channel (dim 1)."""
+    dims: Dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
+    slopes: Dims = tuple("d1" if size > 1 else None for size in specs[1].shape)
+    return sharding([dims, slopes], [dims], specs, operator.results)

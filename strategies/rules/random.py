@@ -1,21 +1,23 @@
-"""Random operators draw from stateless keys, so that replicas of one slice draw the same numbers and different slices different ones.
+"""Random operators draw from stateless keys, so that replicas of one slice draw the same numbers and different slices
+different ones.
 
-A key is an argument of the program, made from (seed, step, micro-batch); an operator adds its ordinal among the random operators of
-the graph. `fast`: each slice draws its own numbers from key, ordinal and the slice's position. `exact`: the numbers of the whole
-tensor are drawn and the rank's block is kept, so that a sharded run repeats the numbers of one device. There is no generator
-state that could go wrong under recompute or interleaved micro-batches.
+A key is an argument of the program, made from (seed, step, micro-batch); an operator adds its ordinal among the random
+operators of the graph. `fast`: each slice draws its own numbers from key, ordinal and the slice's position. `exact`:
+the numbers of the whole tensor are drawn and the rank's block is kept, so that a sharded run repeats the numbers of one
+device. There is no generator state that could go wrong under recompute or interleaved micro-batches.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec
-from strategies.rules.registry import local_function, rule
+from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
@@ -39,16 +41,37 @@ def dropout_slice(x: Tensor, probability: float, key: int, ordinal: int, positio
 
 
 @local_function
-def dropout_block(x: Tensor, probability: float, key: int, ordinal: int, shape: Sequence[int], starts: Sequence[int]) -> Tensor:
-    """Dropout of the block of a tensor of global `shape` that begins at `starts`, with the numbers of the whole tensor."""
+def dropout_block(
+    x: Tensor, probability: float, key: int, ordinal: int, shape: Sequence[int], starts: Sequence[int]
+) -> Tensor:
+    """Dropout of the block at `starts` of a tensor of global `shape`, with the numbers of the whole tensor."""
     mask = kept(shape, probability, mix(key, ordinal), "cpu")
     for dim, start in enumerate(starts):
         mask = mask.narrow(dim, start, x.shape[dim])
     return x * mask.to(x.device) / (1 - probability) if probability < 1 else x * 0
 
 
+@local_function
+def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Any random operator, with torch's generators set from (key, ordinal) for this call and put back afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(mix(key, ordinal))
+        return resolve(target)(*args, **kwargs)
+
+
+def draws(operator: Operator) -> bool:
+    """Whether an operator reads torch's generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(resolve(operator.target), "tags", ())
+
+
+def draw_whole(operator: Operator, local: Local) -> Ref:
+    """The local program of random operators without a rule: every rank draws the same whole tensors."""
+    return local.call("local.seeded", operator.target, local.key, local.ordinal, *local.args, **local.kwargs)
+
+
 def _dropout(operator: Operator, local: Local) -> Ref:
-    x, probability, training = local.args[:3]
+    x, probability, training = local.args
     if not training or probability == 0:
         return local.call("aten.alias.default", x)
     shape = operator.results[0].shape
@@ -60,7 +83,8 @@ def _dropout(operator: Operator, local: Local) -> Ref:
     return local.call("local.dropout_slice", x, probability, local.key, local.ordinal, local.position(factors))
 
 
-@rule("dropout", "dropout_")
+@rule("dropout")
 def dropout(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """dropout(x [...], probability, training) -> [...]."""
     dims: Dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
     return sharding([dims], [dims], specs, operator.results, local=_dropout)

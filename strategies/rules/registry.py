@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def rule(*operators: str) -> Callable[[R], R]:
-    """Register a rule for torch operators, by name without overload. A rule returns None for calls it does not cover."""
+    """Register a rule for torch operators, by name without overload. A rule returns None for calls it cannot cover."""
 
     def register(function: R) -> R:
         for name in operators:
@@ -42,5 +42,7 @@ def resolve(target: str) -> Callable[..., Any]:
     space, name, *overload = target.split(".")
     if space == "local":
         return LOCAL_FUNCTIONS[name]
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload[0] if overload else "default")
+    found: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, space), name), overload[0] if overload else "default"
+    )
     return found

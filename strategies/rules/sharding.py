@@ -1,14 +1,15 @@
 """What a sharding rule says about one operator: its factors, and how a slice of it is computed.
 
-A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it stays whole). From the
-factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and the layouts of the gradients:
-with U all assigned axes, the gradient of an operand lies like the operand and is partial over U minus the operand's own axes.
+A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it stays
+whole). From the factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and the
+layouts of the gradients: with U all assigned axes, the gradient of an operand lies like the operand and is partial over
+U minus the operand's own axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,9 +24,10 @@ Assignment = Mapping[str, tuple[str, ...]]
 class Local(Protocol):
     """What a rule's local program may do. Arguments and results are `Ref`s to the rank's own slices.
 
-    `args` and `kwargs` are the operator's, with the operands' slices in place; `position` stands for a number that differs from rank
-    to rank: the index of the rank's slice of the factors, times `stride`. `sum_over` adds a value without gradient over the slices of
-    factors. Random operators read `key` (the program's), `ordinal` (theirs) and `exact`.
+    `args` and `kwargs` are the operator's, with the operands' slices in place; `position` stands for a number that
+    differs from rank to rank: the index of the rank's slice of the factors, times `stride`. `sum_over` adds a value
+    without gradient over the slices of factors. Random operators read `key` (the program's), `ordinal` (theirs) and
+    `exact`.
     """
 
     @property
@@ -51,10 +53,11 @@ LocalProgram = Callable[[Operator, Local], Ref]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The factors of one operator. `sizes` holds, per factor, the number that a slice count must divide, in the order in which
-    the operands name the factors; `sums` are the factors over which results are partial sums.
+    """The factors of one operator. `sizes` holds, per factor, the number that a slice count must divide, in the order
+    in which the operands name the factors; `sums` are the factors over which results are partial sums.
 
-    `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators without a rule.
+    `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
+    without a rule.
     """
 
     operands: tuple[Dims, ...]
@@ -100,7 +103,7 @@ def sharding(
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Sharding:
-    """A `Sharding` whose factor sizes are read from the shapes (`sizes` overrides them, for dims that are cut in coarser pieces)."""
+    """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut in coarser pieces."""
     found: dict[str, int] = {}
     for dims, spec in zip((*operands, *results), (*specs, *result_specs), strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):
@@ -114,8 +117,9 @@ def sharding(
 def notation(text: str, specs: Sequence[TensorSpec], result_specs: Sequence[TensorSpec], **more: Any) -> Sharding:
     """A rule as one line: "... k, n k, n -> ... n".
 
-    Names are factors, `!name` stays whole, `...` stands for the leading dims of the first operand that has it. A factor that no
-    result carries is summed over. Operands that the call does not have (an absent bias) are left out of the line's end.
+    Names are factors, `!name` stays whole, `...` stands for the leading dims of the first operand that has it. A factor
+    that no result carries is summed over. Operands that the call does not have (an absent bias) are left out of the
+    line's end.
     """
     left, right = (side.split(",") for side in text.split("->"))
     lead = 0
@@ -137,12 +141,14 @@ def notation(text: str, specs: Sequence[TensorSpec], result_specs: Sequence[Tens
     operands = [dims(part, spec) for part, spec in zip(left, specs, strict=False)]
     results = [dims(part, spec) for part, spec in zip(right, result_specs, strict=True)]
     kept = {factor for part in results for factor in part}
-    sums = list(dict.fromkeys(factor for part in operands for factor in part if factor is not None and factor not in kept))
+    sums = list(
+        dict.fromkeys(factor for part in operands for factor in part if factor is not None and factor not in kept)
+    )
     return sharding(operands, results, specs, result_specs, sums=sums, **more)
 
 
-def whole(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """No factors: the operator runs on whole tensors on every rank."""
-    blank = [(None,) * len(spec.shape) for spec in specs]
-    results = [(None,) * len(spec.shape) for spec in operator.results]
-    return Sharding(tuple(blank), tuple(results), {}, known=False, flops=float(max((s.elements for s in (*specs, *operator.results)), default=0)))
+def whole(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:
+    """No factors: the operator (or its local program) runs on whole tensors on every rank."""
+    operands: list[Dims] = [(None,) * len(spec.shape) for spec in specs]
+    results: list[Dims] = [(None,) * len(spec.shape) for spec in operator.results]
+    return replace(sharding(operands, results, specs, operator.results, local=local), known=False)

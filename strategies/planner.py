@@ -1,0 +1,264 @@
+"""From an operator graph and a request to a plan: rules, configured strategies, mesh, search, parameter layouts, checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from strategies.addressing import Configured, configured, in_module
+from strategies.errors import StrategyError, closest
+from strategies.graph import Operator, OperatorGraph, Ref, TensorSpec
+from strategies.layout import Layout
+from strategies.meshing import Meshing, merged, meshing
+from strategies.plan import OperatorPlan, Origin, Plan
+from strategies.request import NamedDims, Operand, Request
+from strategies.rules import rule_of
+from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.defaults import batch_parallel, largest_fit
+from strategies.search.problem import Problem
+from strategies.search.propagation import propagate
+
+
+def make_plan(graph: OperatorGraph, request: Request) -> Plan:
+    """The plan of a training graph. Raises StrategyError for strategies that do not fit the model, the mesh or one another."""
+    return _Planning(graph, request).plan()
+
+
+class _Planning:
+    def __init__(self, graph: OperatorGraph, request: Request) -> None:
+        self.graph, self.request = graph, request
+        self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        self.configured = configured(graph, self.shardings, request.strategies)
+        self.marked = self._marked()
+        self.meshing = self._meshing()
+        self.mesh = self.meshing.mesh
+        self.inputs = self._inputs()
+
+    def plan(self) -> Plan:
+        started = time.perf_counter()
+        fixed = {id: self._fixed(self._operator(id), entry) for id, entry in self.configured.items() if entry.wanted.inputs is not None}
+        bare = Problem(self.graph, self.mesh, self.shardings, self.inputs, fixed, {})
+        for operator in self.marked:
+            fixed.setdefault(operator.id, batch_parallel(bare, self.meshing, operator))
+        outputs = {id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None}
+        problem = replace(bare, fixed=fixed, outputs=outputs)
+        searched = self._search(problem)
+        operators = {
+            operator.name: OperatorPlan(searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id))
+            for operator in self.graph.operators
+        }
+        tensors = self._tensors(operators)
+        algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
+        search = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), "cost": None, "lower_bound": None}
+        return merged(Plan(self.mesh, operators, self.inputs, tensors, search))
+
+    def _operator(self, id: str) -> Operator:
+        node = self.graph.by_id[id]
+        assert isinstance(node, Operator)
+        return node
+
+    def _marked(self) -> list[Operator]:
+        for pattern in self.request.set_data_parallel:
+            if not any(in_module(pattern, operator) for operator in self.graph.operators):
+                modules = {operator.module for operator in self.graph.operators if operator.module}
+                raise StrategyError(f"parallel.set_data_parallel: {pattern!r} matches no module of the model.{closest(pattern, sorted(modules))}")
+        return [o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)]
+
+    def _meshing(self) -> Meshing:
+        """The mesh with every device matrix that counts ask for; configured ones first, then those of defaults."""
+        world = self.request.world_size
+        matrices = []
+        for id, entry in self.configured.items():
+            counts = [count for count in entry.factors.values() if isinstance(count, int)]
+            asked = 1
+            for count in counts:
+                asked *= count
+            if world % asked:
+                raise StrategyError(
+                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} slices, "
+                    f"which do not divide the {world} devices."
+                )
+            if len(counts) == len(entry.factors) and asked > 1:
+                matrices.append(counts)
+        dataset = self.request.dataset_strategy
+        for operand in dataset if isinstance(dataset, tuple) else ():
+            if not isinstance(operand, NamedDims):
+                matrices.append(list(operand))
+        sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
+        matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
+        used = {o.layout for entry in self.configured.values() for side in (entry.wanted.inputs, entry.wanted.outputs) for o in side or () if isinstance(o, NamedDims)}
+        used |= {o.layout for o in dataset if isinstance(o, NamedDims)} if isinstance(dataset, tuple) else set()
+        layouts = {name: matrix for name, matrix in self.request.layouts.items() if name in used}
+        spare = "dp" if self.request.mode == "data_parallel" else "d"
+        return meshing(world, self.request.mesh, layouts, [matrix for matrix in matrices if world % _product(matrix) == 0], spare)
+
+    def _fixed(self, operator: Operator, entry: Configured) -> Assignment:
+        """The axes of a configured operator's factors."""
+        where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
+        named = {f: self._named(s[0], s[1]) for f, s in entry.factors.items() if not isinstance(s, int)}
+        taken = [axis for axes in named.values() for axis in axes]
+        if len(set(taken)) != len(taken):
+            raise StrategyError(f"{where}: a mesh axis slices two different loops of the operator.")
+        counted = {factor: slicing for factor, slicing in entry.factors.items() if isinstance(slicing, int)}
+        placed = dict(zip(counted, self.meshing.place(list(counted.values()), taken, where), strict=True))
+        assignment = {factor: (named | placed)[factor] for factor in entry.factors if (named | placed)[factor]}
+        sharding = self.shardings[operator.id]
+        for factor, axes in assignment.items():
+            if sharding.sizes[factor] % self.mesh.product(axes):
+                raise StrategyError(f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} equal slices.")
+        return assignment
+
+    def _named(self, layout: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        if layout not in self.meshing.named:
+            raise StrategyError(f"Layout {layout!r} is not in parallel.layouts.{closest(layout, self.meshing.named)}")
+        runs = self.meshing.named[layout]
+        for name in names:
+            if name not in runs:
+                raise StrategyError(f"{name!r} is not an axis of parallel.layouts.{layout}.{closest(name, runs)}")
+        return tuple(axis for name in names for axis in runs[name])
+
+    def _layout(self, operand: Operand, spec: TensorSpec, where: str, natural: Layout | None = None) -> Layout:
+        """The layout that an operand form asks for; counts first keep the axes of `natural`."""
+        entries = operand.dims if isinstance(operand, NamedDims) else operand
+        if len(entries) != len(spec.shape):
+            raise StrategyError(f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has {len(spec.shape)} dims.")
+        if isinstance(operand, NamedDims):
+            layout = Layout(tuple(self._named(operand.layout, dim) for dim in operand.dims))
+        elif natural is None:
+            layout = Layout(self.meshing.place(list(operand), where=where))
+        else:
+            layout = self._keeping(operand, natural, where)
+        for dim, (size, count) in enumerate(zip(spec.shape, layout.counts(self.mesh), strict=True)):
+            if size % count:
+                raise StrategyError(f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices.")
+        return layout
+
+    def _keeping(self, counts: tuple[int, ...], natural: Layout, where: str) -> Layout:
+        """Counts of a result: each dim keeps its axes and takes more from those that are partial or unused, in mesh order."""
+        dims, used = list(natural.dims), set(natural.axes)
+        for dim, count in enumerate(counts):
+            have = self.mesh.product(dims[dim])
+            if have != count and count % have == 0:
+                (more,) = self.meshing.place([count // have], used, where)
+                dims[dim] = (*dims[dim], *more)
+                used |= set(more)
+            elif have != count:
+                used -= set(dims[dim])
+                (dims[dim],) = self.meshing.place([count], used, where)
+                used |= set(dims[dim])
+        return Layout(tuple(dims))
+
+    def _inputs(self) -> dict[str, Layout]:
+        sources, wanted = self.graph.of_kind("input"), self.request.dataset_strategy
+        if isinstance(wanted, tuple):
+            if len(wanted) != len(sources):
+                names = ", ".join(source.name for source in sources)
+                raise StrategyError(f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names}).")
+            return {s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}") for s, o in zip(sources, wanted, strict=True)}
+        found = {}
+        for source in sources:
+            rank = len(source.spec.shape)
+            if wanted == "full_batch" or rank == 0:
+                found[source.name] = Layout.replicated(rank)
+                continue
+            count = largest_fit(source.spec.shape[0], self.request.world_size)
+            if self.request.mode == "data_parallel" and count != self.request.world_size:
+                raise StrategyError(
+                    f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a micro-batch has "
+                    f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of {self.request.world_size}."
+                )
+            (axes,) = self.meshing.place([count])
+            found[source.name] = Layout((axes,) + ((),) * (rank - 1))
+        return found
+
+    def _outputs(self, id: str, entry: Configured, fixed: Mapping[str, Assignment]) -> tuple[Layout, ...] | None:
+        if entry.wanted.outputs is None:
+            return None
+        operator, sharding = self._operator(id), self.shardings[id]
+        where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
+        if len(entry.wanted.outputs) != len(operator.results):
+            raise StrategyError(f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}.")
+        if id not in fixed:
+            raise StrategyError(f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...).")
+        natural = sharding.result_layouts(fixed[id])
+        return tuple(
+            self._layout(operand, spec, where, layout)
+            for operand, spec, layout in zip(entry.wanted.outputs, operator.results, natural, strict=True)
+        )
+
+    def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
+        if self.request.mode == "auto":
+            return propagate(problem, self.meshing)
+        return {
+            o.id: (problem.fixed.get(o.id, batch_parallel(problem, self.meshing, o)), False) for o in self.graph.operators
+        }  # fmt: skip
+
+    def _origin(self, operator: Operator, reached: bool) -> Origin:
+        if not self.shardings[operator.id].known:
+            return "no rule"
+        if operator.id in self.configured:
+            return "configured"
+        if operator in self.marked:
+            return "data_parallel"
+        return "propagated" if reached else "default"
+
+    def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
+        """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError where configured
+        users disagree. Buffers and constants are held whole."""
+        found = {}
+        for source in self.graph.sources:
+            if source.kind == "input":
+                continue
+            rank = len(source.spec.shape)
+            found[source.name] = Layout.replicated(rank)
+            if source.kind != "parameter":
+                continue
+            uses = [(o, self._operand(o, i, operators)) for o, i in self.graph.users[Ref(source.id)]]
+            asked = [(o, layout) for o, layout in uses if o.id in self.configured and self.configured[o.id].wanted.inputs is not None]
+            for operator, layout in asked[1:]:
+                first, wanted = asked[0]
+                if layout != wanted:
+                    raise StrategyError(
+                        f"Parameter {source.name} is used by two operators whose strategies slice it differently: {first.where} has "
+                        f"{self.configured[first.id].wanted} and needs {wanted}, {operator.where} has {self.configured[operator.id].wanted} and "
+                        f"needs {layout}. Give both the same slices of it, or leave one of them without a strategy."
+                    )
+            if asked or uses:
+                found[source.name] = (asked or uses)[0][1]
+        return found
+
+    def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:
+        sharding: Sharding = self.shardings[operator.id]
+        return sharding.operand_layouts(operators[operator.name].assignment)[position]
+
+
+def _product(counts: list[int]) -> int:
+    total = 1
+    for count in counts:
+        total *= count
+    return total
+
+
+def follow(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it is legal,
+    others slice nothing; parameters lie as in `plan`; batch entries as in `plan` where they divide, else whole."""
+    operators, shardings = {}, {operator.name: rule_of(operator, graph) for operator in graph.operators}
+    for operator in graph.operators:
+        sharding = shardings[operator.name]
+        model = plan.operators.get(operator.name)
+        legal = model is not None and all(
+            factor in sharding.sizes and sharding.sizes[factor] % plan.mesh.product(axes) == 0 for factor, axes in model.assignment.items()
+        )
+        operators[operator.name] = replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")
+    inputs = {}
+    for source in graph.of_kind("input"):
+        layout = plan.inputs.get(source.name, Layout.replicated(len(source.spec.shape)))
+        fits = len(layout.dims) == len(source.spec.shape) and all(
+            size % count == 0 for size, count in zip(source.spec.shape, layout.counts(plan.mesh), strict=True)
+        )
+        inputs[source.name] = layout if fits else Layout.replicated(len(source.spec.shape))
+    tensors = {
+        source.name: plan.tensors.get(source.name, Layout.replicated(len(source.spec.shape))) for source in graph.sources if source.kind != "input"
+    }
+    return Plan(plan.mesh, operators, inputs, tensors, plan.search)

@@ -1,0 +1,81 @@
+"""What every search works on: the graph, its rules, the mesh and what is fixed beforehand; and the price of an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from strategies.graph import Operator, OperatorGraph, Ref, Source
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.redistribution import chain, elements
+from strategies.rules.sharding import Assignment, Sharding
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs` the layouts in
+    which configured operators hand on their results."""
+
+    graph: OperatorGraph
+    mesh: Mesh
+    shardings: Mapping[str, Sharding]
+    inputs: Mapping[str, Layout]
+    fixed: Mapping[str, Assignment]
+    outputs: Mapping[str, tuple[Layout, ...]]
+
+    @cached_property
+    def trained(self) -> frozenset[Ref]:
+        """The values that have a gradient."""
+        found = {Ref(source.id) for source in self.graph.sources if source.trainable}
+        for operator in self.graph.operators:
+            if operator.op != "detach" and any(ref in found for ref in operator.operands):
+                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
+        return frozenset(found)
+
+    @cached_property
+    def batch_factors(self) -> dict[str, str]:
+        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every input."""
+        dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
+        found = {}
+        for operator in self.graph.operators:
+            sharding = self.shardings[operator.id]
+            for position, ref in enumerate(operator.operands):
+                factor = sharding.operands[position][dims[ref]] if ref in dims else None
+                if factor is not None:
+                    found.setdefault(operator.id, factor)
+            if operator.id in found:
+                for index, result in enumerate(sharding.results):
+                    if found[operator.id] in result:
+                        dims[Ref(operator.id, index)] = result.index(found[operator.id])
+        return found
+
+    def result_layout(self, ref: Ref, assignment: Assignment) -> Layout:
+        """How result `ref` lies when handed on."""
+        if ref.id in self.outputs:
+            return self.outputs[ref.id][ref.index]
+        return self.shardings[ref.id].result_layouts(assignment)[ref.index]
+
+    def edge(self, ref: Ref, have: Layout, user: Operator, position: int, assignment: Assignment) -> tuple[int, int]:
+        """Bytes that carrying `ref` to operand `position` of `user` sends forward, and backward."""
+        spec, sharding = self.graph.specs[ref], self.shardings[user.id]
+        forward = elements(chain(have, sharding.operand_layouts(assignment)[position], spec.shape, self.mesh), self.mesh)
+        backward = 0
+        if ref in self.trained:
+            returned = sharding.gradient_layouts(assignment)[position]
+            backward = elements(chain(returned, have.whole, spec.shape, self.mesh), self.mesh)
+        return forward * spec.item_bytes, backward * spec.item_bytes
+
+    def own(self, operator: Operator, assignment: Assignment) -> tuple[int, float]:
+        """Bytes that the operator itself causes (sums of results, sums of parameter gradients), and its work per rank."""
+        sharding = self.shardings[operator.id]
+        sent = 0
+        for layout, spec in zip(sharding.result_layouts(assignment), operator.results, strict=True):
+            if layout.partial:
+                sent += elements(chain(layout, layout.whole, spec.shape, self.mesh), self.mesh) * spec.item_bytes
+        for ref, returned in zip(operator.operands, sharding.gradient_layouts(assignment), strict=True):
+            source = self.graph.by_id[ref.id]
+            if isinstance(source, Source) and source.trainable and returned.partial:
+                sent += elements(chain(returned, returned.whole, source.spec.shape, self.mesh), self.mesh) * source.spec.item_bytes
+        return sent, sharding.flops / self.mesh.product(sharding.used(assignment))
