@@ -86,7 +86,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     finally:
         for module, mode in modes.items():
             module.training = mode
-    reader = _Reader(exported, objective)
+    reader = _Reader(exported, objective, "training" if training else "evaluation")
     if training:
         return replace(reader.captured, graph=_with_scalar_loss(reader.captured.graph, objective.loss is None))
     return reader.captured
@@ -128,10 +128,10 @@ def _spec(value: Tensor) -> TensorSpec:
 class _Reader:
     """Reads one exported program into a graph."""
 
-    def __init__(self, exported: torch.export.ExportedProgram, objective: Objective) -> None:
+    def __init__(self, exported: torch.export.ExportedProgram, objective: Objective, mode: str) -> None:
         module = exported.graph_module
         _inline_regions(module)
-        self.signature, self.objective = exported.graph_signature, objective
+        self.signature, self.objective, self.mode = exported.graph_signature, objective, mode
         self.values: dict[fx.Node, Any] = {}  # fx node -> Ref, or list of Refs for a node with several results
         self.tensors: dict[str, Tensor] = {}
         self.sources: list[Source] = []
@@ -160,7 +160,7 @@ class _Reader:
             tensor = tensors[name]
             owners[placeholder] = (_strip(canonical[id(tensor)]), tensor)
         for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items():
-            owners[placeholder] = (name, exported.constants[name])
+            owners[placeholder] = (f"{self.mode}.{name}", exported.constants[name])  # numbered anew in every graph
         return owners
 
     def _read_source(self, node: fx.Node, inputs: Any) -> None:

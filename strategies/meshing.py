@@ -18,6 +18,8 @@ from strategies.plan import OperatorPlan, Plan
 from strategies.request import NamedMatrix
 
 Axes = tuple[str, ...]
+SPARE = ("dp", "d")
+"""What axes that nobody named are called (with a number): for data parallel, and otherwise."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ def _together(sequence: Axes, first: str, second: str) -> bool:
 def _merged_names(groups: Sequence[Sequence[str]]) -> list[str]:
     """A run of all the parts of `tp` is `tp` again; other runs keep the name of the first part; unnamed axes are numbered anew."""
     plain = [group[0].partition(".")[0] if "." in group[0] else group[0] for group in groups]
-    if all(name.removeprefix("d").isdigit() for name in plain):
-        return [f"d{i}" for i in range(len(groups))]
+    for spare in SPARE:
+        if all(name.removeprefix(spare).isdigit() for name in plain):
+            return [spare] if spare == "dp" and len(groups) == 1 else [f"{spare}{i}" for i in range(len(groups))]
     return [
         name if plain.count(name) == 1 else f"{name}.{plain[:i].count(name)}" for i, name in enumerate(plain)
     ]  # fmt: skip

@@ -40,7 +40,7 @@ class Plan:
         """What is needed to read the plan again; reports add what follows from it."""
         return {
             "mesh": dict(self.mesh.axes),
-            "operators": {
+            "assignments": {
                 name: {
                     "assignment": {factor: list(axes) for factor, axes in plan.assignment.items()},
                     "origin": plan.origin,
@@ -64,7 +64,7 @@ class Plan:
                     plan["origin"],
                     None if plan["outputs"] is None else tuple(map(layout_from_json, plan["outputs"])),
                 )
-                for name, plan in data["operators"].items()
+                for name, plan in data["assignments"].items()
             },
             {name: layout_from_json(layout) for name, layout in data["inputs"].items()},
             {name: layout_from_json(layout) for name, layout in data["tensors"].items()},

@@ -19,7 +19,7 @@ from strategies.rules.sharding import Dims, Local, Sharding, notation, sharding
 
 @local_function
 def first_slice_only(bias: Tensor, position: int) -> Tensor:
-    """`bias` on the ranks with slice 0 of the contraction; elsewhere zeros, still connected: their gradient is zeros."""
+    """`bias` on the ranks with slice 0 of the contraction, zeros elsewhere (still connected: zero gradient)."""
     return bias if position == 0 else bias * 0
 
 

@@ -103,7 +103,7 @@ def sharding(
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Sharding:
-    """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut in coarser pieces."""
+    """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut coarser."""
     found: dict[str, int] = {}
     for dims, spec in zip((*operands, *results), (*specs, *result_specs), strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):

@@ -1,0 +1,49 @@
+# make run         install into .venv and train the recipe ffn_auto on 8 local processes (ARGS="KEY=VALUE ..." to change it)
+# make test        install, check style and types, run the tests
+# make test-slow   the same with the tests that take long
+# make lint        style and types only
+# make format      put style right
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+TORCH := torch==2.13.0
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: run test test-slow lint format clean
+
+run: $(VENV)/.installed
+	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: lint
+	$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: DeepSpeed looks for it while it is built.
+$(VENV)/.installed: $(INPUTS) | $(BIN)/python
+	@echo "installing into $(VENV); this takes a minute or two the first time"
+	$(PIP) $(TORCH)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) -e ".[test]"
+	touch $@

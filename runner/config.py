@@ -1,0 +1,165 @@
+"""From what Hydra composed to a validated, frozen `Config`, and from the file in the run folder back to it.
+
+Invariant: whatever is wrong with a config ends as one `ConfigError`, a paragraph per fault that names the dotted key,
+the value, what is allowed, the closest match and where the value came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from runner.errors import ConfigError, allowed
+from runner.forms import Section
+from runner.origins import Origins
+from runner.schema import Config, Mode
+
+# What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
+MEANINGS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "dict_type": "must be a mapping such as {{name: value}}",
+    "model_type": "must be a mapping such as {{name: value}}",
+    "tuple_type": "must be a list",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+}
+
+NO_MODEL = (
+    "there is nothing to run: choose a recipe, e.g. `run +recipe=quickstart` (`run recipes` lists them, `run --help` "
+    "explains), or give your own with model.target=package.module.Class and data.target=package.module.Class."
+)
+
+
+def load(composed: DictConfig, origins: Origins) -> Config:
+    """Validate a composed config (without its `hydra` node). Raises ConfigError."""
+    if strangers := [str(key) for key in composed if key not in Config.model_fields]:
+        raise ConfigError(*(unknown(key) + origins.sentence([key]) for key in strangers))
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        if error.full_key == "model.target":
+            raise ConfigError(NO_MODEL) from None
+        raise ConfigError(_missing(error.full_key)) from None
+    except OmegaConfBaseException as error:
+        text = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
+    config = _validate(values, origins)
+    chosen = origins.choice("parallel")
+    if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
+        raise ConfigError(
+            f"parallel = {chosen!r} has no effect, because parallel.mode = {config.parallel.mode!r} comes after it; "
+            f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}"
+        )
+    return config
+
+
+def read(file: Path) -> Config:
+    """The config of a run folder's `config.json`. Raises ConfigError if it is missing or does not validate."""
+    try:
+        return Config.model_validate_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+    except ValidationError as error:
+        raise ConfigError(*(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
+
+
+def settle(config: Config, *, world_size: int, device: Literal["cpu", "cuda"]) -> Config:
+    """The config with the ranks and device that this machine gives it, checked again with them.
+
+    Raises ConfigError where what was left open does not fit, e.g. a mesh of 6 devices when there are 8.
+    """
+    return _validate({**config.model_dump(mode="json"), "world_size": world_size, "device": device}, Origins())
+
+
+def keys(parent: str) -> list[str]:
+    """The config keys directly below a dotted key ("" is the top), none if it is not a section."""
+    section: type[BaseModel] | None = Config
+    for part in filter(None, parent.split(".")):
+        annotation = section.model_fields[part].annotation if section and part in section.model_fields else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    return list(section.model_fields) if section else []
+
+
+def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from open_mappings(info.annotation, f"{prefix}{name}.")
+        elif _is_mapping(info.annotation):
+            yield prefix + name
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a type is a dict, or may be one: `dict[str, int] | None`."""
+    return get_origin(annotation) is dict or any(map(_is_mapping, _alternatives(annotation)))
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[:1]
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+
+
+def unknown(dotted: str) -> str:
+    """What to say about a key that the config does not have."""
+    parent, _, key = dotted.rpartition(".")
+    known = keys(parent) if parent else ["recipe", *keys("")]
+    return f"{dotted} is not a config key.{allowed(key, known)}"
+
+
+def _validate(values: Any, origins: Origins) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(*(_paragraph(e, origins) for e in error.errors())) from None
+
+
+def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
+    dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    concerned: Sequence[str] = [dotted]
+    if kind == "refusal":
+        text, concerned = str(context["text"]), context["keys"]
+    elif kind == "extra_forbidden":
+        text = unknown(dotted)
+    elif kind == "missing":
+        text, concerned = _missing(dotted), []
+    elif kind == "literal_error":
+        options = re.findall(r"[\w-]+", context["expected"].replace(" or ", ", "))
+        text = f"{dotted} = {_shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
+    elif kind == "value_error":
+        text = f"{dotted} = {_shown(value)} {context['error']}".rstrip(".") + "."
+    elif kind in MEANINGS:
+        text = f"{dotted} = {_shown(value)}: {MEANINGS[kind].format(**context)}."
+    else:
+        text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
+    return text + origins.sentence(concerned)
+
+
+def _missing(dotted: str | None) -> str:
+    return f"{dotted} has no value and no default; set it with {dotted}=VALUE."
+
+
+def _shown(value: object) -> str:
+    """A value as YAML would write it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)

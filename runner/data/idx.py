@@ -1,0 +1,95 @@
+"""The IDX files of MNIST, read with numpy alone.
+
+An IDX file of bytes is the magic number (two zero bytes, 8 for unsigned bytes, the number of dims), each dim as a
+big-endian 32-bit count, and then the elements in row-major order. The invariant: an array that this file returns
+has exactly the shape that its header states, and a file that is damaged in any way is refused in one paragraph
+that names it. Plain files are memory-mapped: only the rows that are looked at are read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.errors import ConfigError
+
+Bytes = NDArray[np.uint8]
+
+
+def read(path: Path, *, dims: int) -> Bytes:
+    """The array in the file `path`, which must hold bytes in `dims` dims (3 for images, 1 for labels).
+
+    The array is read-only: memory-mapped for a plain file, in memory for one whose name ends in `.gz`.
+    Raises ConfigError: the file cannot be opened, is no IDX file, holds another type or number of dims, is
+    shorter or longer than its header states, or is damaged as a gzip file.
+    """
+    content: bytes | None = None
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed:
+                shape = _shape(packed, path, dims)
+                content = packed.read()
+            actual = len(content)
+        else:
+            with path.open("rb") as plain:
+                shape = _shape(plain, path, dims)
+                actual = path.stat().st_size - plain.tell()
+    except (OSError, EOFError, zlib.error) as error:
+        # gzip raises these three for what is no gzip file, is cut off, or is damaged inside.
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}. Give a readable, complete IDX file.") from error
+    expected = math.prod(shape)
+    if actual != expected:
+        kind = "is cut off" if actual < expected else "has bytes left over"
+        raise ConfigError(
+            f"{path}: {kind}: its header states {'x'.join(map(str, shape))} = {expected} bytes, and {actual} follow. "
+            "Fetch or make the file again."
+        )
+    if content is not None or expected == 0:  # nothing cannot be mapped
+        return np.frombuffer(content or b"", np.uint8).reshape(shape)
+    return np.memmap(path, np.uint8, mode="r", offset=4 + 4 * dims, shape=shape)
+
+
+def encode(array: Bytes) -> bytes:
+    """The content of a plain IDX file that holds `array`: the inverse of `read`."""
+    return struct.pack(f">HBB{array.ndim}I", 0, _UNSIGNED_BYTE, array.ndim, *array.shape) + array.tobytes()
+
+
+def find(folder: Path, name: str) -> Path:
+    """The file `name` of the MNIST folder `folder`: plain if it is there, else with `.gz`.
+
+    Raises ConfigError: no such folder, or neither file in it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; a folder with the IDX files of MNIST is needed.")
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise ConfigError(f"{folder}: holds neither {name} nor {name}.gz; it holds {inside}.")
+
+
+_UNSIGNED_BYTE = 8
+
+
+def _shape(file: BinaryIO | gzip.GzipFile, path: Path, dims: int) -> tuple[int, ...]:
+    """Read the header and leave the file standing behind it."""
+    wanted = struct.pack(">HBB", 0, _UNSIGNED_BYTE, dims)
+    magic = file.read(4)
+    if magic != wanted:
+        found = f"starts with the bytes {magic.hex(' ')}" if magic else "is empty"
+        raise ConfigError(
+            f"{path}: {found}, where an IDX file of bytes in {dims} dims starts with {wanted.hex(' ')} "
+            f"(magic number {int.from_bytes(wanted, 'big')}). Give the right file, or fetch it again."
+        )
+    counts = file.read(4 * dims)
+    if len(counts) < 4 * dims:
+        raise ConfigError(f"{path}: is cut off inside its header of {4 + 4 * dims} bytes. Fetch or make it again.")
+    return struct.unpack(f">{dims}I", counts)

@@ -1,0 +1,272 @@
+"""Loading exactly what one rank needs.
+
+A dataset is anything with `len()` and `dataset[i]` whose samples are flat: a dict (its keys are the keyword arguments
+of `forward`), a tuple (positional arguments), or a single tensor. Reading a row must give the same sample on every
+rank, because ranks that hold the same slice of a batch read it independently.
+
+The invariant: what `LocalBatches.load` returns equals the blocks cut out of `whole_batch`, while only the rows inside
+the blocks are read, and only the slice of each row where the dataset offers `read(index, slices)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from runner import targets
+from runner.data.order import Order, epoch_order, eval_rows, padded
+from runner.errors import ConfigError
+
+__all__ = [
+    "Block",
+    "Collate",
+    "LocalBatches",
+    "MapDataset",
+    "Order",
+    "Sliced",
+    "build_dataset",
+    "epoch_order",
+    "eval_rows",
+    "flatten_batch",
+    "padded",
+    "whole_batch",
+]
+
+Block = tuple[tuple[int, int], ...]
+"""(start, stop) for each dim of a tensor of the global micro-batch; dim 0 counts rows. Never empty."""
+
+Collate = Callable[[list[Any]], Any]
+"""From samples to a batch: a dict, tuple or list of tensors, or one tensor, each with the samples along dim 0.
+
+A rank calls it with its own rows only. So row r of every result may depend on sample r alone, and the sizes of the
+other dims must not depend on which rows come together: pad to a fixed length, not to the longest of the batch.
+"""
+
+
+class MapDataset(Protocol):
+    """What every dataset must offer."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Sliced(MapDataset, Protocol):
+    """What a dataset with large rows can offer, so that a rank reads only its slice of each row."""
+
+    def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> Any:
+        """Sample `index`, of the same structure as `self[index]`, with each tensor cut down to its slices.
+
+        `slices` has one entry per value of the sample, in the order of the sample; an entry has one
+        `slice(start, stop)` per dim of that value, 0 <= start <= stop <= size, and none for a scalar. Where a value
+        is not needed from this row, its slices are empty. Used only without a custom collate, and recognised by
+        the names of the two parameters.
+        """
+
+
+def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, what: str) -> MapDataset:
+    """The dataset `target(**args)`, or `target(**args, path=path)` where a path is configured.
+
+    `what` is the config section (`data`). Raises ConfigError: as `runner.targets.build`; a path for a dataset that
+    takes none; an object without len() or indexing; no rows.
+    """
+    function = targets.resolve(target, f"{what}.target")
+    given = dict(args)
+    if path is not None:
+        if not targets.accepts(function, "path"):
+            raise ConfigError(f"{what}.path = {path!r}, but {target} takes no argument 'path'; leave {what}.path null.")
+        if "path" in given:
+            raise ConfigError(f"{what}.path and {what}.args.path are both set; set one of them.")
+        given["path"] = path
+    dataset = targets.call(function, given, target, what)
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacking:
+        kind = type(dataset).__name__
+        raise ConfigError(
+            f"{what}.target = {target!r} makes a {kind} without {' and '.join(lacking)}; a dataset with len() and "
+            "dataset[i] is needed, because every rank reads its own rows."
+        )
+    try:
+        length = len(dataset)
+    except Exception as error:
+        raise ConfigError(f"{what}: the length of {target} cannot be had: {targets.describe(error)}.") from error
+    if length == 0:
+        raise ConfigError(f"{what}: {target} has no rows; check {what}.args and {what}.path.")
+    checked: MapDataset = dataset
+    return checked
+
+
+def whole_batch(dataset: MapDataset, collate: Collate | None, rows: Sequence[int]) -> Any:
+    """The batch of `rows` as one device would load it: `collate`, or torch's default stacking.
+
+    Raises ConfigError for anything that goes wrong in the dataset or in the collate.
+    """
+    samples = []
+    for row in rows:
+        try:
+            samples.append(dataset[row])
+        except Exception as error:
+            raise ConfigError(f"data: row {row} cannot be read: {targets.describe(error)}.") from error
+    try:
+        return (collate or default_collate)(samples)
+    except Exception as error:
+        function = "data.collate" if collate else "stacking"
+        raise ConfigError(f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.") from error
+
+
+def flatten_batch(batch: Any) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The names and tensors of a batch, in its own order; names are the keys of a dict, else "0", "1", ...
+
+    Raises ConfigError: no tensors at all, something that is not a tensor, a tensor without a dim for the rows, or
+    a key that cannot be the name of an argument.
+    """
+    names, values = _fields(batch)
+    if not values:
+        raise ConfigError("data: a batch without tensors; samples must be a dict or a tuple of tensors or numbers.")
+    for name, value in zip(names, values, strict=True):
+        where = f"data: the value {name!r} of a batch"
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{where} is a {type(value).__name__}, not a tensor; samples must be flat dicts or tuples of tensors "
+                "or numbers; set data.collate to a function that makes such a batch."
+            )
+        if value.dim() == 0:
+            raise ConfigError(f"{where} is a scalar; dim 0 of every tensor must count the rows.")
+    if isinstance(batch, Mapping):
+        for name in names:
+            if not (isinstance(name, str) and name.isidentifier()):
+                raise ConfigError(f"data: the key {name!r} of a batch cannot be the name of an argument of forward.")
+    return names, values
+
+
+class LocalBatches:
+    """The blocks of each global micro-batch that one rank holds.
+
+    `blocks` has one entry per tensor of the batch, in the order of `flatten_batch`. `names` and `shapes` are those
+    of the global micro-batch; every row is checked against them. Where they are left out, the first row that this
+    rank reads sets them, and only changes from there on are noticed.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate: Collate | None,
+        blocks: Sequence[Block],
+        *,
+        names: Sequence[str] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._blocks = tuple(blocks)
+        self._names = None if names is None else tuple(names)
+        self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
+        self._read = None if collate else _reader(dataset)
+        # Positions in the micro-batch whose rows some block needs, in order.
+        self._needed = sorted({position for block in blocks for position in range(*block[0])})
+
+    def load(self, rows: Sequence[int]) -> list[Tensor]:
+        """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
+
+        Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. What the dataset
+        or the collate itself raises comes through unchanged.
+        """
+        if self._collate is not None:
+            return self._collated([self._dataset[rows[position]] for position in self._needed], self._collate)
+        values = {position: self._row(rows[position], position) for position in self._needed}
+        return [
+            _stack([values[position][number] for position in range(*block[0])], number)
+            for number, block in enumerate(self._blocks)
+        ]
+
+    def _row(self, row: int, position: int) -> list[Any]:
+        """The values of one row, each cut to its block."""
+        where = f"data: row {row}"
+        if self._read is None:
+            names, values = _fields(self._dataset[row])
+            self._check(names, [tuple(getattr(value, "shape", ())) for value in values], where)
+            cuts = [tuple(slice(*span) for span in block[1:]) for block in self._blocks]
+            return [value[cut] if cut else value for value, cut in zip(values, cuts, strict=True)]
+        slices = tuple(
+            tuple(slice(*span) if block[0][0] <= position < block[0][1] else slice(0, 0) for span in block[1:])
+            for block in self._blocks
+        )
+        names, values = _fields(self._read(row, slices))
+        self._check(names, None, where)
+        for name, value, cut in zip(names, values, slices, strict=True):
+            shape, asked = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
+            if shape != asked:
+                raise ConfigError(f"{where}: read() returns {name!r} of shape {shape} where {asked} was asked for.")
+        return values
+
+    def _collated(self, samples: list[Any], collate: Collate) -> list[Tensor]:
+        names, tensors = flatten_batch(collate(samples))
+        self._check(names, [tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
+        for name, tensor in zip(names, tensors, strict=True):
+            if len(tensor) != len(samples):
+                raise ConfigError(
+                    f"data: data.collate makes {name!r} with {len(tensor)} rows from {len(samples)} samples; dim 0 of "
+                    "every tensor must count the samples."
+                )
+        parts = []
+        for tensor, (span, *beyond) in zip(tensors, self._blocks, strict=True):
+            first = self._needed.index(span[0])
+            cut = (slice(first, first + span[1] - span[0]), *(slice(*one) for one in beyond))
+            parts.append(tensor[cut].contiguous())
+        return parts
+
+    def _check(self, names: tuple[str, ...], shapes: list[tuple[int, ...]] | None, where: str) -> None:
+        """Names and, where they are known, shapes without dim 0 must be those of every other row."""
+        self._names = self._names or names
+        if names != self._names:
+            raise ConfigError(f"{where} has the values {_listed(names)}; the others have {_listed(self._names)}.")
+        if shapes is None:
+            return
+        self._shapes = self._shapes or shapes
+        for name, shape, expected, block in zip(names, shapes, self._shapes, self._blocks, strict=True):
+            if shape != expected or len(shape) != len(block) - 1:
+                raise ConfigError(
+                    f"{where} has {name!r} of shape {shape}, where {expected} is expected; all rows need one shape: "
+                    "pad or cut them in the dataset, or to a fixed length in data.collate."
+                )
+
+
+_Read = Callable[[int, tuple[tuple[slice, ...], ...]], Any]
+
+
+def _reader(dataset: MapDataset) -> _Read | None:
+    """The method `read(index, slices)`, unless `read` is something else that happens to have the name."""
+    read: _Read | None = getattr(dataset, "read", None)
+    if not callable(read) or list(inspect.signature(read).parameters) != ["index", "slices"]:
+        return None
+    return read
+
+
+def _fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
+    if isinstance(sample, Mapping):
+        return tuple(sample), list(sample.values())
+    values = list(sample) if isinstance(sample, (tuple, list)) else [sample]
+    return tuple(map(str, range(len(values)))), values
+
+
+def _stack(values: list[Any], number: int) -> Tensor:
+    try:
+        stacked = default_collate(values)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"data: value {number} of the samples cannot be stacked: {targets.describe(error)}."
+        ) from error
+    if not isinstance(stacked, Tensor):
+        raise ConfigError(
+            f"data: value {number} of the samples is a {type(values[0]).__name__}; samples must be flat dicts or "
+            "tuples of tensors or numbers; set data.collate to a function that makes tensors of them."
+        )
+    return stacked
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,0 +1,62 @@
+"""MNIST, or anything in its files: the digits shipped with this package, or a folder of the user's.
+
+The invariant: sample i is (image, label), a float32 tensor [784] and an int64 scalar, the same on every rank and
+in every run, and `read` returns exactly a part of it while reading no more of the file than that part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.data import idx
+from runner.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "digits"
+
+MEAN, STD = 0.3063, 0.3254
+"""Of the shipped training pixels scaled to 0..1; used for every folder, so that one file means one tensor."""
+
+
+class Mnist:
+    """Images standardised as (pixel / 255 - MEAN) / STD and flattened row by row, with their labels.
+
+    `train` chooses the files `train-*` or `t10k-*`; `path` is a folder that holds them, plain (memory-mapped) or
+    with `.gz`, and None means the shipped digits: 1437 to train, 360 to test.
+    Raises ConfigError: a file is missing or damaged, or there are not as many labels as images.
+    """
+
+    def __init__(self, train: bool = True, path: str | None = None) -> None:
+        folder = SHIPPED if path is None else Path(path).expanduser()
+        prefix = "train" if train else "t10k"
+        images = idx.find(folder, f"{prefix}-images-idx3-ubyte")
+        labels = idx.find(folder, f"{prefix}-labels-idx1-ubyte")
+        pixels = idx.read(images, dims=3)
+        self._labels = idx.read(labels, dims=1)
+        if len(pixels) != len(self._labels):
+            raise ConfigError(
+                f"{images} holds {len(pixels)} images and {labels.name} beside it {len(self._labels)} labels; "
+                "both files must come from one data set."
+            )
+        self._pixels = pixels.reshape(len(pixels), pixels.shape[1] * pixels.shape[2])
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._image(index, slice(None)), self._label(index)
+
+    def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
+        """Sample `index` with only the pixels of `slices[0][0]`; see `runner.data.loader.Sliced`."""
+        ((pixels,), ()) = slices
+        return self._image(index, pixels), self._label(index)
+
+    def _image(self, index: int, pixels: slice) -> Tensor:
+        scaled = np.asarray(self._pixels[index, pixels], np.float32) / np.float32(255)
+        return torch.from_numpy((scaled - np.float32(MEAN)) / np.float32(STD))
+
+    def _label(self, index: int) -> Tensor:
+        return torch.tensor(int(self._labels[index]), dtype=torch.int64)

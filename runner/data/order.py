@@ -1,0 +1,80 @@
+"""Which rows a step reads.
+
+The invariant: the rows of a step are a pure function of (length, batch size, seed, step). There is no position to
+save or restore: a resumed run asks for the rows of the step at which it continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from runner.errors import ConfigError
+
+
+def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """The order of the rows in one epoch: int64 [length], a permutation, the same everywhere for equal arguments."""
+    if not shuffle:
+        return torch.arange(length)
+    # Hashed, so that neighbouring seeds do not share the permutations of neighbouring epochs.
+    key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
+    return torch.randperm(length, generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
+
+
+# A step asks for one epoch, or at its very end for the next: two permutations are enough to keep.
+_kept_order = lru_cache(maxsize=2)(epoch_order)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The batches of training, over as many epochs as there are steps; the short last batch of an epoch is dropped.
+
+    `batch_size` is the global batch of one optimizer step. Raises ConfigError: fewer rows than one batch.
+    """
+
+    length: int
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < self.batch_size:
+            raise ConfigError(
+                f"data.batch_size = {self.batch_size} is more than the {self.length} rows of the dataset; "
+                f"at most {self.length} would be right, or a larger dataset."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.length // self.batch_size
+
+    @property
+    def dropped(self) -> int:
+        """How many rows each epoch leaves out (with `shuffle`, others each time)."""
+        return self.length % self.batch_size
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, to which the optimizer step `step`, from 0, belongs."""
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> list[int]:
+        """The `batch_size` row numbers of the optimizer step `step`, counted from 0 across epochs."""
+        order = _kept_order(self.length, self.seed, self.epoch(step), self.shuffle)
+        first = step % self.steps_per_epoch * self.batch_size
+        rows: list[int] = order[first : first + self.batch_size].tolist()
+        return rows
+
+
+def eval_rows(length: int, batch_size: int) -> list[list[int]]:
+    """The batches of an evaluation: every row exactly once, in order; the last batch may be short."""
+    return [list(range(first, min(first + batch_size, length))) for first in range(0, length, batch_size)]
+
+
+def padded(rows: Sequence[int], batch_size: int) -> tuple[list[int], int]:
+    """`rows` filled up to `batch_size` by repeating the last one, and how many of them count."""
+    return [*rows, *[rows[-1]] * (batch_size - len(rows))], len(rows)

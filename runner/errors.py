@@ -1,0 +1,36 @@
+"""The errors that end a run with a message instead of a traceback.
+
+Invariant: the text of these exceptions is all that the user needs to see. It says what is wrong, where, and what would
+be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1. Nothing is imported here but the standard
+library, so parents, ranks and readers of data files can all raise them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(Exception):
+    """A command or config that cannot run. Each argument is one paragraph; usually there is one."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(paragraph) for paragraph in self.args)
+
+
+class RunFailed(Exception):
+    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where."""
+
+
+def allowed(value: str, options: Iterable[str]) -> str:
+    """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`.
+
+    Args:
+        value: what was given; the closest option is named when one is close.
+        options: what would be right, in the order to show. Without any, the sentence is empty.
+    """
+    options = list(options)
+    if not options:
+        return ""
+    close = difflib.get_close_matches(value, options, n=1, cutoff=0.6)
+    return f" Allowed: {', '.join(options)}." + (f" Did you mean {close[0]!r}?" if close else "")

@@ -1,0 +1,195 @@
+"""What went wrong in a rank, which of several failures came first, and the one message that tells the user.
+
+A rank that fails takes its neighbours down: their collectives break or time out. So failures have an `order`:
+a rank that raised or was killed by itself comes before one that waited in vain, and that one before one that lost its
+connection; among equals the earliest is the cause. Nothing here imports torch: the parent reads these values.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from runner.errors import ConfigError
+from strategies.errors import StrategyError
+
+
+class Order(enum.IntEnum):
+    """How close a failure is to the cause; smaller is closer."""
+
+    CAUSE = 0
+    TIMEOUT = 1
+    PEER_LOST = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed rank.
+
+    Attributes:
+        rank: which one.
+        at: when, in seconds of `time.monotonic`, which all processes of a machine share.
+        order: how close it is to the cause.
+        what: a clause that follows "rank 3 of 8", such as `failed: ValueError: ...` or `was killed by SIGKILL`.
+        where: operator and source line, as far as they are known.
+        refusal: "config" or "strategy" where the exception says that the input is wrong, else None.
+        text: the exception's own text.
+    """
+
+    rank: int
+    at: float
+    order: Order
+    what: str
+    where: str = ""
+    refusal: str | None = None
+    text: str = ""
+
+
+_TIMEOUT = re.compile(
+    r"timed out waiting|wait timeout after|application timeout|collective operation timeout|watchdog.*timed? ?out|"
+    r"timed out after \d+ ?ms",
+    re.IGNORECASE,
+)
+_PEER_LOST = re.compile(
+    r"connection (was )?(likely )?(reset|closed|refused)|broken pipe|socket closed|failed to recv, got 0 bytes|"
+    r"connectfullmesh failed|ncclremoteerror|remote process exited|read error|write error|sendbytes failed|"
+    r"connection aborted|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+_LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing"})
+
+
+def from_exception(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank whose entry raised `error`."""
+    chain = list(_chain(error))
+    text = _first_paragraph(error)
+    name = type(error).__name__
+    refusal = "config" if isinstance(error, ConfigError) else "strategy" if isinstance(error, StrategyError) else None
+    # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
+    echoes = [str(link) for link in chain if isinstance(link, RuntimeError | ConnectionError)]
+    if any(_TIMEOUT.search(echo) for echo in echoes):
+        order = Order.TIMEOUT
+    elif any(_PEER_LOST.search(echo) for echo in echoes):
+        order = Order.PEER_LOST
+    else:
+        order = Order.CAUSE
+    return Failure(
+        rank=rank,
+        at=time.monotonic(),
+        order=order,
+        what=f"failed: {name}: {text}" if text else f"failed: {name}",
+        where=_where(chain),
+        refusal=refusal,
+        text=str(error),
+    )
+
+
+def from_exit(rank: int, code: int, log: str) -> Failure:
+    """The failure of a rank that ended with exit code `code` (negative: a signal) and said nothing but `log`."""
+    what, where = f"ended with exit code {code} before it was done", ""
+    order = Order.CAUSE
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = " (was memory short?)" if -code == signal.SIGKILL else ""
+        what = f"was killed by {name}{hint}"
+        where = dumped_place(log)  # a crash handler has written one, unless the signal was SIGKILL
+        if -code == signal.SIGABRT:  # a watchdog of the communication library ends its process this way
+            order = Order.TIMEOUT if _TIMEOUT.search(log) else Order.PEER_LOST if _PEER_LOST.search(log) else order
+    return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where)
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure to tell about: the one closest to the cause, the earliest among equals."""
+    return min(failures, key=lambda failure: (failure.order, failure.at))
+
+
+def message(cause: Failure, alike: Sequence[int], world_size: int) -> str:
+    """The sentence that tells of `cause`; `alike` are the other ranks that failed with the same words."""
+    others = f" (rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))} too)" if alike else ""
+    where = f" Where: {cause.where}." if cause.where else ""
+    return f"rank {cause.rank} of {world_size} {cause.what.rstrip('.')}{others}.{where}"
+
+
+def missing_message(waiting: Failure, missing: int, stack: str, timeout: float, world_size: int) -> str:
+    """The sentence for a collective in which `waiting` timed out and which rank `missing` never joined."""
+    there = f" (rank {waiting.rank} in {waiting.where})" if waiting.where else ""
+    place = f" It was in {stack}." if stack else ""
+    return (
+        f"rank {missing} of {world_size} hung: the others waited {timeout:g} s in a collective that it did not join"
+        f"{there}.{place}"
+    )
+
+
+def dumped_place(log: str) -> str:
+    """The innermost source line outside libraries in the last stack that `faulthandler` dumped into `log`."""
+    _, found, dump = log.rpartition("(most recent call first):")
+    if not found:
+        return ""
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', dump)
+    own = [frame for frame in frames if not _is_library_file(frame[0])]
+    for file, line, function in own[:1] or frames[:1]:
+        return _place(file, int(line), function)
+    return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _first_paragraph(error: BaseException) -> str:
+    # torch appends its C++ stack to some messages; the log has all of it.
+    text = str(error).partition("Exception raised from ")[0].strip().partition("\n\n")[0]
+    return text if len(text) <= 2000 else text[:2000] + " ..."
+
+
+def _where(chain: Sequence[BaseException]) -> str:
+    operator = next((found for link in chain if isinstance(found := getattr(link, "operator", None), str)), None)
+    parts = [f"operator {operator}"] if operator else []
+    # The deepest link was raised first, nearest to the user's line.
+    for own_only in (True, False):
+        for link in reversed(chain):
+            place = _innermost(link.__traceback__, own_only)
+            if place:
+                return ", ".join([*parts, place])
+    return ", ".join(parts)
+
+
+def _innermost(trace: TracebackType | None, own_only: bool) -> str:
+    """The last frame of `trace` in code of the user or of a model, or else in any file."""
+    place = ""
+    for frame, line in traceback.walk_tb(trace):
+        file = frame.f_code.co_filename
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        library = package in _LIBRARIES or package in sys.stdlib_module_names or file.startswith("<")
+        if not (own_only and library):
+            place = _place(file, line, frame.f_code.co_name)
+    return place
+
+
+def _is_library_file(file: str) -> bool:
+    parts = file.split(os.sep)
+    if file.startswith("<") or any(name in parts for name in _LIBRARIES):
+        return True
+    return "site-packages" not in parts and file.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
+
+
+def _place(file: str, line: int, function: str) -> str:
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line} ({function})"

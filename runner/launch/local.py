@@ -1,0 +1,297 @@
+"""The ranks of one run on this machine: started through a fork server, watched until the last one has ended.
+
+Importing torch costs a second or more per process. A fork server imports it once, in the background while the parent
+reads its config (`warm`), and every rank is a fork of it: eight ranks are ready in about one second. Invariants:
+however `run_ranks` ends (result, failure, Ctrl-C, SIGTERM), no rank and nothing that a rank started is alive
+afterwards; and should the parent be killed, every rank notices that its connection is closed and ends itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import connection, forkserver, get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from runner.errors import ConfigError, RunFailed
+from runner.launch import failure
+from runner.launch.failure import Failure, Order
+from runner.launch.interrupts import Interrupts, ignoring
+from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
+from runner.logs import read_since
+from strategies.errors import StrategyError
+
+PRELOAD: tuple[str, ...] = ("torch", "torch.distributed", "runner.worker")
+"""What every rank imports; the fork server imports it once for all of them."""
+
+SERVER_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads at import, and threads do not survive a fork
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks at import whether there is a GPU must not open it
+}
+
+# Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
+CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
+ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
+DUMP = 0.5  # for a hung rank to write where it is
+STOP = 1.0  # between asking a rank to end and killing it
+LOG_LINES = 15
+
+_context = get_context("forkserver")
+
+
+def warm(preload: Sequence[str] = PRELOAD) -> None:
+    """Start the fork server, which imports `preload` in the background, unless it is running. Returns at once.
+
+    Call it early, from the main thread. Modules that start threads or open a GPU must not be named: every rank is a
+    fork of that process. A module that cannot be found is left to the rank that needs it, which then says so.
+    """
+    _context.set_forkserver_preload(list(preload))
+    folder = os.open(".", os.O_RDONLY)
+    before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
+    try:
+        with ignoring(signal.SIGINT):  # inherited: Ctrl-C during its imports is for the parent alone
+            # Started from another folder, the server does not take a user's json.py or queue.py for the library.
+            os.chdir("/")
+            os.environ.update(SERVER_ENVIRONMENT)
+            forkserver.ensure_running()
+        atexit.unregister(_end_server)
+        atexit.register(_end_server, os.getpid())
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _end_server(owner: int) -> None:
+    """End the fork server with its owner; by itself it would first finish its imports, a second after the parent."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None and os.getpid() == owner:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            return  # it has ended before
+
+
+def run_ranks(
+    entry: str, payload: object, *, world_size: int, run_dir: Path, device: str, timeout: float, threads: int
+) -> Any:
+    """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
+
+    Args:
+        entry: "package.module:function", called in each rank with (runner.worker.RankContext, payload).
+        payload: plain data that pickle can carry; so must be the result of rank 0.
+        run_dir: every rank writes `run_dir/ranks/RANK.log`, appending; rank 0's stdout is shown on the console too.
+        device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
+        timeout: seconds that a rank may wait for another one in a collective.
+        threads: torch's threads per rank.
+
+    Raises:
+        RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
+        ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
+        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+    """
+    run_dir = run_dir.absolute()
+    (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()  # what the parent has said comes before what rank 0 says
+    warm(PRELOAD)
+    with Interrupts() as interrupts, ExitStack() as resources:
+        content = resources.enter_context(tempfile.TemporaryFile())
+        pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
+        content.flush()
+        listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
+        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
+        try:
+            for rank in ranks:
+                first = rank.number == 0
+                orders = Orders(
+                    entry=entry,
+                    rank=rank.number,
+                    world_size=world_size,
+                    run_dir=run_dir,
+                    device="cpu" if device == "cpu" else f"cuda:{rank.number}",
+                    timeout=timeout,
+                    threads=threads,
+                    environment=dict(os.environ),
+                    payload=Descriptor(content.fileno()),
+                    port=listener.getsockname()[1],
+                    listener=Descriptor(listener.fileno()) if first else None,
+                    console=Descriptor(1) if first else None,
+                    connection=rank.far_end,
+                )
+                rank.start(orders)
+            listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
+            _watch(ranks)
+            failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
+            if failures:
+                _tell(failures, ranks, timeout)
+        finally:
+            interrupts.hold()
+            _stop(ranks)
+    result = ranks[0].report
+    assert isinstance(result, Done) and result.value is not None
+    return pickle.loads(result.value)
+
+
+class _Rank:
+    """The parent's end of one rank. `report` is its last word, None until it has come."""
+
+    def __init__(self, number: int, log: Path) -> None:
+        self.number = number
+        self.log = log
+        self.log_start = log.stat().st_size if log.exists() else 0
+        self.report: Done | Failure | None = None
+        self.ended = False
+        self.connection, self.far_end = _context.Pipe()
+        self._process: Any = None
+
+    def start(self, orders: Orders) -> None:
+        """Start the process and hand it the far end of the connection with its `orders`."""
+        # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
+        process = _context.Process(target=enter, args=(orders,), name=f"rank {self.number}", daemon=False)
+        try:
+            with _without_main():
+                process.start()
+        except (EOFError, ConnectionError) as error:
+            raise RunFailed(
+                f"rank {self.number} could not be started: the fork server ended while it imported "
+                f"{', '.join(PRELOAD)}; its last words are above."
+            ) from error
+        self._process = process
+        self.far_end.close()
+
+    @property
+    def sources(self) -> list[Any]:
+        """What to wait for: a report while there is none, and the end of the process."""
+        end = [] if self.ended else [self._process.sentinel]
+        return [self.connection, *end] if self.report is None else end
+
+    def listen(self) -> None:
+        """Take in what has arrived, without waiting."""
+        if self.report is None:
+            try:
+                if self.connection.poll(0):
+                    self.report = self.connection.recv()
+            except (EOFError, ConnectionError):
+                self._process.join(STOP)  # the end of the connection is a little ahead of the exit code
+        self.ended = self._process.exitcode is not None
+        if self.report is None and self.ended:
+            self.report = failure.from_exit(self.number, self._process.exitcode, self.said())
+
+    def said(self) -> str:
+        """What this rank has written to its log since it was started."""
+        return read_since(self.log, self.log_start)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank alone, if it is alive."""
+        if self._process is not None and self._process.exitcode is None:
+            os.kill(self._process.pid, number)
+
+    def send_signal_to_all(self, number: signal.Signals) -> None:
+        """Send a signal to the rank and to everything that it started."""
+        self.send_signal(number)  # it may not have its own process group yet
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, number)
+            except (ProcessLookupError, PermissionError):
+                return  # the group is empty
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the process has ended, `seconds` at most; True if it has, or never was started."""
+        if self._process is None:
+            return True
+        self._process.join(max(0.0, seconds))
+        return self._process.exitcode is not None
+
+    def close(self) -> None:
+        """Close the connection, upon which a rank that is still alive ends itself."""
+        self.connection.close()
+        self.far_end.close()
+
+
+def _watch(ranks: Sequence[_Rank]) -> None:
+    """Return when all ranks have ended well, or when one has failed and the others had time to say why."""
+    deadline: float | None = None
+    while True:
+        for rank in ranks:
+            rank.listen()
+        failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
+        now = time.monotonic()
+        if failures:
+            limit = CAUSE if failure.root_cause(failures).order is Order.CAUSE else ECHO
+            deadline = min(deadline or now + limit, now + limit)
+        elif all(rank.report for rank in ranks):
+            deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out
+        sources = [source for rank in ranks for source in rank.sources]
+        if failures and all(rank.report for rank in ranks):
+            return
+        if not sources or (deadline is not None and now >= deadline):
+            return
+        connection.wait(sources, None if deadline is None else deadline - now)
+
+
+def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -> None:
+    """Raise what the user is to see of `failures`."""
+    cause = failure.root_cause(failures)
+    if cause.refusal == "config":
+        raise ConfigError(cause.text)
+    if cause.refusal == "strategy":
+        raise StrategyError(cause.text)
+    missing = next((rank for rank in ranks if rank.report is None), None)
+    if cause.order is Order.TIMEOUT and missing is not None:
+        named = missing
+        missing.send_signal(signal.SIGUSR1)
+        missing.wait(DUMP)
+        place = failure.dumped_place(missing.said())
+        sentence = failure.missing_message(cause, missing.number, place, timeout, len(ranks))
+    else:
+        named = ranks[cause.rank]
+        alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
+        sentence = failure.message(cause, alike, len(ranks))
+    lines = named.said().rstrip().splitlines()[-LOG_LINES:]
+    shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
+    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
+
+
+def _stop(ranks: Sequence[_Rank]) -> None:
+    """End every rank that is alive, and everything that any of them started."""
+    if not all(rank.wait(0) for rank in ranks):
+        for rank in ranks:
+            rank.send_signal_to_all(signal.SIGTERM)
+        deadline = time.monotonic() + STOP
+        for rank in ranks:
+            rank.wait(deadline - time.monotonic())
+    for rank in ranks:
+        rank.send_signal_to_all(signal.SIGKILL)
+        rank.close()
+    deadline = time.monotonic() + STOP
+    for rank in ranks:
+        rank.wait(deadline - time.monotonic())
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the parent's script from multiprocessing, which would run it again in every rank.
+
+    Ranks find their function by its dotted name; running the command's own file would only import the front end.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

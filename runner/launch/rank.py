@@ -1,0 +1,123 @@
+"""The first thing that runs in a rank: it ties the process to its parent before anything can go wrong.
+
+In this order: an own process group, signals, the watch on the parent, the log; then torch and the work. Invariant:
+from the first line on, a rank whose parent has gone ends within moments, together with every process that it
+started, and a rank that fails says so through its connection before its neighbours can notice.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from runner import logs
+from runner.launch.failure import from_exception
+
+LOOPBACK = "127.0.0.1"
+
+
+class Descriptor:
+    """A file descriptor that reaches a rank as the same open file when it is sent along with the rank's orders."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that a rank is told.
+
+    Attributes:
+        entry: "package.module:function".
+        run_dir: absolute; the log is `run_dir/ranks/RANK.log`.
+        device: the rank's own device, "cpu" or "cuda:1".
+        timeout: seconds that a collective may wait.
+        threads: torch's threads in this rank.
+        environment: the parent's environment variables at this moment.
+        payload: an open file that holds the pickled payload.
+        port: where the store of the rendezvous listens; `listener` is the listening socket, for rank 0 only.
+        console: where rank 0's stdout is shown.
+        connection: reports go out here; that the parent's end closes is the order to end.
+    """
+
+    entry: str
+    rank: int
+    world_size: int
+    run_dir: Path
+    device: str
+    timeout: float
+    threads: int
+    environment: dict[str, str]
+    payload: Descriptor
+    port: int
+    listener: Descriptor | None
+    console: Descriptor | None
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rank's last word when all went well; `value` is the pickled result of rank 0, None elsewhere."""
+
+    value: bytes | None
+
+
+def log_of(run_dir: Path, rank: int) -> Path:
+    """Where rank `rank` of the run in `run_dir` writes."""
+    return run_dir / "ranks" / f"{rank}.log"
+
+
+def enter(orders: Orders) -> None:
+    """Carry out `orders` in this process, report the outcome, and in case of failure end the process at once."""
+    try:
+        os.setpgrp()  # what this rank starts can be ended with it, and Ctrl-C reaches the parent alone
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_end_with_parent, args=(orders.connection,), daemon=True).start()
+        logs.attach(log_of(orders.run_dir, orders.rank), orders.console.number if orders.console else None)
+        faulthandler.enable(all_threads=False)
+        faulthandler.register(signal.SIGUSR1, all_threads=False)  # the parent asks where a rank hangs
+        os.environ.clear()
+        os.environ.update(orders.environment)
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # the user's own modules, after everything that is installed
+
+        from runner.worker import work  # torch; here, so that failing to import it is reported too
+
+        value = work(orders)
+        done = Done(pickle.dumps(value) if orders.rank == 0 else None)
+    except BaseException as error:
+        traceback.print_exc()
+        _flush()
+        orders.connection.send(from_exception(orders.rank, error))
+        # Without the usual farewells: they could wait for ranks that will not answer.
+        os._exit(1)
+    _flush()
+    orders.connection.send(done)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _end_with_parent(connection: Connection) -> None:
+    connection.poll(None)  # the parent never sends: readable means that its end is closed
+    os.killpg(0, signal.SIGKILL)

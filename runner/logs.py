@@ -1,0 +1,88 @@
+"""What a rank prints: all of it goes to its log file, what rank 0 prints to stdout also to the console.
+
+The log is attached to the file descriptors 1 and 2, so that output of libraries and of crash handlers arrives too. The
+console is a second stream beside it: progress bars use it alone (`console()`), and a console that has gone away (a
+closed terminal, `run | head`) ends neither the log nor the run.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TextIO, cast
+
+
+class Echo(io.TextIOBase):
+    """A text stream that writes to a log and to a console."""
+
+    def __init__(self, log: TextIO, console: TextIO) -> None:
+        self._log = log
+        self.console: TextIO | None = console
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        if self.console is not None:
+            try:
+                self.console.write(text)
+            except OSError as error:
+                self._leave_console(error)
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        if self.console is not None:
+            try:
+                self.console.flush()
+            except OSError as error:
+                self._leave_console(error)
+
+    def isatty(self) -> bool:
+        return self.console is not None and self.console.isatty()
+
+    def fileno(self) -> int:
+        """The descriptor of the log: child processes of a rank write there."""
+        return self._log.fileno()
+
+    def _leave_console(self, error: OSError) -> None:
+        # Nobody reads the console any more; whoever started the run may still want its result.
+        self.console = None
+        self._log.write(f"The console is gone ({error.strerror}); output goes on in this log only.\n")
+
+
+def attach(log: Path, console: int | None) -> None:
+    """Send everything this process prints to the end of `log`, and with a `console` descriptor stdout there as well."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    if console is None:
+        sys.stdout = stdout
+    else:
+        screen = open(console, "w", buffering=1, errors="replace")
+        sys.stdout = cast(TextIO, Echo(stdout, screen))
+
+
+def console() -> TextIO:
+    """The stream that reaches the terminal without reaching the log; stdout where there is no such thing."""
+    stdout: object = sys.stdout
+    if isinstance(stdout, Echo) and stdout.console is not None:
+        return stdout.console
+    return sys.stdout
+
+
+def read_since(log: Path, offset: int) -> str:
+    """The text of `log` after `offset` bytes, at most the last 64 KiB of it; empty where there is no log."""
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(offset, end - 65536))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

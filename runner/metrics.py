@@ -1,0 +1,198 @@
+"""What a run measures, step by step: `metrics.jsonl`, the console, and TensorBoard if asked for.
+
+Rank 0 owns one `Metrics`. Invariant: `metrics.jsonl` only grows during a run, each line is complete JSON and on disk
+when the call returns, and steps never repeat: a resumed run first drops the lines that it is about to write again.
+Numbers that JSON cannot express (nan, infinity) are written as null.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from runner.errors import ConfigError
+from runner.logs import console
+
+FILE = "metrics.jsonl"
+
+
+def require_tensorboard() -> None:
+    """Raises ConfigError unless TensorBoard is installed. Imports nothing, so it may run before torch is loaded."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "report.tensorboard = true needs the package tensorboard, which is not installed. "
+            "Install it (pip install tensorboard) or set report.tensorboard=false."
+        )
+
+
+def last_loss(run_dir: Path) -> float | None:
+    """The loss of the last step that the run in `run_dir` has written; None without one or if it was not finite."""
+    loss: float | None = None
+    for _, record in _records(run_dir / FILE):
+        if "loss" in record:
+            loss = record["loss"]
+    return loss
+
+
+class Metrics:
+    """The record of one run, used as a context manager by rank 0.
+
+    Args:
+        run_dir: the folder of the run, which exists.
+        log_every: steps between two lines on the console, at least 1.
+        total_steps: the number of the last step, None if it is unknown.
+        first_step: the first step that this run will write; lines of it and of later steps are dropped.
+        progress: "auto" shows a progress bar instead of lines when stdout is a terminal; True always, False never.
+        tensorboard: also write event files to `run_dir/tensorboard`.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        log_every: int,
+        total_steps: int | None = None,
+        first_step: int = 0,
+        progress: Literal["auto"] | bool = "auto",
+        tensorboard: bool = False,
+    ) -> None:
+        path = run_dir / FILE
+        _drop_from(path, first_step)
+        self._log_every = log_every
+        self._total = total_steps
+        self._bar: Any = None
+        self._board: Any = None
+        self._seconds = 0.0
+        self._samples = 0
+        self._steps = 0
+        if tensorboard:
+            require_tensorboard()
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        screen = console()
+        if progress is True or (progress == "auto" and screen.isatty()):
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            done = max(0, first_step - 1)
+            self._bar = tqdm(total=total_steps, initial=done, file=screen, unit="step", dynamic_ncols=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(
+        self, step: int, *, loss: float, lr: float, seconds: float, samples: int, grad_norm: float | None = None
+    ) -> None:
+        """Record one optimizer step.
+
+        Args:
+            step: its number; larger than every number before.
+            loss: mean loss of the step's whole batch.
+            lr: learning rate of the first parameter group during the step.
+            seconds: wall time of the step.
+            samples: rows of the whole batch, over all ranks and micro-batches.
+            grad_norm: norm of all gradients before clipping, where it is known.
+        """
+        rate = samples / seconds if seconds > 0 else 0.0
+        values = {"loss": loss, "lr": lr, "seconds": seconds, "samples_per_second": rate}
+        if grad_norm is not None:
+            values["grad_norm"] = grad_norm
+        self._write(step, values)
+        self._plot(step, values, "train")
+        self._steps += 1
+        self._seconds += seconds
+        self._samples += samples
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+            self._bar.update(1)
+        elif step % self._log_every == 0 or step == self._total:
+            self._print_line(step, loss, lr, grad_norm)
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Record what an evaluation after `step` found, and print it."""
+        self._write(step, {"evaluation": dict(results)})
+        self._plot(step, results, "evaluation")
+        found = "  ".join(f"{key} {value:.6g}" for key, value in results.items())
+        self.say(f"{self._label(step)}  evaluation  {found}")
+
+    def say(self, text: str) -> None:
+        """Print a line without tearing the progress bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(text, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Finish the bar, the event files and `metrics.jsonl`."""
+        self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"step": step, **_finite(values)}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _plot(self, step: int, values: Mapping[str, float], section: str) -> None:
+        if self._board is not None:
+            for key, value in values.items():
+                self._board.add_scalar(f"{section}/{key}", value, step)
+
+    def _print_line(self, step: int, loss: float, lr: float, grad_norm: float | None) -> None:
+        rate = self._samples / self._seconds if self._seconds > 0 else 0.0
+        norm = "" if grad_norm is None else f"  grad_norm {grad_norm:.4g}"
+        pace = f"{1000 * self._seconds / self._steps:.4g} ms/step  {rate:.0f} samples/s"
+        print(f"{self._label(step)}  loss {loss:.6g}  lr {lr:.4g}{norm}  {pace}", flush=True)
+        self._seconds, self._samples, self._steps = 0.0, 0, 0
+
+    def _label(self, step: int) -> str:
+        if self._total is None:
+            return f"step {step}"
+        return f"step {step:>{len(str(self._total))}}/{self._total}"
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    finite: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            finite[key] = _finite(value)
+        else:
+            finite[key] = value if math.isfinite(value) else None
+    return finite
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset of its end in bytes, record) of every complete line; a last line cut off by a kill is left out."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            if line.endswith(b"\n"):
+                yield end, json.loads(line)
+
+
+def _drop_from(path: Path, step: int) -> None:
+    """Cut the file before its first record of `step` or later, and in any case after its last complete line."""
+    if path.exists():
+        kept = itertools.takewhile(lambda item: item[1]["step"] < step, _records(path))
+        os.truncate(path, max((end for end, _ in kept), default=0))

@@ -1,0 +1,369 @@
+"""Types and limits of a config: what `Config` holds is complete, right as far as a config alone can tell, and frozen.
+
+Defaults live in `conf/`, never here: a key that is missing is an error, and so is a key that is not known. A rule that
+ties several keys together stands in the section that holds them, or in `Config` where they are in different sections.
+`Config.model_validate_json(config.model_dump_json())` gives an equal config; ranks get theirs that way.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
+
+from runner.errors import allowed
+from runner.forms import (
+    AxisName,
+    Count,
+    OperandForm,
+    Place,
+    Section,
+    StrategyForm,
+    check_counts,
+    check_layouts,
+    read_operands,
+    read_strategies,
+    refusal,
+)
+
+
+def _dotted(name: str) -> str:
+    words = name.split(".")
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ValueError("is not a dotted name; write package.module.Name")
+    return name
+
+
+def _metric(name: str) -> str:
+    if name != "accuracy" and "." not in name:
+        raise ValueError(f"is neither accuracy nor a dotted name.{allowed(name, ['accuracy', 'package.module.Name'])}")
+    return name if name == "accuracy" else _dotted(name)
+
+
+Dotted = Annotated[str, AfterValidator(_dotted)]
+Metric = Annotated[str, AfterValidator(_metric)]
+Arguments = dict[str, Any]
+Glob = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+Verb = Literal["train", "plan", "verify", "explain"]
+Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+Search = Literal["sharding_propagation"]
+DATASETS = ("data_parallel", "full_batch")
+LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
+
+
+class Built(Section):
+    """Something made by calling a dotted name with keyword arguments."""
+
+    target: Dotted
+    args: Arguments
+
+
+class OptionallyBuilt(Section):
+    """Like `Built`, or nothing at all."""
+
+    target: Dotted | None
+    args: Arguments
+
+
+class Data(Section):
+    target: Dotted
+    args: Arguments
+    path: str | None
+    batch_size: Annotated[Count, Field(description="Samples of one optimizer step over all ranks and micro-batches.")]
+    collate: Dotted | None
+
+
+class ParameterGroup(Section):
+    match: Annotated[tuple[Glob, ...], Field(min_length=1, description="Globs of parameter names.")]
+    args: Arguments
+
+
+class Scheduler(Section):
+    target: Dotted | None
+    args: Arguments
+    per: Literal["step", "epoch"]
+
+
+class Optimizer(Section):
+    target: Dotted
+    args: Arguments
+    groups: tuple[ParameterGroup, ...]
+    freeze: tuple[Glob, ...]
+    scheduler: Scheduler
+
+
+class Train(Section):
+    steps: Count | None
+    epochs: Count | None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+    precision: Literal["fp32", "fp64", "bf16"]
+    accumulate: Count
+    clip: Positive | None
+    random: Literal["fast", "exact"]
+    resume: Annotated[str | None, Field(description="null, auto (the newest checkpoint of the run) or a path.")]
+    log_every: Count
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if self.steps is not None and self.epochs is not None:
+            raise refusal(
+                f"train.steps = {self.steps} and train.epochs = {self.epochs} cannot both be given; "
+                "drop one with train.steps=null or train.epochs=null.",
+                "train.steps",
+                "train.epochs",
+            )
+        return self
+
+
+class Evaluate(Section):
+    metric: Annotated[Metric | None, Field(description="null, accuracy, or a dotted name.")]
+    every: Count | None
+    args: Arguments
+    batch_size: Count | None
+
+
+class Checkpoint(Section):
+    every: Count | None
+    at_end: StrictBool
+    keep: Count | None
+
+
+class NamedMatrix(Section):
+    """A device matrix with a name for each of its axes; ranks are numbered row by row."""
+
+    device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)]
+    axes: tuple[AxisName, ...]
+
+
+class Zero(Section):
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
+    options: Arguments
+
+
+class Parallel(Section):
+    mode: Mode
+    search: Search
+    mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None
+    strategies: dict[str, StrategyForm]
+    layouts: dict[str, NamedMatrix]
+    set_data_parallel: tuple[Glob, ...]
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
+    zero: Zero
+    dump_ir: StrictBool
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_available(cls, mode: Any) -> Any:
+        if mode == "parameter_server":
+            raise refusal(
+                "parallel.mode = 'parameter_server' is not available yet; until then data_parallel is the nearest.",
+                "parallel.mode",
+            )
+        return mode
+
+    @field_validator("search", mode="before")
+    @classmethod
+    def _search_available(cls, search: Any) -> Any:
+        if search in LATER_SEARCHES:
+            raise refusal(
+                f"parallel.search = {search!r} comes later; for now the one search is sharding_propagation.",
+                "parallel.search",
+            )
+        return search
+
+    @field_validator("strategies", mode="before")
+    @classmethod
+    def _strategies(cls, value: Any) -> dict[str, StrategyForm]:
+        return read_strategies(value)
+
+    @field_validator("dataset_strategy", mode="before")
+    @classmethod
+    def _dataset_strategy(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in DATASETS:
+                raise refusal(
+                    f"parallel.dataset_strategy = {value!r} is not allowed.{allowed(value, DATASETS)} Or one entry per "
+                    "input, e.g. [[2, 1], [1, 1]].",
+                    "parallel.dataset_strategy",
+                )
+            return value
+        return read_operands(value, "parallel.dataset_strategy", "input")
+
+    @model_validator(mode="after")
+    def _layouts_hold_together(self) -> Parallel:
+        for name, layout in self.layouts.items():
+            key = f"parallel.layouts.{name}"
+            if len(layout.axes) != len(layout.device_matrix) or len(set(layout.axes)) != len(layout.axes):
+                raise refusal(
+                    f"{key}: axes = {list(layout.axes)} must name each of the {len(layout.device_matrix)} axes of "
+                    f"device_matrix = {list(layout.device_matrix)} once.",
+                    key,
+                )
+        check_layouts(self.operands(), {name: layout.axes for name, layout in self.layouts.items()})
+        return self
+
+    @model_validator(mode="after")
+    def _mode_uses_what_is_given(self) -> Parallel:
+        searched = self.mode in ("semi_auto", "auto")
+        given = {
+            "strategies": bool(self.strategies) and not searched,
+            "set_data_parallel": bool(self.set_data_parallel) and not searched,
+            "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
+        }
+        for name, unused in given.items():
+            if unused:
+                key, nothing = f"parallel.{name}", "[]" if name == "set_data_parallel" else "null"
+                raise refusal(
+                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode semi_auto or "
+                    f"auto, or drop it with {key}={nothing}.",
+                    key,
+                    "parallel.mode",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _dataset_strategy_fits_mode(self) -> Parallel:
+        sliced = self.dataset_strategy != "data_parallel"
+        if sliced and (self.mode == "data_parallel" or (self.mode == "stand_alone" and not self._full_batch)):
+            given = "full_batch" if self._full_batch else "a strategy per input"
+            raise refusal(
+                f"parallel.dataset_strategy: {given} is not allowed with parallel.mode = {self.mode!r}; it needs mode "
+                "semi_auto, auto or hybrid. Allowed here: data_parallel.",
+                "parallel.dataset_strategy",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_needs_ranks(self) -> Parallel:
+        if self.zero.stage and self.mode == "stand_alone":
+            raise refusal(
+                f"parallel.zero.stage = {self.zero.stage} needs ranks to divide the optimizer over, but parallel.mode "
+                "= 'stand_alone' has one process; choose another mode or parallel.zero.stage=0.",
+                "parallel.zero.stage",
+                "parallel.mode",
+            )
+        return self
+
+    @property
+    def _full_batch(self) -> bool:
+        return self.dataset_strategy == "full_batch"
+
+    def operands(self) -> list[tuple[Place, OperandForm]]:
+        """Every operand form of this config with its place: those of the strategies and those of the dataset."""
+        inputs = () if isinstance(self.dataset_strategy, str) else self.dataset_strategy
+        forms = [(Place("parallel.dataset_strategy", f"input {n}"), form) for n, form in enumerate(inputs)]
+        for path, strategy in self.strategies.items():
+            forms += strategy.operands(f"parallel.strategies.{path}")
+        return forms
+
+    def meshes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every mesh and device matrix that is given, with its dotted key. All must have the same number of devices."""
+        mesh = [] if self.mesh is None else [("parallel.mesh", tuple(self.mesh.values()))]
+        matrices = [(f"parallel.layouts.{name}", layout.device_matrix) for name, layout in self.layouts.items()]
+        return mesh + matrices
+
+
+class Launch(Section):
+    timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
+    threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
+
+
+class Verify(Section):
+    steps: Count
+    tolerance: Positive | None
+    reference: OptionallyBuilt
+
+
+class Report(Section):
+    tensorboard: StrictBool
+    progress: Literal["auto", True, False]
+
+
+class Job(Section):
+    name: Verb
+
+
+class Config(Section):
+    """All that a job needs to know. `world_size` null means: as many ranks as there are devices at hand."""
+
+    world_size: Count | None
+    device: Literal["auto", "cpu", "cuda"]
+    model: Built
+    loss: OptionallyBuilt
+    data: Data
+    optimizer: Optimizer
+    train: Train
+    evaluate: Evaluate
+    checkpoint: Checkpoint
+    parallel: Parallel
+    launch: Launch
+    verify: Verify
+    report: Report
+    job: Job
+
+    @model_validator(mode="after")
+    def _training_ends(self) -> Config:
+        if self.job.name == "train" and self.train.steps is None and self.train.epochs is None:
+            raise refusal(
+                "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
+                "train.epochs=10.",
+                "train.steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches(self) -> Config:
+        if self.data.batch_size % self.train.accumulate:
+            raise refusal(
+                f"train.accumulate = {self.train.accumulate} must divide data.batch_size = {self.data.batch_size} "
+                "into micro-batches of one size.",
+                "train.accumulate",
+                "data.batch_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_precision(self) -> Config:
+        if self.train.precision == "fp64" and self.parallel.zero.stage:
+            raise refusal(
+                f"train.precision = 'fp64' cannot be kept with parallel.zero.stage = {self.parallel.zero.stage}: "
+                "DeepSpeed holds the master weights of stages 1-3 in fp32. Use parallel.zero.stage=0 or "
+                "train.precision=fp32.",
+                "train.precision",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> Config:
+        if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
+            raise refusal(
+                f"world_size = {self.world_size}, but parallel.mode = 'stand_alone' is one process; set world_size=1 "
+                "or choose another mode.",
+                "world_size",
+                "parallel.mode",
+            )
+        known: list[tuple[str, tuple[int, ...]]] = (
+            [] if self.world_size is None else [("world_size", (self.world_size,))]
+        )
+        known += self.parallel.meshes()
+        for key, shape in known[1:]:
+            first, expected = known[0][0], prod(known[0][1])
+            if prod(shape) != expected:
+                raise refusal(
+                    f"{key} = {list(shape)} has {prod(shape)} devices, but {first} = {_shown(known[0][1])} has "
+                    f"{expected}; they must be equal.",
+                    key,
+                    first,
+                )
+        if known:
+            check_counts(self.parallel.operands(), prod(known[0][1]))
+        return self
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return str(shape[0]) if len(shape) == 1 else str(list(shape))

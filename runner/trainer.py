@@ -1,0 +1,226 @@
+"""Training on one rank: rows of the step -> loss -> gradients -> update, with evaluation, checkpoints and metrics.
+
+Everything that a step does follows from the step number (rows, random keys), so a resumed run repeats what an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner import checkpoint, optimizers
+from runner.data.loader import LocalBatches, Order
+from runner.errors import ConfigError
+from runner.evaluate import Evaluator, evaluator
+from runner.execution import Execution, execution, gather_axes, whole
+from runner.metrics import Metrics
+from runner.prepare import DTYPES, Prepared, cast, datasets
+from runner.worker import RankContext
+from strategies.engine.updates import Updates, axes_needed, make_updates
+from strategies.rules.random import mix
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the parent sends to every rank. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
+
+    prepared: Prepared
+    folder: Path
+    resume: Path | None = None
+    record: Path | None = None
+    """Where verification wants every step's loss and gradients."""
+
+
+class Trainer:
+    """One rank's training run."""
+
+    def __init__(self, rank: RankContext, job: Job) -> None:
+        self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
+        _agree(self.prepared.digest)
+        self._seed()
+        training, evaluating, self.collate = datasets(self.config)
+        self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
+        extra = gather_axes if job.record is not None else lambda program: []
+        self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
+        self.batches = LocalBatches(
+            training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
+        )
+        self.evaluator: Evaluator | None = None
+        if evaluating is not None:
+            self.evaluator = evaluator(self.prepared, self.execution, rank, evaluating, self.collate)
+        self.updates: Updates = self._updates()
+        self.scheduler = optimizers.scheduler(self.config.optimizer, self.updates.optimizer)
+
+    def _seed(self) -> None:
+        seed = self.config.train.seed
+        python_random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _updates(self) -> Updates:
+        config, program = self.config, self.execution.program
+        names = [source.name for source in program.sources if source.kind == "parameter"]
+        trainable = [source.name for source in program.sources if source.trainable]
+        frozen = set(optimizers.frozen(trainable, config.optimizer))
+        groups = optimizers.parameter_groups([name for name in trainable if name not in frozen], config.optimizer)
+        for name in names:
+            if name in frozen:
+                self.execution.tensors[name].requires_grad_(False)
+        evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
+        return make_updates(
+            config.parallel.zero.stage,
+            self.execution.module,
+            program,
+            self.execution.communicator,
+            optimizers.optimizer_factory(config.optimizer),
+            groups,
+            clip=config.train.clip,
+            accumulate=config.train.accumulate,
+            precision=config.train.precision,
+            evaluation=evaluation if len(evaluation) else None,
+            zero_options=config.parallel.zero.options,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.config.train.steps
+        return steps if steps is not None else (self.config.train.epochs or 0) * self.order.steps_per_epoch
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
+        first = self._restore()
+        loss, results = float("nan"), {}
+        with _metrics(self, first) as metrics:
+            for step in range(first, self.total_steps + 1):
+                started = time.perf_counter()
+                lr = self.updates.optimizer.param_groups[0]["lr"]
+                loss = self._micro_batches(step)
+                self.updates.reduce()
+                if self.job.record is not None:
+                    self._record(step, loss)
+                norm = self.updates.update()
+                self._schedule(step)
+                if not numpy.isfinite(loss):
+                    raise FloatingPointError(f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help.")
+                if metrics is not None:
+                    seconds = time.perf_counter() - started
+                    metrics.step(step, loss=loss, lr=lr, seconds=seconds, samples=self.config.data.batch_size, grad_norm=norm)
+                if self.evaluator is not None and self._due(step):
+                    results = self.evaluator.run()
+                    if metrics is not None:
+                        metrics.evaluation(step, results)
+                self._save(step)
+        return {"loss": loss, "evaluation": results, "sent": dict(self.execution.communicator.sent), "steps": self.total_steps}
+
+    def _micro_batches(self, step: int) -> float:
+        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
+        rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
+        for micro in range(self.config.train.accumulate):
+            part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
+            entries = [tensor.to(self.rank.device) for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])]
+            loss = self.execution.forward(self.updates.module, entries, mix(self.config.train.seed, step, micro))
+            self.updates.backward(loss)
+            total += loss.detach().double()
+        if self.execution.averages_loss:
+            dist.all_reduce(total)
+            total /= self.rank.world_size
+        return float(total) / self.config.train.accumulate
+
+    def _schedule(self, step: int) -> None:
+        if self.scheduler is None:
+            return
+        if self.config.optimizer.scheduler.per == "step" or step % self.order.steps_per_epoch == 0:
+            self.scheduler.step()
+
+    def _due(self, step: int) -> bool:
+        every = self.config.evaluate.every
+        if every is None and self.config.train.epochs is not None:
+            every = self.order.steps_per_epoch
+        return step == self.total_steps or every is not None and step % every == 0
+
+    def _content(self) -> checkpoint.Content:
+        return checkpoint.Content(
+            program=self.execution.program,
+            communicator=self.execution.communicator,
+            tensors=self.execution.tensors,
+            updates=self.updates,
+            scheduler=self.scheduler,
+            plan=self.prepared.plan.to_json() if self.prepared.plan is not None else {},
+            config=self.config.model_dump(mode="json"),
+            digest=self.prepared.digest,
+        )
+
+    def _restore(self) -> int:
+        """The first step to run, after loading the checkpoint that the job names."""
+        if self.job.resume is None:
+            return 1
+        done = checkpoint.load(self.job.resume, self._content())
+        if done >= self.total_steps:
+            raise ConfigError(
+                f"train.resume: {self.job.resume.name} has {done} steps done, and train.steps (or epochs) asks for {self.total_steps}; "
+                "ask for more."
+            )
+        return done + 1
+
+    def _save(self, step: int) -> None:
+        wanted = self.config.checkpoint
+        if wanted.every is not None and step % wanted.every == 0 or wanted.at_end and step == self.total_steps:
+            checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
+
+    def _record(self, step: int, loss: float) -> None:
+        """Whole gradients of this step, written by rank 0 for the comparison."""
+        sources = {source.name: source for source in self.execution.program.sources}
+        found: dict[str, Tensor] = {}
+        for name, piece in self.updates.gradients():
+            gradient = whole(sources[name], piece, self.execution.program, self.execution.communicator)
+            if self.rank.rank == 0:
+                found[name] = gradient.cpu()
+        if self.rank.rank == 0:
+            assert self.job.record is not None
+            torch.save({"loss": loss, "gradients": found}, self.job.record / f"step-{step}.pt")
+
+
+def _metrics(trainer: Trainer, first: int) -> Any:
+    if trainer.rank.rank > 0:
+        return _Nothing()
+    report = trainer.config.report
+    return Metrics(
+        trainer.rank.run_dir, log_every=trainer.config.train.log_every, total_steps=trainer.total_steps, first_step=first,
+        progress=report.progress, tensorboard=report.tensorboard,
+    )  # fmt: skip
+
+
+class _Nothing:
+    """The metrics of ranks other than 0."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _agree(digest: str) -> None:
+    """Every rank proves before the first step that all run the same program."""
+    mine = torch.tensor([int(digest[:15], 16)])
+    if dist.get_backend() == "nccl":
+        mine = mine.cuda()
+    lowest, highest = mine.clone(), mine.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    if lowest.item() != highest.item():
+        raise RuntimeError("The ranks were given different programs; start them from one run folder.")
+
+
+def train(rank: RankContext, job: Job) -> dict[str, Any]:
+    """The entry of a rank."""
+    return Trainer(rank, job).run()
+

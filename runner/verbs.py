@@ -1,0 +1,72 @@
+"""The table of verbs: what each does, an example, and the function that does it.
+
+A composed verb works on a validated config: `run plan +recipe=x` is `job=plan` for Hydra, and its function is
+`run(config, run_dir) -> float | None`. The other verbs need no config and come before Hydra: `run(words) -> exit code`.
+Functions are named, not imported: the command must be able to refuse a bad config before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command.
+
+    Attributes:
+        summary: what it does, in a few words.
+        example: a command line that works on a fresh install.
+        target: `module:function`.
+        composed: whether it needs a config.
+    """
+
+    summary: str
+    example: str
+    target: str
+    composed: bool = True
+
+    def function(self) -> Callable[..., Any]:
+        """Import the module and return the function. Raises what the import raises."""
+        module, _, name = self.target.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+
+VERBS = {
+    "train": Verb(
+        "train the model in parallel (also when no verb is given)",
+        "run train +recipe=ffn_auto parallel.search=sharding_propagation",
+        "runner.jobs.train:run",
+    ),
+    "plan": Verb(
+        "find the parallel plan and write plan.json, without training",
+        "run plan +recipe=quickstart",
+        "runner.jobs.plan:run",
+    ),
+    "verify": Verb(
+        "train in parallel and on one process side by side and compare",
+        "run verify +recipe=quickstart train.precision=fp64",
+        "runner.jobs.verify:run",
+    ),
+    "explain": Verb(
+        "print the plan as a table: every operator, its slices, what is sent and why",
+        "run explain +recipe=semi_auto_redistribution",
+        "runner.jobs.explain:run",
+    ),
+    "doctor": Verb(
+        "check that this machine and installation can run",
+        "run doctor",
+        "runner.jobs.doctor:run",
+        composed=False,
+    ),
+    "recipes": Verb(
+        "list the recipes, or print one",
+        "run recipes quickstart",
+        "runner.jobs.recipes:run",
+        composed=False,
+    ),
+}

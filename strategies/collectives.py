@@ -1,0 +1,128 @@
+"""Differentiable collectives for modules that do their own communication (`parallel.mode=hybrid`).
+
+Every collective has its true adjoint, so the gradient of J = mean over ranks of the ranks' losses is exact for any composition:
+(1 / world size) times the sum, over a parameter's replica group, of what the ranks compute. The runner takes that sum and factor.
+`axes` name mesh axes (`parallel.mesh`; without one all ranks form the axis `world`). Calls are collective: every rank makes the
+same calls in the same order. Outside a hybrid run there is one rank, and every collective returns its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.engine.communicator import Communicator
+from strategies.errors import StrategyError, closest
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
+
+Axes = str | tuple[str, ...]
+
+_ALONE = Communicator(Mesh((("world", 1),)), 0)
+_current = _ALONE
+
+
+def use(communicator: Communicator | None) -> None:
+    """Make `communicator` the one that collectives of this process go through; None for one rank again."""
+    global _current
+    _current = communicator or _ALONE
+
+
+def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Parameter:
+    """The rank's slice of a whole parameter along `dim`, as a parameter that declares how it is sliced.
+
+    From the declaration follow the gradient reduction, checkpoints and the comparison with a reference. Raises StrategyError if
+    the dim does not divide.
+    """
+    names = _known(axes)
+    layout = Layout(tuple(names if d == dim % parameter.dim() else () for d in range(parameter.dim())))
+    block = layout.block(parameter.shape, _current.mesh, _current.rank)
+    piece = nn.Parameter(parameter.detach()[tuple(slice(*bounds) for bounds in block)].clone(), parameter.requires_grad)
+    piece.layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
+    return piece
+
+
+def declared(parameter: nn.Parameter) -> tuple[Layout, tuple[int, ...]]:
+    """Layout and whole shape of a parameter of a hybrid module; whole on every rank unless declared otherwise."""
+    layout = getattr(parameter, "layout", Layout.replicated(parameter.dim()))
+    return layout, getattr(parameter, "whole_shape", tuple(parameter.shape))
+
+
+def all_reduce(x: Tensor, axes: Axes) -> Tensor:
+    """The sum over the ranks along `axes`, on each of them. Adjoint: all_reduce."""
+    step = _step(ALL_REDUCE, axes)
+    return _run(x, step, step)
+
+
+def all_gather(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
+    """The ranks' tensors joined along `dim`, on each of them. Adjoint: reduce_scatter."""
+    return _run(x, _step(ALL_GATHER, axes, dim % x.dim()), _step(REDUCE_SCATTER, axes, dim % x.dim()))
+
+
+def reduce_scatter(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks. Adjoint: all_gather."""
+    _divides(x, axes, dim)
+    return _run(x, _step(REDUCE_SCATTER, axes, dim % x.dim()), _step(ALL_GATHER, axes, dim % x.dim()))
+
+
+def all_to_all(x: Tensor, axes: Axes, split: int, join: int) -> Tensor:
+    """Slices along dim `split` go to the ranks along `axes`; what arrives is joined along dim `join`. Adjoint: the way back."""
+    _divides(x, axes, split)
+    split, join = split % x.dim(), join % x.dim()
+    return _run(x, _step(ALL_TO_ALL, axes, split, join), _step(ALL_TO_ALL, axes, join, split))
+
+
+def split(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
+    """This rank's slice of a tensor that is whole on every rank. Adjoint: zeros around the slice's gradient."""
+    _divides(x, axes, dim)
+    return _run(x, _step(SLICE, axes, dim % x.dim()), _step(PAD, axes, dim % x.dim()))
+
+
+def broadcast(x: Tensor, axes: Axes, source: int = 0) -> Tensor:
+    """The tensor of rank `source` (its index along `axes`), on each of them. Adjoint: the sum of the gradients at the source."""
+    mine = _current.mesh.index(_current.rank, _known(axes)) == source
+    return all_reduce(x if mine else x * 0, axes)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.adjoint(gradient), None, None
+
+
+def _run(x: Tensor, forward: Step, backward: Step) -> Tensor:
+    if _current.mesh.product(forward.axes) == 1:
+        return x
+    _current.prepare([forward.axes])
+    result: Tensor = _Collective.apply(x, _current.carrier((forward,)), _current.carrier((backward,)))  # type: ignore[no-untyped-call]
+    return result
+
+
+def _step(kind: str, axes: Axes, dim: int = 0, source: int = 0) -> Step:
+    # shapes and layouts only matter to predictions, which a hybrid module does without
+    return Step(kind, _known(axes), dim, source, Layout(()), Layout(()), ())
+
+
+def _known(axes: Axes) -> tuple[str, ...]:
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if _current is _ALONE:
+        return ("world",)
+    for name in names:
+        if name not in _current.mesh.sizes:
+            raise StrategyError(f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to name axes.")
+    return names
+
+
+def _divides(x: Tensor, axes: Axes, dim: int) -> None:
+    count = _current.mesh.product(_known(axes))
+    if x.shape[dim] % count:
+        raise StrategyError(f"Dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {count} equal slices (axes {axes}).")

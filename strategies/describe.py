@@ -1,0 +1,105 @@
+"""What a plan means, told: the entries of plan.json, predicted bytes, memory and time. Derived from graph, plan and program alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from strategies.cost.estimate import Machine, memory, seconds
+from strategies.engine.gradients import predicted
+from strategies.engine.program import Program, Redistribute
+from strategies.graph import Operator, OperatorGraph
+from strategies.plan import Plan
+from strategies.redistribution import LOCAL, Chain
+from strategies.rules import rule_of
+
+
+def describe(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, states: float, machine: Machine) -> dict[str, Any]:
+    """The content of plan.json. `stage` is the ZeRO stage, `states` the optimizer's states per parameter element."""
+    by_operator: dict[str, list[Redistribute]] = {}
+    for redistribution in program.redistributions:
+        by_operator.setdefault(redistribution.operator, []).append(redistribution)
+    sent = communication(program, stage)
+    return plan.to_json() | {
+        "operators": [operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators],
+        "parameters": {
+            source.name: {
+                "shape": list(source.spec.shape),
+                "dtype": source.spec.dtype,
+                "local_shape": list(plan.tensors[source.name].local_shape(source.spec.shape, plan.mesh)),
+                "layout": str(plan.tensors[source.name]),
+                "replica_group_size": plan.mesh.product(plan.tensors[source.name].replica_axes(plan.mesh)),
+                "replica_group": list(plan.tensors[source.name].replica_group(plan.mesh, 0)),
+                "trainable": source.trainable,
+                "aliases": list(source.aliases),
+            }
+            for source in graph.of_kind("parameter")
+        },
+        "cost": seconds(graph, plan, program, sent, machine),
+        "communication": sent,
+        "memory": memory(graph, plan, program, stage=stage, states=states),
+        "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
+    }
+
+
+def operator_entry(graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[Redistribute]) -> dict[str, Any]:
+    """One operator: its slices in torch's operand order, and every redistribution that it causes."""
+    chosen, sharding, mesh = plan.operators[operator.name], rule_of(operator, graph), plan.mesh
+    operands = sharding.operand_layouts(chosen.assignment)
+    results = chosen.outputs or sharding.result_layouts(chosen.assignment)
+    counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
+    used = mesh.product(sharding.used(chosen.assignment))
+    return {
+        "name": operator.name,
+        "module": operator.module,
+        "op": operator.op,
+        "source": operator.source,
+        "origin": chosen.origin,
+        "in_strategy": [list(layout.counts(mesh)) for layout in operands],
+        "out_strategy": [list(layout.counts(mesh)) for layout in results],
+        "in_layouts": [str(layout) for layout in operands],
+        "out_layouts": [str(layout) for layout in results],
+        "device_matrix": [*counts, *([mesh.size // used] if used < mesh.size else [])],
+        "shapes": [list(spec.shape) for spec in graph.operand_specs(operator)],
+        "local_shapes": [
+            list(layout.local_shape(spec.shape, mesh)) for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
+        ],
+        "redistributions": [redistribution_entry(graph, plan, r) for r in redistributions],
+    }
+
+
+def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:
+    """One redistribution: for which operand, its steps with the group of rank 0, and the bytes that the busiest rank sends."""
+    return {
+        "value": redistribution.value.id,
+        "operand": redistribution.operand,
+        "forward": steps(redistribution.forward, plan, redistribution.spec.item_bytes),
+        "backward": steps(redistribution.backward if redistribution.differentiable else (), plan, redistribution.spec.item_bytes),
+    }
+
+
+def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": str(step),
+            "collective": step.kind,
+            "group": list(step.group(plan.mesh, 0)),
+            "bytes": step.busiest(plan.mesh) * item_bytes,
+        }
+        for step in chain
+    ]
+
+
+def communication(program: Program, stage: int) -> dict[str, int]:
+    """Bytes that the busiest rank sends per training step, by collective: redistributions both ways, and gradients at stage 0."""
+    total: Counter[str] = Counter()
+    for redistribution in program.redistributions:
+        chains = (redistribution.forward, redistribution.backward) if redistribution.differentiable else (redistribution.forward,)
+        for chain in chains:
+            for step in chain:
+                if step.kind not in LOCAL:
+                    total[step.kind] += step.busiest(program.mesh) * redistribution.spec.item_bytes
+    if stage == 0:
+        total.update(predicted(program))
+    return dict(total)
+

@@ -1,0 +1,227 @@
+"""What happens between a loss and the next weights, as one protocol for every optimizer parallel.
+
+Stage 0 (`gradients`) adds the gradients itself and keeps whole optimizer states; stages 1-3 (`zero`) are DeepSpeed. Invariant:
+after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices; after `update`, all
+ranks that hold the same slice hold the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.engine.communicator import Communicator
+from strategies.engine.program import Compute, Instruction, Program, Redistribute
+from strategies.errors import StrategyError
+from strategies.graph import Ref, Source, refs
+from strategies.layout import Layout
+
+Precision = Literal["fp32", "fp64", "bf16"]
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups: {"names": [full name, ...], option: value, ...}."""
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+"""Parameter groups of torch ({"params": [...], option: value, ...}) -> optimizer."""
+
+BY_SHAPE = frozenset({"Adafactor", "Muon"})
+"""Optimizers whose update of an element depends on the shape of the whole parameter."""
+UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": "only takes sparse gradients"}
+
+
+@dataclass(frozen=True)
+class UpdateState:
+    """What must be saved for a bit-identical continuation, besides the weights.
+
+    `sliced`: state -> parameter -> tensor that belongs to this rank's slice of the parameter and is the same on all its
+    replicas. `own`: tensors of this rank alone. `plain`: python numbers, strings, lists and dicts (options of the groups, counters).
+    """
+
+    sliced: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+class Updates(Protocol):
+    """One optimizer step is: forward and `backward` per micro-batch, then `reduce`, then `update`. All ranks call all of it."""
+
+    module: Callable[..., Any]
+    """The training program; call this one."""
+    evaluation: nn.Module | None
+    """The evaluation program on the same parameters; call it under torch.no_grad()."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer that does the updates: schedulers work on it."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch; `loss` is its scalar loss, divided by the number of micro-batches here."""
+
+    def reduce(self) -> None:
+        """Make the gradients complete; after the last micro-batch."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in fp32; zeros where
+        there is none. Collective: every rank must go through all of it."""
+
+    def update(self, measure: bool = True) -> float | None:
+        """Clip, step, forget the gradients. Returns the norm of the global gradient before clipping; None if it was not needed for
+        clipping and `measure` is false."""
+
+    def step(self, measure: bool = True) -> float | None:
+        """`reduce` and `update`."""
+
+    def weight(self, name: str) -> Tensor:
+        """This rank's slice of a parameter, not to be written. Collective over its replicas."""
+
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """Overwrite this rank's slice of a parameter. Every replica must be given the same; optimizer states are left alone."""
+
+    def state(self) -> UpdateState:
+        """The state of the optimizer, not copied."""
+
+    def load(self, state: UpdateState) -> None:
+        """Take over a state that `state` gave under the same plan; after the weights were set."""
+
+    def close(self) -> None:
+        """Let go of hooks and buffers; the object cannot be used afterwards."""
+
+
+def make_updates(
+    stage: int,
+    module: nn.Module,
+    program: Program,
+    communicator: Communicator,
+    optimizer_factory: OptimizerFactory,
+    groups: Groups,
+    *,
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: Precision = "fp32",
+    evaluation: nn.Module | None = None,
+    zero_options: Mapping[str, Any] | None = None,
+) -> Updates:
+    """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
+    `sharded_optimizer=stage > 0`). `clip` is the largest global gradient norm, `accumulate` the number of micro-batches.
+
+    Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
+    """
+    if stage == 0:
+        from strategies.engine.gradients import BucketedUpdates
+
+        return BucketedUpdates(
+            module, program, communicator, optimizer_factory, groups, clip=clip, accumulate=accumulate, evaluation=evaluation
+        )
+    from strategies.engine.zero import ZeroUpdates
+
+    return ZeroUpdates(
+        module,
+        program,
+        communicator,
+        optimizer_factory,
+        groups,
+        stage=stage,
+        clip=clip,
+        accumulate=accumulate,
+        precision=precision,
+        evaluation=evaluation,
+        options=zero_options or {},
+    )
+
+
+def axes_needed(program: Program) -> list[tuple[str, ...]]:
+    """The sets of axes over which an optimizer parallel of any stage talks: for `Communicator`, in the same order on all ranks."""
+    mesh = program.mesh
+    needed = [mesh.sorted(mesh.names), *(mesh.sorted(axes) for axes in program.reductions.values())]
+    for source in parameters(program):
+        replicas = program.layouts[source.id].replica_axes(mesh)
+        needed += [replicas, mesh.others(replicas)]
+    return [axes for axes in dict.fromkeys(needed) if axes]
+
+
+def parameters(program: Program) -> tuple[Source, ...]:
+    return tuple(source for source in program.sources if source.kind == "parameter")
+
+
+def layout_of(program: Program, name: str) -> Layout:
+    return program.layouts[next(source.id for source in program.sources if source.name == name)]
+
+
+def learning(program: Program) -> tuple[str, ...]:
+    """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, so that no optimizer
+    touches them (as in eager torch), whatever its weight decay."""
+    reached = {ref.id for ref in program.outputs}
+    for instruction in reversed(program.instructions):
+        if instruction.id in reached and not _stops(instruction):
+            reached.update(ref.id for ref in _operands(instruction))
+    found = {source.name for source in program.sources if source.trainable and source.id in reached}
+    return tuple(name for name in _in_order(program) if name in found)
+
+
+def _in_order(program: Program) -> Iterable[str]:
+    return dict.fromkeys([*program.parameter_order, *program.reductions])
+
+
+def _stops(instruction: Instruction) -> bool:
+    return isinstance(instruction, Compute) and instruction.target.startswith("aten.detach")
+
+
+def _operands(instruction: Instruction) -> Iterable[Ref]:
+    return (instruction.value,) if isinstance(instruction, Redistribute) else refs((instruction.args, dict(instruction.kwargs)))
+
+
+def local_elements(program: Program, source: Source) -> int:
+    return math.prod(program.layouts[source.id].local_shape(source.spec.shape, program.mesh))
+
+
+def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
+    """`groups` without what does not learn and without empty groups: (names, options).
+
+    Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.
+    """
+    names = learning(program)
+    given = [name for group in groups for name in group["names"]]
+    odd = [name for name in names if given.count(name) != 1]
+    if odd:
+        raise StrategyError(f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one.")
+    kept = [
+        ([name for name in group["names"] if name in names], {key: value for key, value in group.items() if key != "names"})
+        for group in groups
+    ]
+    if not names:
+        raise StrategyError("The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.")
+    return [(members, options) for members, options in kept if members]
+
+
+def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
+    """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE | UNFIT.keys()), "")
+    if kind in UNFIT:
+        raise StrategyError(f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.")
+    if kind in BY_SHAPE:
+        what = f"ZeRO stage {stage} flattens" if stage else "this plan slices"
+        sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+        if stage or sliced:
+            raise StrategyError(
+                f"Optimizer {kind} treats every parameter as a whole matrix, but {what} "
+                f"{'them' if stage else sliced[0]}: the updates would differ from training on one device. "
+                "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0."
+            )
+
+
+def placed(value: Any, holder: Tensor) -> Any:
+    """A saved state beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
+    return value.to(holder.device) if isinstance(value, Tensor) and value.dim() else value
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of every parameter group (learning rate, ...), without the parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update(values)

@@ -1,0 +1,120 @@
+"""Functions that tests run in real ranks. A module of its own, because ranks find their function by its dotted name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.errors import ConfigError
+from runner.worker import RankContext
+from strategies.errors import StrategyError
+
+
+class OperatorError(RuntimeError):
+    """An error that knows its operator, as the engine raises."""
+
+    operator = "dense1.matmul"
+
+
+def describe(rank: RankContext, payload: Any) -> dict[str, Any]:
+    """What a rank sees, its sum over all ranks included."""
+    total = torch.tensor(float(rank.rank))
+    dist.all_reduce(total)
+    print(f"hello from rank {rank.rank}")
+    os.write(2, f"raw words of rank {rank.rank}\n".encode())
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "PLANET")
+    return {
+        "payload": payload,
+        "total": total.item(),
+        "context": (rank.rank, rank.world_size, rank.local_rank, rank.device, str(rank.run_dir)),
+        "environment": {name: os.environ.get(name) for name in names},
+        "threads": torch.get_num_threads(),
+        "backend": dist.get_backend(),
+    }
+
+
+def fail(rank: RankContext, payload: tuple[int, str]) -> None:
+    """The rank and the way of failing are the payload; all others wait for it in a collective."""
+    note_pid(rank)
+    culprit, way = payload
+    dist.barrier()
+    if rank.rank == culprit:
+        print("these are the last words")
+        if way == "raise":
+            raise OperatorError("the shapes do not fit")
+        if way == "late":  # as if the cause were slow to show: its connections break first
+            dist.destroy_process_group()
+            time.sleep(0.5)
+            raise ValueError("this is the cause")
+        if way == "strategy":
+            raise StrategyError("matmul cannot be sliced by 3. Use 2 or 4.")
+        if way == "config":
+            raise ConfigError("data.path: there is no such file.")
+        if way == "exit":
+            os._exit(7)
+        if way == "hang":
+            hang()
+        os.kill(os.getpid(), signal.Signals[way])
+    dist.all_reduce(torch.ones(1))
+
+
+def hang() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def fail_everywhere(rank: RankContext, payload: None) -> None:
+    raise ValueError("nobody can do this")
+
+
+def fail_in_torch(rank: RankContext, payload: None) -> None:
+    torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+
+
+def wait_forever(rank: RankContext, payload: None) -> None:
+    """Note the pids of this rank and of a process that it starts, then wait until somebody ends them."""
+    child = subprocess.Popen(["sleep", "1000"])
+    (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid))
+    note_pid(rank)
+    hang()
+
+
+def leave_a_child(rank: RankContext, payload: None) -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid))
+
+
+def count_the_server(rank: RankContext, payload: None) -> tuple[int, int]:
+    """The threads of the process that this rank was forked from, and of this one."""
+    status = Path(f"/proc/{os.getppid()}/status").read_text()
+    return int(status.partition("Threads:")[2].split()[0]), threading.active_count()
+
+
+def unpicklable(rank: RankContext, payload: None) -> object:
+    return lambda: None
+
+
+def call_user_module(rank: RankContext, payload: str) -> str:
+    return str(__import__(payload).NAME)
+
+
+def sum_slowly(rank: RankContext, payload: float) -> float:
+    total = torch.zeros(1)
+    for _ in range(50):
+        step = torch.full((1,), payload)
+        dist.all_reduce(step)
+        total += step
+        time.sleep(0.01)
+    return float(total.item())
+
+
+def note_pid(rank: RankContext) -> None:
+    (rank.run_dir / f"pid.{rank.rank}").write_text(str(os.getpid()))

@@ -1,0 +1,316 @@
+"""The command from outside: what it prints, how it exits and what it leaves behind."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.errors import ConfigError, RunFailed
+from runner.verbs import VERBS
+from strategies.errors import StrategyError
+
+QUICK = "+recipe=quickstart"
+CUBE = "+recipe=advanced_layout"
+
+# words, what the paragraph must say
+BAD = [
+    ([], "run --help"),
+    (["+recipe=quikstart"], "Did you mean 'quickstart'? (from the command line: +recipe=quikstart)"),
+    (["recipe=quickstart"], "+recipe=NAME"),
+    (["+recipes=quickstart"], "Did you mean 'recipe'?"),
+    (["recipes=quickstart"], "Did you mean 'recipe'?"),
+    ([QUICK, "+recipe=zero"], "chosen twice"),
+    (["trian", QUICK], "Did you mean 'train'?"),
+    (["train", "plan", QUICK], "two verbs"),
+    ([QUICK, "job=trian"], "Did you mean 'train'?"),
+    ([QUICK, "--bad"], "--bad"),
+    ([QUICK, "--cfg", "jobs"], "invalid choice: 'jobs'"),
+    (["--config-dir", "nowhere", QUICK], "nowhere' not found"),
+    (["--config-name", "nothing"], "primary config 'nothing'"),
+    ([QUICK, "parallel.serach=x"], "Did you mean 'search'? (from the command line: parallel.serach=x)"),
+    ([QUICK, "+train.stepz=3"], "Did you mean 'steps'? (from the command line: +train.stepz=3)"),
+    ([QUICK, "trian.steps=3"], "trian.steps is not a config key"),
+    ([QUICK, "train.steps.x=3"], "train.steps has no keys of its own"),
+    ([QUICK, "+train.steps=5"], "without the plus"),
+    ([QUICK, "~train.stepz"], "Did you mean 'steps'?"),
+    ([QUICK, "~train.steps"], "train.steps has no value and no default"),
+    ([QUICK, "train.steps=???"], "train.steps has no value and no default"),
+    ([QUICK, "train.steps=-3"], "train.steps = -3: must be at least 1. (from the command line: train.steps=-3)"),
+    ([QUICK, "train.steps=many"], "train.steps = 'many': must be a whole number"),
+    ([QUICK, "train.steps=2.5"], "train.steps = 2.5: must be a whole number"),
+    ([QUICK, "train.steps=true"], "train.steps = true: must be a whole number"),
+    ([QUICK, "train.steps="], "train.steps = '': must be a whole number"),
+    ([QUICK, "train.epochs=2"], "train.steps from recipe/quickstart, train.epochs from the command line"),
+    ([QUICK, "train.steps=null"], "train.steps=100 or train.epochs=10"),
+    ([QUICK, "train.clip=0"], "must be greater than 0."),
+    ([QUICK, "train.clip=inf"], "must be a finite number"),
+    ([QUICK, "train.precision=fp16"], "Allowed: fp32, fp64, bf16. Did you mean 'fp"),
+    ([QUICK, "train=5"], "train = 5: must be a mapping"),
+    ([QUICK, "train.accumulate=5"], "train.accumulate = 5 must divide data.batch_size = 16"),
+    ([QUICK, "report.progress=maybe"], "Allowed: auto, true, false"),
+    ([QUICK, "report.tensorboard=3"], "must be true or false"),
+    ([QUICK, "model.target=Net"], "is not a dotted name"),
+    ([QUICK, "evaluate.metric=acuracy"], "Did you mean 'accuracy'?"),
+    ([QUICK, "optimizer.groups=[{match: [], args: {}}]"], "optimizer.groups.0.match = []: must not be empty"),
+    ([QUICK, "data.args.rows=${nope}"], "nope"),
+    ([QUICK, "world_size=0"], "world_size = 0: must be at least 1"),
+    ([QUICK, "world_size=6"], "[2, 4] makes 8 slices, which do not divide world_size = 6. (from recipe/quickstart)"),
+    ([QUICK, "device=gpu"], "Allowed: auto, cpu, cuda"),
+    ([QUICK, "parallel=atuo"], "Did you mean 'auto'?"),
+    ([QUICK, "parallel.mode=atuo"], "Did you mean 'auto'?"),
+    ([QUICK, "parallel.mode=parameter_server"], "not available yet"),
+    ([QUICK, "parallel.search=dynamic_programming"], "comes later"),
+    ([QUICK, "parallel.search=recursive_programming"], "comes later"),
+    ([QUICK, "parallel.search=sharding_propogation"], "Did you mean 'sharding_propagation'?"),
+    ([QUICK, "parallel=stand_alone"], "parallel.mode from conf/parallel/stand_alone"),
+    ([QUICK, "parallel=data_parallel"], "drop it with parallel.strategies=null"),
+    ([QUICK, "parallel.mesh={dp:2,tp:3}"], "parallel.mesh = [2, 3] has 6 devices, but world_size = 8 has 8"),
+    ([QUICK, "parallel.mesh.dp=-1"], "parallel.mesh.dp = -1: must be at least 1"),
+    ([QUICK, "parallel.mesh.dp=8", "parallel=data_parallel", "parallel.strategies=null"], "parallel.mesh=null"),
+    ([QUICK, "parallel.strategies.matmul=[[2,3],[3,1]]"], "[2, 3] makes 6 slices"),
+    ([QUICK, "parallel.strategies.matmul=[[2,0],[4,1]]"], "input 0: dim 1: 0 is not a number of slices"),
+    ([QUICK, "parallel.strategies.matmul=[2,4]"], "input 0: 2 is not a list of counts"),
+    ([QUICK, "parallel.strategies.matmul=3"], "expected one entry per input"),
+    ([QUICK, "parallel.strategies.matmul2={in:[[8,1],[1,1]],out:8}"], "matmul2 = 8: expected one entry per output"),
+    ([QUICK, "parallel.strategies=[1]"], "parallel.strategies = [1]: must be a mapping"),
+    ([QUICK, "parallel.strategies.mat*=[[2,4],[4,1]]"], "keys of a mapping"),
+    ([CUBE, "+parallel.strategies={relu1:[{layout:cub,dims:[mp,null]}]}"], "Did you mean 'cube'?"),
+    ([CUBE, "+parallel.strategies={relu1:[{layout:cube,dims:[mp,tp]}]}"], "'tp' is not an axis of layout 'cube'"),
+    ([CUBE, "+parallel.strategies={relu1:[{layout:cube,dims:[mp,[mp,sp]]}]}"], "'mp' is used twice"),
+    ([CUBE, "+parallel.strategies={relu1:[{layout:cube}]}"], "is not a layout"),
+    ([CUBE, "parallel.layouts.line.device_matrix=[4]"], "parallel.layouts.line = [4] has 4 devices"),
+    ([CUBE, "parallel.layouts.line.axes=[a,b]"], "must name each of the 1 axes"),
+    ([CUBE, "parallel.layouts.cube.axes=[a,a,b]"], "must name each of the 3 axes"),
+    (["+recipe=zero", "train.precision=fp64"], "fp32. Use parallel.zero.stage=0"),
+    (["+recipe=zero", "parallel.zero.stage=4"], "must be at most 3"),
+    (["+recipe=zero", "parallel=stand_alone", "world_size=1"], "parallel.zero.stage = 1 needs ranks"),
+    (["+recipe=data_parallel", "parallel=stand_alone"], "set world_size=1"),
+    (["+recipe=data_parallel", "parallel.dataset_strategy=full_batch"], "Allowed here: data_parallel"),
+    (["+recipe=data_parallel", "parallel.dataset_strategy=full_btach"], "Did you mean 'full_batch'?"),
+    (["+recipe=hybrid_matmul", "parallel.dataset_strategy=[[3,1],[1,1]]"], "parallel.dataset_strategy: input 0"),
+    ([QUICK, "data.path=runs/epoch=3"], "needs quotes inside quotes"),
+    ([QUICK, "parallel.mesh={dp:2"], "a bracket, brace or quote is not closed"),
+    ([QUICK, "train.steps=1,2"], "add -m"),
+    ([QUICK, "train.steps=range(1,3)"], "add -m"),
+    (["-m", QUICK, "train.steps=3,-1"], "job #1 (+recipe=quickstart train.steps=-1): train.steps = -1"),
+    (["-m", "+recipe=quickstart,quikstart"], "job #1 (+recipe=quikstart): recipe = 'quikstart' does not exist"),
+    (["recipes", "quikstart"], "Did you mean 'quickstart'?"),
+    (["doctor", "now"], "takes no arguments"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) or "nothing" for words, _ in BAD])
+def test_bad_input_is_one_paragraph(command, left, words, says):
+    done = command(*words)
+    assert done.code == 2
+    (paragraph,) = done.paragraphs
+    assert paragraph.startswith("run: ")
+    assert says in paragraph
+    assert done.out == ""
+    assert left() == []
+
+
+def test_every_fault_is_told(command):
+    done = command(QUICK, "train.steps=x", "train.seed=-1", "data.batch_size=0")
+    assert [paragraph.split()[1] for paragraph in done.paragraphs] == ["data.batch_size", "train.steps", "train.seed"]
+
+
+def test_every_bad_job_of_a_sweep_is_told(command, left):
+    done = command("-m", QUICK, "train.steps=-1,3,0")
+    assert done.code == 2
+    assert [paragraph.split()[2] for paragraph in done.paragraphs] == ["#0", "#2"]
+    assert left() == []
+
+
+def test_a_broken_recipe_of_the_user_names_the_fault(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\ntrain: {steps: [\n")
+    done = command("+recipe=mine")
+    assert done.code == 2
+    assert "not valid YAML" in done.paragraphs[0]
+    assert command(QUICK, "--cfg", "job").code == 0
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+@pytest.mark.parametrize("words", [["-m", QUICK, "train.steps=1,2"], [QUICK]], ids=["sweep", "run"])
+def test_other_launchers_are_refused(command, left, variable, words):
+    done = command(*words, **{variable: "0"})
+    assert done.code == 2
+    assert variable in done.paragraphs[0]
+    assert left() == []
+
+
+def test_a_launcher_with_one_process_is_no_harm(command, job):
+    job(lambda config, run_dir: None)
+    assert command(QUICK, SLURM_PROCID="0", SLURM_NTASKS="1").code == 0
+
+
+def test_help_shows_verbs_recipes_and_examples(command):
+    text = command("--help").out
+    for name, verb in VERBS.items():
+        assert re.search(rf"^  {name} +{re.escape(verb.summary)}", text, re.M)
+        assert verb.example in text
+    assert re.search(r"^  quickstart +The smallest", text, re.M)
+    assert "parallel: auto, data_parallel, hybrid, semi_auto, stand_alone" in text
+
+
+def test_job_gets_config_and_folder(command, job, left):
+    seen = []
+    job(lambda config, run_dir: seen.append((config, run_dir)))
+    assert command(QUICK, "train.steps=7", "model.args.width=8").code == 0
+    ((config, run_dir),) = seen
+    assert (config.train.steps, config.model.args, config.job.name) == (7, {"width": 8}, "train")
+    assert re.fullmatch(
+        r"runs/quickstart/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{4}", str(run_dir.relative_to(Path.cwd()))
+    )
+    assert json.loads((run_dir / "config.json").read_text())["train"]["steps"] == 7
+    assert [path.name for path in left()][-1] == "config.json"
+
+
+def test_verb_chooses_the_job(command, monkeypatch, job):
+    seen = []
+    job(lambda config, run_dir: seen.append(config.job.name))
+    monkeypatch.setitem(VERBS, "plan", VERBS["train"])
+    for words in (["plan", QUICK], [QUICK, "plan"], [QUICK, "job=plan"], [QUICK]):
+        assert command(*words).code == 0
+    assert seen == ["plan", "plan", "plan", "train"]
+
+
+def test_a_chosen_mode_that_a_recipe_overrules_is_refused(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    text = "# @package _global_\ndefaults: [data_parallel, _self_]\nparallel: {mode: semi_auto}\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    done = command("+recipe=mine", "parallel=auto")
+    assert done.code == 2
+    assert "write parallel.mode=auto. (from recipe/mine)" in done.paragraphs[0]
+
+
+@pytest.mark.parametrize("error", [StrategyError, ConfigError])
+def test_a_job_that_cannot_be_planned_leaves_nothing(command, job, left, error):
+    def refuse(config, run_dir):
+        raise error("no operator is called 'matmull'.")
+
+    job(refuse)
+    done = command(QUICK)
+    assert (done.code, done.paragraphs) == (2, ["run: no operator is called 'matmull'."])
+    assert left() == []
+
+
+def test_a_job_that_cannot_be_planned_keeps_what_was_written(command, job, left):
+    def refuse(config, run_dir):
+        (run_dir / "plan.json").write_text("{}")
+        raise StrategyError("no.")
+
+    job(refuse)
+    assert command(QUICK).code == 2
+    assert "plan.json" in {path.name for path in left()}
+
+
+def test_failed_run_exits_1_and_keeps_its_folder(command, job, left):
+    def fail(config, run_dir):
+        raise RunFailed("rank 3 was killed.\n  its last line")
+
+    job(fail)
+    done = command(QUICK)
+    assert (done.code, done.err) == (1, "run: rank 3 was killed.\n  its last line\n")
+    assert {path.name for path in left()} >= {"config.json", "error.txt"}
+
+
+def test_unexpected_error_is_one_paragraph_with_its_traceback_in_a_file(command, job, tmp_path):
+    def crash(config, run_dir):
+        raise KeyError("no such thing")
+
+    job(crash)
+    done = command(QUICK)
+    assert done.code == 1
+    (paragraph,) = done.paragraphs
+    assert "unexpected KeyError" in paragraph
+    assert "in crash" in paragraph
+    assert str(tmp_path) in paragraph
+    (file,) = tmp_path.rglob("error.txt")
+    assert "Traceback" in file.read_text()
+
+
+def test_traceback_on_the_terminal_when_asked_for(command, job):
+    def crash(config, run_dir):
+        raise KeyError("no such thing")
+
+    job(crash)
+    assert "Traceback" in command(QUICK, MESHWRIGHT_TRACEBACK="1").err
+
+
+def test_interrupt_exits_130(command, job):
+    def interrupt(config, run_dir):
+        raise KeyboardInterrupt
+
+    job(interrupt)
+    done = command(QUICK)
+    assert (done.code, done.paragraphs) == (130, ["run: interrupted."])
+
+
+def test_sweep_goes_on_after_a_failed_job(command, job, tmp_path):
+    seen = []
+
+    def fail_once(config, run_dir):
+        seen.append((config.train.seed, run_dir.name))
+        if config.train.seed == 2:
+            raise RunFailed("rank 0 was killed.")
+        return 0.5
+
+    job(fail_once)
+    done = command("-m", QUICK, "train.seed=1,2,3")
+    assert done.code == 1
+    assert seen == [(1, "0"), (2, "1"), (3, "2")]
+    assert "run: job #1 (+recipe=quickstart train.seed=2): rank 0 was killed." in done.paragraphs
+    (file,) = tmp_path.glob("sweeps/quickstart/*/1/error.txt")
+    assert file.read_text() == "rank 0 was killed.\n"
+
+
+def test_sweep_of_good_jobs_exits_0(command, job):
+    job(lambda config, run_dir: float(config.train.seed))
+    assert command("-m", QUICK, "train.seed=1,2").code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("run pl", "plan"),
+        ("run ", "verify"),
+        ("run +recipe=quick", "+recipe=quickstart"),
+        ("run plan +recipe=quick", "+recipe=quickstart"),
+        ("run plan +recipe=quickstart train.st", "train.steps="),
+    ],
+)
+def test_completion(command, line, offers):
+    done = command("-sc", "query=bash", COMP_LINE=line)
+    assert done.code == 0
+    assert offers in done.out.split()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_installs(command, shell):
+    assert "COMP_LINE" in command("-sc", f"install={shell}").out
+
+
+def test_config_of_a_recipe_is_shown(command):
+    assert "target: models.quickstart.Net" in command(QUICK, "--cfg", "job").out
+
+
+def test_refusal_needs_no_torch_and_little_time(tmp_path):
+    """A bad config costs less than one second of processor time, which an import of torch would not allow."""
+    check = "import sys; from runner.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        words = [sys.executable, "-c", check, QUICK, "train.steps=-3"]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 1.0, spent

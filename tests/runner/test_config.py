@@ -1,0 +1,188 @@
+"""The config as a value: what conf/ and the schema agree on, strategy forms, the round trip to the ranks."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import hydra
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import runner
+from runner import config, recipes, schema
+from runner.config import Config
+from runner.errors import ConfigError, allowed
+from runner.forms import LayoutForm, Section, StrategyForm, read_strategies
+from runner.origins import Origins
+from runner.verbs import VERBS
+
+MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1")
+CONF = Path(config.__file__).parents[1] / "conf"
+
+
+def compose(*overrides: str) -> Config:
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        return config.load(hydra.compose("config", list(overrides)), Origins(overrides))
+
+
+def sections() -> list[type[Section]]:
+    todo, found = [Config], []
+    while todo:
+        section = todo.pop()
+        found.append(section)
+        for info in section.model_fields.values():
+            todo += [
+                t
+                for t in (info.annotation, *get_args(info.annotation))
+                if isinstance(t, type) and issubclass(t, Section)
+            ]
+    return found
+
+
+def test_defaults_live_in_yaml_and_yaml_gives_all_of_them():
+    compose(*MINIMAL)  # a key that only one side knows would be refused
+    for section in sections():
+        assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
+        for name, info in section.model_fields.items():
+            assert info.is_required(), f"{section.__name__}.{name} has a default in Python"
+
+
+def test_groups_offer_what_the_schema_allows():
+    assert {file.stem for file in (CONF / "parallel").glob("*.yaml")} == set(get_args(schema.Mode))
+    assert {file.stem for file in (CONF / "job").glob("*.yaml")} == set(get_args(schema.Verb))
+    assert {name for name, verb in VERBS.items() if verb.composed} == set(get_args(schema.Verb))
+
+
+@pytest.mark.parametrize("mode", get_args(schema.Mode))
+def test_mode_as_group_and_as_key_are_the_same(mode):
+    assert compose(*MINIMAL, f"parallel={mode}") == compose(*MINIMAL, f"parallel.mode={mode}")
+    assert compose(*MINIMAL, f"parallel={mode}").parallel.mode == mode
+
+
+def test_config_is_frozen():
+    checked = compose(*MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        checked.train.steps = 3
+
+
+@pytest.mark.parametrize("recipe", sorted(recipes.catalogue()))
+def test_json_round_trip(recipe, tmp_path):
+    checked = compose(f"+recipe={recipe}")
+    file = tmp_path / "config.json"
+    file.write_text(checked.model_dump_json(indent=2))
+    assert config.read(file) == checked
+
+
+def test_config_file_that_is_missing_or_wrong(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        config.read(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"world_sizes": 8}')
+    with pytest.raises(ConfigError, match="Did you mean 'world_size'"):
+        config.read(tmp_path / "config.json")
+
+
+def test_settle_checks_again():
+    open_ended = compose(*MINIMAL, "parallel=semi_auto", "parallel.mesh={dp:2,tp:3}")
+    settled = config.settle(open_ended, world_size=6, device="cpu")
+    assert (settled.world_size, settled.device, settled.parallel) == (6, "cpu", open_ended.parallel)
+    with pytest.raises(ConfigError, match=r"parallel\.mesh = \[2, 3\] has 6 devices, but world_size = 8 has 8"):
+        config.settle(open_ended, world_size=8, device="cpu")
+
+
+def test_layouts_must_have_one_number_of_devices_even_if_it_is_open():
+    layouts = "parallel.layouts={a:{device_matrix:[2,2],axes:[x,y]},b:{device_matrix:[8],axes:[z]}}"
+    with pytest.raises(ConfigError, match=r"parallel\.layouts\.b = \[8\] has 8 devices"):
+        compose(*MINIMAL, "parallel=semi_auto", f"+{layouts}")
+
+
+def test_plan_needs_no_length_of_training():
+    assert compose(*MINIMAL[:2], "job=plan").train.steps is None
+
+
+def test_strategy_forms():
+    read = read_strategies(
+        {
+            "a": [[2, 4], [4, 1]],
+            "b.matmul": {"in": [[1], {"layout": "cube", "dims": ["mp", ["sp", "dp"], None]}], "out": [[]]},
+            "c": {"out": [[8, 1]]},
+        }
+    )
+    assert read["a"] == StrategyForm(inputs=((2, 4), (4, 1)), outputs=None)
+    assert read["b.matmul"].inputs == ((1,), LayoutForm(layout="cube", dims=(("mp",), ("sp", "dp"), ())))
+    assert read["b.matmul"].outputs == ((),)
+    assert read["c"] == StrategyForm(inputs=None, outputs=((8, 1),))
+    assert read_strategies({path: form.model_dump() for path, form in read.items()}) == read
+    assert read_strategies(None) == {}
+
+
+def test_nested_paths_are_flattened_and_the_later_counts():
+    nested = {"x": {"y": {"z": [[1]], "@1": [[2]]}}, "x.y.z": [[4]], "layers.*.fc": {"in": [[2]]}}
+    assert {path: form.inputs for path, form in read_strategies(nested).items()} == {
+        "x.y.@1": ((2,),),
+        "x.y.z": ((4,),),
+        "layers.*.fc": ((2,),),
+    }
+
+
+COUNTS = st.lists(st.integers(1, 64), max_size=4)
+LAYOUTS = st.builds(
+    lambda dims: {"layout": "cube", "dims": dims},
+    st.permutations(["dp", "sp", "mp"]).map(lambda a: [a[0], [a[1], a[2]], None]),
+)
+OPERANDS = st.lists(COUNTS | LAYOUTS, min_size=1, max_size=3)
+FORMS = OPERANDS | st.fixed_dictionaries({"in": OPERANDS}, optional={"out": OPERANDS})
+PATHS = st.from_regex(r"[a-m]{1,3}(\.[n-z]{1,3}){0,2}(@[0-9])?", fullmatch=True)
+
+
+@given(st.dictionaries(PATHS, FORMS, max_size=4))
+def test_every_strategy_reads_back_from_its_own_dump(written):
+    read = read_strategies(written)
+    assert list(read) == list(written)
+    assert read_strategies({path: form.model_dump(mode="json") for path, form in read.items()}) == read
+
+
+def test_open_mappings():
+    found = set(config.open_mappings())
+    assert {"model.args", "parallel.mesh", "parallel.strategies", "parallel.zero.options"} <= found
+    assert "parallel" not in found and "train" not in found
+
+
+def test_keys():
+    assert config.keys("parallel.zero") == ["stage", "options"]
+    assert config.keys("train.steps") == config.keys("nothing.here") == []
+    assert "world_size" in config.keys("")
+
+
+def test_origins_look_at_the_command_line_last_word_first():
+    origins = Origins(("++a.b=1", "a.b=2", "g=x", "+c.d={e:1}"), groups=frozenset({"g"}))
+    assert origins.source("a.b") == "the command line: a.b=2"
+    assert origins.source("c.d.e") == "the command line: +c.d={e:1}"
+    assert origins.source("g.h") is None
+    assert origins.source("g") == "the command line: g=x"
+    assert origins.sentence(["z"]) == ""
+
+
+def test_closest_match():
+    assert allowed("train", []) == ""
+    assert allowed("trian", ["plan", "train"]) == " Allowed: plan, train. Did you mean 'train'?"
+    assert allowed("zzz", ["plan"]) == " Allowed: plan."
+
+
+def test_missing_value_is_named():
+    composed = OmegaConf.create({"model": {"target": "a.B"}, "data": {"target": "???"}})
+    with pytest.raises(ConfigError, match=r"data\.target has no value"):
+        config.load(composed, Origins())
+
+
+def test_nothing_of_the_front_end_imports_torch_at_the_top():
+    """The command must refuse a bad config before torch is loaded; what each file imports at import time decides."""
+    folder = Path(runner.__file__).parent
+    for name in ("cli", "config", "errors", "forms", "origins", "recipes", "rewording", "schema", "verbs", "words"):
+        for node in ast.parse((folder / f"{name}.py").read_text()).body:
+            modules = (
+                [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+            )
+            assert not any(m.split(".")[0] in ("torch", "deepspeed", "strategies", "models") for m in modules), name

@@ -1,0 +1,310 @@
+"""Ranks start, work together, and end together, whatever ends them: real processes, as few as will do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.errors import ConfigError, RunFailed
+from runner.launch import run_ranks
+from runner.launch.failure import Failure, Order, from_exception, from_exit, message, root_cause
+from strategies.errors import StrategyError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.syspath_prepend(str(HERE))
+
+    def call(entry: str, payload: object = None, world_size: int = 4, timeout: float = 30.0) -> Any:
+        return run_ranks(
+            f"rank_entries:{entry}",
+            payload,
+            world_size=world_size,
+            run_dir=tmp_path,
+            device="cpu",
+            timeout=timeout,
+            threads=1,
+        )
+
+    return call
+
+
+def alive(folder: Path) -> list[int]:
+    """Processes that wrote their id into `folder` and still exist 2 s after they should have ended."""
+    pids = [int(path.read_text()) for path in folder.glob("pid.*")]
+    assert pids
+    until = time.monotonic() + 2
+    while (left := [pid for pid in pids if exists(pid)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")  # an orphan may wait for an init process to take note of its end
+    try:
+        return not state.parent.parent.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_result_of_rank_0(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANET", "set after the fork server was started")
+    seen = run("describe", {"large": b"x" * 300_000, "small": (1, None)})
+    assert seen["payload"] == {"large": b"x" * 300_000, "small": (1, None)}
+    assert seen["total"] == 0 + 1 + 2 + 3
+    assert seen["context"] == (0, 4, 0, "cpu", str(tmp_path))
+    assert seen["environment"] == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "LOCAL_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "PLANET": "set after the fork server was started",
+    }
+    assert (seen["threads"], seen["backend"]) == (1, "gloo")
+
+
+def test_one_rank_and_again(run: Run) -> None:
+    assert [run("describe", k, world_size=1)["payload"] for k in range(2)] == [0, 1]
+
+
+def test_logs(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run("describe", world_size=2)
+    run("describe", world_size=2)
+    for rank in range(2):
+        log = (tmp_path / "ranks" / f"{rank}.log").read_text()
+        assert log == f"hello from rank {rank}\nraw words of rank {rank}\n" * 2
+    out, err = capfd.readouterr()
+    assert out == "hello from rank 0\n" * 2
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("raise", "rank 2 of 4 failed: OperatorError: the shapes do not fit. Where: operator dense1.matmul, "),
+        ("late", "rank 2 of 4 failed: ValueError: this is the cause. Where: "),
+        ("exit", "rank 2 of 4 ended with exit code 7 before it was done."),
+        ("SIGKILL", "rank 2 of 4 was killed by SIGKILL (was memory short?)."),
+        ("SIGSEGV", "rank 2 of 4 was killed by SIGSEGV. Where: "),
+    ],
+)
+def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, told: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RunFailed) as caught:
+        run("fail", (2, way))
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert text.startswith(told)
+    assert re.search(r"rank_entries\.py:\d+ \(fail\)", text) or way in ("exit", "SIGKILL")
+    assert f"The end of its log, {tmp_path / 'ranks' / '2.log'}:\n" in text
+    assert (tmp_path / "ranks" / "2.log").read_text().startswith("these are the last words\n")
+    assert "    these are the last words" in text or way == "SIGSEGV"  # whose stack is long
+    assert alive(tmp_path) == []
+
+
+def test_a_hanging_rank_is_named(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        run("fail", (1, "hang"), timeout=1.0)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 4 hung: the others waited 1 s in a collective that it did not join (rank ")
+    assert re.search(r" in \S*rank_entries\.py:\d+ \(fail\)\)\. It was in \S*rank_entries\.py:\d+ \(hang\)\.\n", text)
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize(("way", "kind"), [("strategy", StrategyError), ("config", ConfigError)])
+def test_wrong_input_found_by_a_rank(run: Run, tmp_path: Path, way: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        run("fail", (3, way))
+    assert str(caught.value) in {"matmul cannot be sliced by 3. Use 2 or 4.", "data.path: there is no such file."}
+    assert alive(tmp_path) == []
+
+
+def test_the_same_failure_everywhere_is_told_once(run: Run) -> None:
+    with pytest.raises(RunFailed) as caught:
+        run("fail_everywhere", world_size=2)
+    told = str(caught.value).splitlines()[0]
+    assert re.match(r"rank [01] of 2 failed: ValueError: nobody can do this \(rank [01] too\)\. Where: ", told)
+
+
+def test_the_place_is_the_users_line(run: Run) -> None:
+    with pytest.raises(RunFailed, match=r"Where: \S*rank_entries\.py:\d+ \(fail_in_torch\)\.\n"):
+        run("fail_in_torch", world_size=1)
+
+
+def test_entry_and_result_that_cannot_be(run: Run) -> None:
+    with pytest.raises(ConfigError, match="no function 'nothing'"):
+        run("nothing", world_size=1)
+    with pytest.raises(RunFailed, match="pickle"):
+        run("unpicklable", world_size=1)
+
+
+def test_children_of_ranks_end_too(run: Run, tmp_path: Path) -> None:
+    run("leave_a_child", world_size=2)
+    assert alive(tmp_path) == []
+
+
+def test_modules_of_the_working_directory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_network.py").write_text("NAME = 'mine'\n")
+    monkeypatch.chdir(tmp_path)
+    assert run("call_user_module", "my_own_network", world_size=1) == "mine"
+
+
+def test_handlers_are_restored(run: Run) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    run("describe", world_size=1)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_fork_server_has_one_thread(run: Run) -> None:
+    assert run("count_the_server", world_size=1)[0] == 1
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from runner.launch import run_ranks, warm
+assert not {"torch", "hydra"} & set(sys.modules), "the parent must not need torch"
+if __name__ == "__main__":
+    warm()
+    print("warm", flush=True)
+    entry, payload, run_dir = sys.argv[1:]
+    try:
+        value = run_ranks("rank_entries:" + entry, eval(payload), world_size=2, run_dir=Path(run_dir), device="cpu",
+                          timeout=30, threads=1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(value)
+else:
+    raise AssertionError("ranks must not run the parent's script")
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts processes, each with a process group of its own, that start ranks."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(entry: str, payload: object, run_dir: Path, **options: Any) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(script), entry, repr(payload), str(run_dir)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                **options,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_the_parent_is_ended(
+    parent: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = parent("wait_forever", None, tmp_path)
+    until = time.monotonic() + 30
+    while len(list(tmp_path.glob("pid.?"))) < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    if number is signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal sends it: to everything in the foreground
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=5)  # waits for everyone who holds its streams, the fork server too
+    assert (process.returncode, err) == (code, "")
+    assert alive(tmp_path) == []
+
+
+def test_ctrl_c_while_the_fork_server_imports(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = parent("describe", None, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "warm\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_the_fork_server_ends_with_its_parent() -> None:
+    code = (
+        "from runner.launch import warm; from multiprocessing import forkserver; "
+        "warm(); warm(); print(forkserver._forkserver._forkserver_pid)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not exists(int(ended.stdout))
+    assert ended.stderr == ""
+
+
+def test_two_runs_at_once(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    # Files of the working directory must not be taken for the modules of the standard library.
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "random.py").write_text("raise ImportError('the wrong random')")
+    both = [parent("sum_slowly", value, tmp_path / str(value), cwd=tmp_path / "work") for value in (1.0, 2.0)]
+    ends = [process.communicate(timeout=60) for process in both]
+    assert ends == [("warm\n100.0\n", ""), ("warm\n200.0\n", "")]
+
+
+def test_root_cause() -> None:
+    lost = Failure(0, 1.0, Order.PEER_LOST, "lost")
+    late = Failure(1, 2.0, Order.TIMEOUT, "timeout")
+    cause = Failure(2, 3.0, Order.CAUSE, "cause")
+    later = Failure(3, 4.0, Order.CAUSE, "later")
+    assert root_cause([lost, late, later, cause]) is cause
+    assert root_cause([lost, late]) is late
+    assert message(cause, [3, 5], 8) == "rank 2 of 8 cause (ranks 3, 5 too)."
+
+
+@pytest.mark.parametrize(
+    ("error", "order"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9999"), Order.PEER_LOST),
+        (RuntimeError("Read error [127.0.0.1]:61538: Connection reset by peer"), Order.PEER_LOST),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), Order.PEER_LOST),
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"), Order.TIMEOUT),
+        (RuntimeError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/rank_1"), Order.TIMEOUT),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Order.CAUSE),
+        (ValueError("Connection closed by peer is just my text"), Order.CAUSE),
+    ],
+)
+def test_echoes_are_recognised(error: Exception, order: Order) -> None:
+    wrapped = ValueError("a step failed")
+    wrapped.__cause__ = error
+    assert from_exception(0, error).order is order
+    assert from_exception(0, wrapped).order is order
+
+
+def test_a_watchdog_that_aborts_is_an_echo() -> None:
+    log = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 600029 milliseconds"
+    assert from_exit(1, -signal.SIGABRT, log).order is Order.TIMEOUT
+    assert from_exit(1, -signal.SIGABRT, "assertion failed").order is Order.CAUSE

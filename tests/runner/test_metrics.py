@@ -1,0 +1,161 @@
+"""The record of a run: what is on disk, what is on the console, and what a resumed run makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner import logs
+from runner.errors import ConfigError
+from runner.metrics import FILE, Metrics, last_loss
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in (run_dir / FILE).read_text().splitlines()]
+
+
+def train(metrics: Metrics, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        metrics.step(step, loss=1 / step, lr=0.1, seconds=0.5, samples=32)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_line_per_step_at_once(tmp_path: Path) -> None:
+    with Metrics(tmp_path, log_every=10, progress=False) as metrics:
+        metrics.step(1, loss=1 / 3, lr=0.1, seconds=0.5, samples=32)
+        assert records(tmp_path) == [{"step": 1, "loss": 1 / 3, "lr": 0.1, "seconds": 0.5, "samples_per_second": 64.0}]
+        metrics.step(2, loss=0.25, lr=0.1, seconds=0.5, samples=32, grad_norm=2.5)
+        metrics.evaluation(2, {"accuracy": 0.75})
+        assert records(tmp_path)[1]["grad_norm"] == 2.5
+        assert records(tmp_path)[2] == {"step": 2, "evaluation": {"accuracy": 0.75}}
+    assert last_loss(tmp_path) == 0.25
+
+
+def test_last_loss_without_a_run(tmp_path: Path) -> None:
+    assert last_loss(tmp_path) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_json(tmp_path: Path, bad: float) -> None:
+    with Metrics(tmp_path, log_every=1, progress=False) as metrics:
+        train(metrics, 1, 1)
+        metrics.step(2, loss=bad, lr=0.1, seconds=0.5, samples=32)
+        metrics.evaluation(2, {"accuracy": bad})
+    assert records(tmp_path)[1]["loss"] is None
+    assert records(tmp_path)[2]["evaluation"] == {"accuracy": None}
+    assert last_loss(tmp_path) is None
+
+
+def test_resuming_drops_what_will_be_written_again(tmp_path: Path) -> None:
+    with Metrics(tmp_path, log_every=10, progress=False) as metrics:
+        train(metrics, 1, 4)
+        metrics.evaluation(4, {"accuracy": 0.5})
+        train(metrics, 5, 7)
+    with Metrics(tmp_path, log_every=10, progress=False, first_step=5) as metrics:
+        assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 4]
+        train(metrics, 5, 6)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 4, 5, 6]
+
+
+def test_a_line_cut_off_by_a_kill(tmp_path: Path) -> None:
+    with Metrics(tmp_path, log_every=10, progress=False) as metrics:
+        train(metrics, 1, 2)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert last_loss(tmp_path) == 0.5
+    with Metrics(tmp_path, log_every=10, progress=False, first_step=3) as metrics:
+        train(metrics, 3, 3)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_fresh_run_starts_empty(tmp_path: Path) -> None:
+    for _ in range(2):
+        with Metrics(tmp_path, log_every=10, progress=False) as metrics:
+            train(metrics, 1, 3)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_lines_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Metrics(tmp_path, log_every=4, total_steps=10) as metrics:
+        train(metrics, 1, 10)
+        metrics.evaluation(10, {"accuracy": 0.9375, "loss": 0.25})
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "step  4/10  loss 0.25  lr 0.1  500 ms/step  64 samples/s",
+        "step  8/10  loss 0.125  lr 0.1  500 ms/step  64 samples/s",
+        "step 10/10  loss 0.1  lr 0.1  500 ms/step  64 samples/s",
+        "step 10/10  evaluation  accuracy 0.9375  loss 0.25",
+    ]
+    assert err == ""
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", logs.Echo(log, terminal))
+    with Metrics(tmp_path, log_every=1, total_steps=3, first_step=2) as metrics:
+        train(metrics, 2, 3)
+        metrics.say("a checkpoint was written")
+    assert log.getvalue() == "a checkpoint was written\n"  # the bar is for the terminal alone
+    shown = terminal.getvalue()
+    assert "a checkpoint was written\n" in shown
+    assert "3/3" in shown and "loss=0.333" in shown
+    assert "step 3/3" not in shown  # no lines beside the bar
+
+
+@pytest.mark.parametrize(("progress", "bar"), [("auto", True), (True, True), (False, False)])
+def test_whether_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Any, bar: bool) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Metrics(tmp_path, log_every=1, total_steps=2, progress=progress) as metrics:
+        train(metrics, 1, 2)
+    assert ("step 2/2" not in terminal.getvalue()) == bar
+    assert ("2/2 [" in terminal.getvalue()) == bar
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Metrics(tmp_path, log_every=10, progress=False, tensorboard=True) as metrics:
+        train(metrics, 1, 3)
+        metrics.evaluation(3, {"accuracy": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, pytest.approx(1 / 3)),
+    ]
+    assert [event.value for event in events.Scalars("evaluation/accuracy")] == [0.5]
+
+
+def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package tensorboard.*report\.tensorboard=false"):
+        Metrics(tmp_path, log_every=1, tensorboard=True)
+
+
+def test_a_console_that_goes_away() -> None:
+    read, write = os.pipe()
+    console, log = open(write, "w", buffering=1), io.StringIO()
+    echo = logs.Echo(log, console)
+    print("seen", file=echo)
+    assert os.read(read, 100) == b"seen\n"
+    os.close(read)
+    print("unseen", file=echo)
+    print("later", file=echo)
+    assert (
+        log.getvalue() == "seen\nunseen\nThe console is gone (Broken pipe); output goes on in this log only.\nlater\n"
+    )
+    with pytest.raises(BrokenPipeError):
+        console.close()

@@ -1,0 +1,112 @@
+"""The shipped recipes, the group `recipe`, and the verb that lists them."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.object_type import ObjectType
+
+from runner import config, recipes
+from runner.origins import Origins
+
+NAMES = [
+    "advanced_layout",
+    "data_parallel",
+    "ffn_auto",
+    "hybrid_matmul",
+    "layout_out_strategy",
+    "quickstart",
+    "reduce_mean",
+    "semi_auto_matmul",
+    "semi_auto_redistribution",
+    "zero",
+]
+
+
+def compose(*overrides: str) -> config.Config:
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        return config.load(hydra.compose("config", list(overrides)), Origins(overrides))
+
+
+def test_the_recipes_are_these():
+    assert list(recipes.catalogue()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_is_valid_and_says_what_it_shows(name):
+    assert compose(f"+recipe={name}").world_size in (2, 8)
+    file = recipes.catalogue()[name]
+    lines = file.read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1] == f"# {recipes.description(file)}"
+    assert 20 < len(recipes.description(file)) < 100
+    assert lines[2:4][0] == "#" and lines[3].startswith("# "), "a recipe explains what it shows"
+
+
+def test_configured_strategies_of_the_recipes():
+    strategies = {name: compose(f"+recipe={name}").parallel.strategies for name in NAMES}
+    assert strategies["quickstart"]["matmul"].inputs == ((2, 4), (4, 1))
+    assert {path: form.inputs for path, form in strategies["ffn_auto"].items()} == {
+        "dense1.matmul": ((2, 4), (4, 1)),
+        "dense3.matmul": ((1, 8), (8, 1)),
+    }
+    assert {path: form.inputs for path, form in strategies["semi_auto_redistribution"].items()} == {
+        "matmul1": ((1, 1), (1, 2)),
+        "matmul2": ((8, 1), (1, 1)),
+    }
+    assert list(strategies["advanced_layout"]) == ["matmul1", "relu1", "matmul2", "relu2"]
+    (out,) = strategies["layout_out_strategy"]["matmul"].outputs
+    assert (out.layout, out.dims) == ("cube", (("mp", "sp", "dp"), ()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages_by_override(stage):
+    assert compose("+recipe=zero", f"parallel.zero.stage={stage}").parallel.zero.stage == stage
+
+
+def test_recipes_layer():
+    layered = compose("+recipe=[zero,data_parallel]")
+    assert (layered.optimizer.target, layered.parallel.zero.stage) == ("torch.optim.SGD", 1)
+
+
+def test_recipes_of_the_working_directory(command, tmp_path):
+    (tmp_path / "recipes" / "deep").mkdir(parents=True)
+    (tmp_path / "recipes" / "deep" / "mine.yaml").write_text(
+        "# @package _global_\n# Mine\ndefaults: [/recipe/quickstart, _self_]\ntrain: {steps: 77}\n"
+    )
+    assert "  deep/mine" in command("recipes").out
+    assert "steps: 77" in command("+recipe=deep/mine", "--cfg", "job").out
+
+
+def test_recipes_of_a_config_directory(command, tmp_path):
+    (tmp_path / "user" / "recipe").mkdir(parents=True)
+    (tmp_path / "user" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {stepz: 7}\n"
+    )
+    done = command("--config-dir", "user", "+recipe=mine")
+    assert done.code == 2
+    assert "Did you mean 'steps'? (from recipe/mine)" in done.paragraphs[0]
+
+
+def test_verb_lists_and_prints(command):
+    listed = command("recipes").out.splitlines()
+    assert [line.split()[0] for line in listed] == NAMES
+    assert command("recipes", "zero").out == recipes.catalogue()["zero"].read_text()
+
+
+def test_source_serves_one_group():
+    source = recipes.RecipeSource(provider="test", path=f"recipes://{recipes.folders()[0]}")
+    assert source.available()
+    assert source.is_group("") and source.is_group("recipe") and not source.is_group("other")
+    assert source.is_config("recipe/zero") and not source.is_config("zero") and not source.is_config("recipe/none")
+    assert source.list("", ObjectType.GROUP) == ["recipe"]
+    assert source.list("", ObjectType.CONFIG) == []
+    assert source.list("recipe", ObjectType.CONFIG) == NAMES
+    assert source.list("other", None) == []
+
+
+def test_a_file_without_comment_has_no_description(tmp_path):
+    file = Path(tmp_path, "bare.yaml")
+    file.write_text("# @package _global_\ntrain: {}\n# late\n")
+    assert recipes.description(file) == ""

@@ -1,0 +1,234 @@
+"""Rules against eager torch: many small functions in one captured graph, sliced in every way on simulated ranks.
+
+A case is (name, function, *operands). Floating operands become parameters, the others buffers; every second case hands its
+parameters on through another operator, so that both kinds of edges occur. All results and all gradients are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.capture import Captured, Objective, capture
+from strategies.engine.program import Options, lower
+from strategies.engine.simulate import Simulation
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.plan import OperatorPlan, Plan
+from strategies.rules import rule_of
+from strategies.rules.registry import RULES
+from strategies.rules.sharding import Sharding
+
+MESHES = (Mesh((("a", 2),)), Mesh((("a", 2), ("b", 2))), Mesh((("a", 2), ("b", 3))))
+Assignment = dict[str, tuple[str, ...]]
+
+
+class Function(nn.Module):
+    """One case: a function with its operands."""
+
+    def __init__(self, function: Callable[..., Any], operands: Sequence[Any], indirect: bool) -> None:
+        super().__init__()
+        self.function, self.indirect, self.operands = function, indirect, []
+        for position, operand in enumerate(operands):
+            name = f"x{position}"
+            if isinstance(operand, Tensor) and operand.is_floating_point():
+                self.register_parameter(name, nn.Parameter(operand.clone()))
+            elif isinstance(operand, Tensor):
+                self.register_buffer(name, operand.clone())
+            self.operands.append(name if isinstance(operand, Tensor) else operand)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        operands = [getattr(self, x) if isinstance(x, str) else x for x in self.operands]
+        if self.indirect:
+            operands = [x * 1 if isinstance(x, nn.Parameter) else x for x in operands]
+        result = self.function(*operands)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+class Suite(nn.Module):
+    """All cases of a family; returns a loss that weighs every floating result, and the results."""
+
+    def __init__(self, functions: Sequence[Function]) -> None:
+        super().__init__()
+        self.functions = nn.ModuleList(functions)
+        self.owners: list[int] = []
+        self.weights = nn.ParameterList()
+        for owner, function in enumerate(functions):
+            for result in function():
+                self.owners.append(owner)
+                self.weights.append(nn.Parameter(torch.randn(result.shape, dtype=torch.float64), requires_grad=False))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        results = [result for function in self.functions for result in function()]
+        terms = [(r * w).sum() for r, w in zip(results, self.weights, strict=True) if r.requires_grad]
+        return torch.stack(terms).sum(), *results
+
+
+def single_axis(sharding: Sharding, mesh: Mesh) -> Iterator[Assignment]:
+    """Nothing sliced, then every factor over every axis that divides it."""
+    yield {}
+    for axis, size in mesh.axes:
+        yield from ({factor: (axis,)} for factor in sharding.factors if sharding.sizes[factor] % size == 0)
+
+
+def sampled(sharding: Sharding, mesh: Mesh, rng: random.Random) -> Assignment:
+    """A random legal assignment; the axes of one factor come in random order."""
+    chosen: Assignment = {}
+    for axis, size in rng.sample(mesh.axes, len(mesh.axes)):
+        fits = [f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(chosen.get(f, ()))) == 0]
+        factor = rng.choice([*fits, None]) if fits else None
+        if factor is not None:
+            chosen[factor] = (*chosen.get(factor, ()), axis)
+    return chosen
+
+
+def random_layout(shape: Sequence[int], mesh: Mesh, rng: random.Random) -> Layout:
+    dims: list[tuple[str, ...]] = [() for _ in shape]
+    for axis, size in rng.sample(mesh.axes, len(mesh.axes)):
+        fits = [d for d, n in enumerate(shape) if n % (size * mesh.product(dims[d])) == 0]
+        dim = rng.choice([*fits, None])
+        if dim is not None:
+            dims[dim] = (*dims[dim], axis)
+    return Layout(tuple(dims))
+
+
+@dataclass(frozen=True)
+class Family:
+    """The captured cases of one rule family."""
+
+    names: tuple[str, ...]
+    suite: Suite
+    captured: Captured
+
+    @cached_property
+    def operators(self) -> set[str]:
+        """The torch operators that occur and whose rule covers the call."""
+        graph = self.captured.graph
+        return {operator.op for operator in graph.operators if rule_of(operator, graph).known}
+
+    @cached_property
+    def eager(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Results, and gradients by name."""
+        parameters = {name: p for name, p in self.suite.named_parameters() if p.requires_grad}
+        loss, *results = self.suite()
+        gradients = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+        return (loss, *results), dict(zip(parameters, gradients, strict=True))
+
+    def case_of(self, name: str) -> str:
+        """The case that an operator or parameter belongs to."""
+        return self.names[int(name.split(".")[1])]
+
+    def plan(self, mesh: Mesh, turn: int) -> Plan:
+        """The `turn`-th plan: operators of cases take their assignments in turn, the loss stays whole."""
+        graph, rng, operators = self.captured.graph, random.Random(turn), {}
+        for operator in graph.operators:
+            assignment: Assignment = {}
+            if operator.module.startswith("functions."):
+                sharding = rule_of(operator, graph)
+                singles = list(single_axis(sharding, mesh))
+                assignment = singles[turn] if turn < len(singles) else sampled(sharding, mesh, rng)
+            outputs = None
+            if rng.random() < 0.25:
+                outputs = tuple(random_layout(spec.shape, mesh, rng) for spec in operator.results)
+            operators[operator.name] = OperatorPlan(assignment, "configured", outputs)
+        tensors = {source.name: random_layout(source.spec.shape, mesh, rng) for source in graph.sources}
+        return Plan(mesh, operators, {}, tensors)
+
+    def turns(self, mesh: Mesh, samples: int) -> range:
+        graph = self.captured.graph
+        return range(max(len(list(single_axis(rule_of(o, graph), mesh))) for o in graph.operators) + samples)
+
+    def wrong(self, mesh: Mesh, turn: int, *, exact: bool = False) -> dict[str, str]:
+        """Case -> what differs from eager under the `turn`-th plan."""
+        plan = self.plan(mesh, turn)
+        graph = self.captured.graph
+        simulation = Simulation(lower(graph, plan, Options(exact=exact)), self.captured.tensors)
+        results = simulation.run()
+        simulation.backward(results[0])
+        found: dict[str, str] = {}
+        expected, gradients = self.eager
+        chosen = {o.module: f"{o.op} {plan.operators[o.name].assignment}" for o in graph.operators}
+        for owner, ranks, want in zip(self.suite.owners, results[1:], expected[1:], strict=True):
+            for rank, got in enumerate(ranks):
+                if not same(got, want):
+                    case = f"functions.{owner}"
+                    found[self.names[owner]] = f"result on rank {rank} of {dict(mesh.axes)}, {chosen.get(case)}"
+        for name, got in simulation.gradients().items():
+            if not same(got, gradients[name]):
+                module = name.rpartition(".")[0]
+                found.setdefault(self.case_of(name), f"gradient {name} on {dict(mesh.axes)}, {chosen.get(module)}")
+        return found
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if not got.is_floating_point():
+        return torch.equal(got, want)
+    return torch.allclose(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def family(cases: Sequence[tuple[Any, ...]]) -> Family:
+    torch.manual_seed(0)
+    suite = Suite([Function(function, operands, i % 2 == 1) for i, (_, function, *operands) in enumerate(cases)])
+    captured = capture(Objective(suite, None, (), ()), (), training=False)
+    return Family(tuple(name for name, *_ in cases), suite, captured)
+
+
+def rules_in(module: str) -> set[str]:
+    """The operators whose rule is defined in `strategies.rules.<module>`."""
+    return {name for name, function in RULES.items() if function.__module__ == f"strategies.rules.{module}"}
+
+
+@pytest.fixture(scope="module")
+def cases(request) -> Family:
+    """The table `CASES` of the test file, captured once."""
+    return family(request.module.CASES)
+
+
+@pytest.fixture(scope="session")
+def capture_cases() -> Callable[[Sequence[tuple[Any, ...]]], Family]:
+    return family
+
+
+@pytest.fixture(scope="session")
+def check() -> Callable[..., None]:
+    """`check(cases, mesh, samples)`: every legal single-axis assignment, and `samples` random ones, equal eager."""
+
+    def run(cases: Family, mesh: Mesh, samples: int) -> None:
+        wrong: dict[str, str] = {}
+        for turn in cases.turns(mesh, samples):
+            for case, what in cases.wrong(mesh, turn).items():
+                wrong.setdefault(case, f"turn {turn}: {what}")
+        assert not wrong
+
+    return run
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mesh" in metafunc.fixturenames:
+        metafunc.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(str(size) for _, size in mesh.axes))
+
+
+@pytest.fixture(scope="session")
+def uncovered() -> Callable[[Family, str], set[str]]:
+    """Operators with a rule in a family that no case reaches."""
+    return lambda cases, module: rules_in(module) - cases.operators
+
+
+@pytest.fixture(scope="session")
+def known() -> Callable[[Family, str], list[bool]]:
+    """For every call of an operator, in the order of the cases: whether its rule covers it."""
+
+    def calls(cases: Family, op: str) -> list[bool]:
+        graph = cases.captured.graph
+        return [rule_of(operator, graph).known for operator in graph.operators if operator.op == op]
+
+    return calls

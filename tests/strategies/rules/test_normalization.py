@@ -1,0 +1,33 @@
+"""Softmax and norms over positive and negative dims, with and without weight and bias."""
+
+import torch
+import torch.nn.functional as F
+
+torch.manual_seed(1)
+
+
+def x(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+CASES = [
+    ("softmax", lambda a: a.softmax(-1), x(6, 4, 12)),
+    ("softmax first", lambda a: F.softmax(a, dim=0), x(6, 12)),
+    ("softmax as", lambda a: F.softmax(a, 1, dtype=torch.float64), x(6, 12)),
+    ("softmax of a scalar", lambda a: a.softmax(0), x().reshape(())),
+    ("log_softmax", lambda a: a.log_softmax(1), x(6, 4, 12)),
+    ("layer_norm", lambda a, w, b: F.layer_norm(a, (12,), w, b), x(6, 2, 12), x(12), x(12)),
+    ("layer_norm plain", lambda a: F.layer_norm(a, (12,)), x(6, 12)),
+    ("layer_norm two dims", lambda a, w: F.layer_norm(a, (4, 12), w), x(6, 4, 12), x(4, 12)),
+    ("rms_norm", lambda a, w: F.rms_norm(a, (12,), w, 1e-6), x(6, 2, 12), x(12)),
+    ("group_norm", lambda a, w, b: F.group_norm(a, 2, w, b), x(6, 4, 3), x(4), x(4)),
+    ("group_norm plain", lambda a: F.group_norm(a, 2), x(6, 4)),
+]
+
+
+def test_normalization(cases, check, mesh):
+    check(cases, mesh, samples=8)
+
+
+def test_every_rule_has_a_case(cases, uncovered):
+    assert not uncovered(cases, "normalization")

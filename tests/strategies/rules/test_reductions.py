@@ -1,0 +1,61 @@
+"""Reductions of one dim, several, all, kept or not, of floats, integers and booleans."""
+
+import torch
+
+torch.manual_seed(1)
+
+
+def x(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def whole(*shape):
+    return torch.randint(0, 3, shape)
+
+
+def _get(name):
+    return getattr(torch, name)
+
+
+CASES = [
+    *((name, _get(name), x(6, 12)) for name in "sum mean amax amin prod max min median std var argmax argmin".split()),
+    *((f"{name} dim", lambda a, f=_get(name): f(a, 1), x(6, 12)) for name in "sum mean prod argmax argmin".split()),
+    *((f"{name} dim", lambda a, f=_get(name): f(a, -1), x(2, 6, 12)) for name in "max min median mode amax".split()),
+    *((f"{name} kept", lambda a, f=_get(name): f(a, dim=0, keepdim=True), x(6, 12)) for name in "sum mean max".split()),
+    *((f"{name} several", lambda a, f=_get(name): f(a, (0, -1)), x(6, 4, 12)) for name in "sum mean amin std".split()),
+    *((name, lambda a, f=_get(name): f(a, dim=1, keepdim=True), x(6, 12)) for name in ("var_mean", "std_mean")),
+    ("var unbiased", lambda a: a.var(unbiased=False), x(6, 12)),
+    ("var correction", lambda a: torch.var(a, 0, correction=2, keepdim=True), x(6, 12)),
+    ("std_mean all", torch.std_mean, x(6, 12)),
+    ("sum of nothing", lambda a: a.sum(dim=()), x(6, 12)),
+    ("sum of a scalar", torch.sum, x().reshape(())),
+    ("sum as", lambda a: a.sum(1, dtype=torch.float32), x(6, 12)),
+    ("sum of integers", lambda a: a.sum(0), whole(6, 12)),
+    ("sum of booleans", lambda a: (a > 1).sum(), whole(6, 12)),
+    ("sum size one", lambda a: a.sum(1), x(6, 1, 12)),
+    ("mean as", lambda a: a.mean(dtype=torch.float64), whole(6, 12)),
+    ("mean of the rest", lambda a: a - a.mean((1, 2), keepdim=True), x(6, 4, 12)),
+    ("count_nonzero", torch.count_nonzero, whole(6, 12)),
+    ("count_nonzero dim", lambda a: torch.count_nonzero(a, dim=1), whole(6, 12)),
+    ("logsumexp", lambda a: a.logsumexp(1), x(6, 12)),
+    ("logsumexp kept", lambda a: a.logsumexp((0, 1), keepdim=True), x(6, 12)),
+    ("norm", torch.linalg.vector_norm, x(6, 12)),
+    ("norm dim", lambda a: torch.linalg.vector_norm(a, 3, dim=-1, keepdim=True), x(6, 12)),
+    ("mode", torch.mode, whole(6, 12)),
+    ("mode kept", lambda a: torch.mode(a, 0, True), whole(6, 12)),
+    ("any", lambda a: (a > 1).any(), whole(6, 12)),
+    ("any dim", lambda a: (a > 1).any(1), whole(6, 12)),
+    ("all", lambda a: (a > 0).all(), whole(6, 12)),
+    ("all dims", lambda a: (a > 0).all((0, 1), keepdim=True), whole(6, 12)),
+    ("max other", torch.max, x(6, 12), x(12)),
+    ("min other", torch.min, x(6, 1), x(12)),
+    ("max of integers", torch.max, whole(6, 12)),
+]
+
+
+def test_reductions(cases, check, mesh):
+    check(cases, mesh, samples=8)
+
+
+def test_every_rule_has_a_case(cases, uncovered):
+    assert not uncovered(cases, "reductions")
