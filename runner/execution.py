@@ -120,7 +120,7 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     """The eager module, untouched; dropout draws from stateless keys so that runs can be resumed and compared."""
     config = prepared.config
     step = objective(config, prepared.names)
-    step.model.load_state_dict(weights.read_whole(folder / WEIGHTS))
+    _load(step.model, weights.read_whole(folder / WEIGHTS))
     step.to(rank.device).train()
     mesh = Mesh((("world", 1),))
     program = _described(step.model, mesh, prepared, {})
@@ -140,6 +140,16 @@ def loss_of(output: object) -> Tensor:
         what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ConfigError(f"The model and its loss returned {what}; training needs one floating-point scalar.")
     return found
+
+
+def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Initial weights by name. Raises ConfigError where a reference module does not have the parameters of the module it stands for."""
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name not in values or values[name].shape != tensor.shape:
+                held = f"has shape {tuple(values[name].shape)}" if name in values else "does not exist"
+                raise ConfigError(f"verify.reference: {name} {list(tensor.shape)} {held} in the module it is compared with.")
+            tensor.copy_(values[name])
 
 
 def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
@@ -221,11 +231,11 @@ def _described(model: nn.Module, mesh: Mesh, prepared: Prepared, inputs: Mapping
 
 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:
-    """The groups that `whole` needs for every trainable parameter."""
+    """The groups that `whole` needs for every parameter."""
     steps = [
         step
         for source in program.sources
-        if source.trainable
+        if source.kind == "parameter"
         for step in chain(program.layouts[source.id], Layout.replicated(len(source.spec.shape)), source.spec.shape, program.mesh)
     ]
     return list(dict.fromkeys(step.axes for step in steps))

@@ -22,8 +22,9 @@ from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
 from runner.metrics import Metrics
-from runner.prepare import DTYPES, Prepared, cast, datasets
+from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.worker import RankContext
+from strategies.engine import weights
 from strategies.engine.updates import Updates, axes_needed, make_updates
 from strategies.rules.random import mix
 
@@ -58,6 +59,8 @@ class Trainer:
             self.evaluator = evaluator(self.prepared, self.execution, rank, evaluating, self.collate)
         self.updates: Updates = self._updates()
         self.scheduler = optimizers.scheduler(self.config.optimizer, self.updates.optimizer)
+        if job.record is not None and self.config.parallel.mode == "hybrid":
+            self._publish()
 
     def _seed(self) -> None:
         seed = self.config.train.seed
@@ -174,6 +177,17 @@ class Trainer:
         wanted = self.config.checkpoint
         if wanted.every is not None and step % wanted.every == 0 or wanted.at_end and step == self.total_steps:
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
+
+    def _publish(self) -> None:
+        """Write the whole initial weights of a hybrid module, from which its reference starts."""
+        found = {}
+        for source in self.execution.program.sources:
+            if source.kind == "input":
+                continue
+            piece = self.updates.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+            found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
+        if self.rank.rank == 0:
+            weights.write(self.job.folder / WEIGHTS, found)
 
     def _record(self, step: int, loss: float) -> None:
         """Whole gradients of this step, written by rank 0 for the comparison."""

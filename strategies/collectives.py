@@ -42,13 +42,13 @@ def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Paramet
     layout = Layout(tuple(names if d == dim % parameter.dim() else () for d in range(parameter.dim())))
     block = layout.block(parameter.shape, _current.mesh, _current.rank)
     piece = nn.Parameter(parameter.detach()[tuple(slice(*bounds) for bounds in block)].clone(), parameter.requires_grad)
-    piece.layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
+    piece.declared_layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
     return piece
 
 
 def declared(parameter: nn.Parameter) -> tuple[Layout, tuple[int, ...]]:
     """Layout and whole shape of a parameter of a hybrid module; whole on every rank unless declared otherwise."""
-    layout = getattr(parameter, "layout", Layout.replicated(parameter.dim()))
+    layout = getattr(parameter, "declared_layout", Layout.replicated(parameter.dim()))
     return layout, getattr(parameter, "whole_shape", tuple(parameter.shape))
 
 

@@ -127,10 +127,14 @@ class ZeroUpdates:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
             module.add_module(MARKER, _marker())
+        kind = type(optimizer)
+        if isinstance(optimizer, torch.optim.Adagrad):
+            optimizer.__class__ = _unrecognised(kind)
         self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
+        optimizer.__class__ = kind
         if isinstance(optimizer, torch.optim.Adagrad):
-            self._keep_adagrad(optimizer)
+            self._begin_adagrad(optimizer)
         if stage == 3 and evaluation is not None:
             evaluation.register_forward_pre_hook(self._start_of_evaluation, prepend=True)
 
@@ -170,14 +174,13 @@ class ZeroUpdates:
                 config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config
 
-    def _keep_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
-        """DeepSpeed replaces Adagrad by a fresh one with a single group, so that every group gets the options of the first. Put the
-        original back, with the states that it would have made for the flat tensors."""
+    def _begin_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
+        """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
+        optimizer.state.clear()
         for index, flat in enumerate(self._masters()):
             group = optimizer.param_groups[self._group_of(index)]
             initial = torch.full_like(flat, group["initial_accumulator_value"])
             optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32), "sum": initial}
-        self._zero.optimizer = optimizer
 
     def _masters(self) -> list[Tensor]:
         """The flat fp32 tensors on which the optimizer works: this rank's part of every group."""
@@ -308,6 +311,7 @@ def _deepspeed(device: torch.device) -> Any:
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for half a minute
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"deepspeed(\.|$)")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)  # by its calls
     return module
 
 
@@ -383,6 +387,12 @@ def _marker() -> nn.Module:
             """The groups exist already."""
 
     return Marker()
+
+
+def _unrecognised(kind: type[Optimizer]) -> type[Optimizer]:
+    """The same methods under a class that is no Adagrad: DeepSpeed would replace that by a fresh one which has lost the groups."""
+    members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (Optimizer,), members)
 
 
 def _initialize(deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:

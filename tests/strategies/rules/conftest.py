@@ -1,12 +1,11 @@
 """Rules against eager torch: many small functions in one captured graph, sliced in every way on simulated ranks.
 
-A case is (name, function, *operands). Floating operands become parameters, the others buffers; every second case hands its
-parameters on through another operator, so that both kinds of edges occur. All results and all gradients are compared.
+A case is (name, function, *operands). Floating operands become parameters, the others buffers; every second case hands
+its parameters on through another operator, so that both kinds of edges occur. All results and gradients are compared.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture
-from strategies.engine.program import Options, lower
+from strategies.engine.program import lower
 from strategies.engine.simulate import Simulation
-from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
@@ -78,27 +76,6 @@ def single_axis(sharding: Sharding, mesh: Mesh) -> Iterator[Assignment]:
         yield from ({factor: (axis,)} for factor in sharding.factors if sharding.sizes[factor] % size == 0)
 
 
-def sampled(sharding: Sharding, mesh: Mesh, rng: random.Random) -> Assignment:
-    """A random legal assignment; the axes of one factor come in random order."""
-    chosen: Assignment = {}
-    for axis, size in rng.sample(mesh.axes, len(mesh.axes)):
-        fits = [f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(chosen.get(f, ()))) == 0]
-        factor = rng.choice([*fits, None]) if fits else None
-        if factor is not None:
-            chosen[factor] = (*chosen.get(factor, ()), axis)
-    return chosen
-
-
-def random_layout(shape: Sequence[int], mesh: Mesh, rng: random.Random) -> Layout:
-    dims: list[tuple[str, ...]] = [() for _ in shape]
-    for axis, size in rng.sample(mesh.axes, len(mesh.axes)):
-        fits = [d for d, n in enumerate(shape) if n % (size * mesh.product(dims[d])) == 0]
-        dim = rng.choice([*fits, None])
-        if dim is not None:
-            dims[dim] = (*dims[dim], axis)
-    return Layout(tuple(dims))
-
-
 @dataclass(frozen=True)
 class Family:
     """The captured cases of one rule family."""
@@ -106,6 +83,7 @@ class Family:
     names: tuple[str, ...]
     suite: Suite
     captured: Captured
+    draw: Callable[[int], Any]
 
     @cached_property
     def operators(self) -> set[str]:
@@ -127,29 +105,29 @@ class Family:
 
     def plan(self, mesh: Mesh, turn: int) -> Plan:
         """The `turn`-th plan: operators of cases take their assignments in turn, the loss stays whole."""
-        graph, rng, operators = self.captured.graph, random.Random(turn), {}
+        graph, draw, operators = self.captured.graph, self.draw(turn), {}
         for operator in graph.operators:
             assignment: Assignment = {}
             if operator.module.startswith("functions."):
                 sharding = rule_of(operator, graph)
                 singles = list(single_axis(sharding, mesh))
-                assignment = singles[turn] if turn < len(singles) else sampled(sharding, mesh, rng)
+                assignment = singles[turn] if turn < len(singles) else draw.assignment(sharding, mesh)
             outputs = None
-            if rng.random() < 0.25:
-                outputs = tuple(random_layout(spec.shape, mesh, rng) for spec in operator.results)
+            if draw.rng.random() < 0.25:
+                outputs = tuple(draw.layout(spec.shape, mesh) for spec in operator.results)
             operators[operator.name] = OperatorPlan(assignment, "configured", outputs)
-        tensors = {source.name: random_layout(source.spec.shape, mesh, rng) for source in graph.sources}
+        tensors = {source.name: draw.layout(source.spec.shape, mesh) for source in graph.sources}
         return Plan(mesh, operators, {}, tensors)
 
     def turns(self, mesh: Mesh, samples: int) -> range:
         graph = self.captured.graph
         return range(max(len(list(single_axis(rule_of(o, graph), mesh))) for o in graph.operators) + samples)
 
-    def wrong(self, mesh: Mesh, turn: int, *, exact: bool = False) -> dict[str, str]:
+    def wrong(self, mesh: Mesh, turn: int) -> dict[str, str]:
         """Case -> what differs from eager under the `turn`-th plan."""
         plan = self.plan(mesh, turn)
         graph = self.captured.graph
-        simulation = Simulation(lower(graph, plan, Options(exact=exact)), self.captured.tensors)
+        simulation = Simulation(lower(graph, plan), self.captured.tensors)
         results = simulation.run()
         simulation.backward(results[0])
         found: dict[str, str] = {}
@@ -175,11 +153,11 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
-def family(cases: Sequence[tuple[Any, ...]]) -> Family:
+def family(cases: Sequence[tuple[Any, ...]], draw: Callable[[int], Any]) -> Family:
     torch.manual_seed(0)
     suite = Suite([Function(function, operands, i % 2 == 1) for i, (_, function, *operands) in enumerate(cases)])
     captured = capture(Objective(suite, None, (), ()), (), training=False)
-    return Family(tuple(name for name, *_ in cases), suite, captured)
+    return Family(tuple(name for name, *_ in cases), suite, captured, draw)
 
 
 def rules_in(module: str) -> set[str]:
@@ -188,14 +166,14 @@ def rules_in(module: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def cases(request) -> Family:
+def cases(request, draw) -> Family:
     """The table `CASES` of the test file, captured once."""
-    return family(request.module.CASES)
+    return family(request.module.CASES, draw)
 
 
 @pytest.fixture(scope="session")
-def capture_cases() -> Callable[[Sequence[tuple[Any, ...]]], Family]:
-    return family
+def capture_cases(draw) -> Callable[[Sequence[tuple[Any, ...]]], Family]:
+    return lambda cases: family(cases, draw)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
+from strategies.rules.losses import divided, target_weight
+
 torch.manual_seed(1)
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -38,15 +40,19 @@ def weighted(function, **options):
     return lambda *tensors: function(*tensors[:-1], weight=tensors[-1].detach(), **options)
 
 
+def kl(a, b, reduction, log_target=False):
+    """F.kl_div without its warning about reduction="mean"."""
+    return torch.ops.aten.kl_div(a, b, REDUCTIONS.index(reduction), log_target=log_target)
+
+
 ELEMENT = [
     (F.mse_loss, {}, x),
     (F.l1_loss, {}, x),
     (F.smooth_l1_loss, {"beta": 0.5}, x),
     (F.huber_loss, {"delta": 0.7}, x),
-    (F.soft_margin_loss, {}, x),
     (F.binary_cross_entropy_with_logits, {}, inside),
-    (F.kl_div, {}, inside),
-    (F.kl_div, {"log_target": True}, x),
+    (kl, {}, inside),
+    (kl, {"log_target": True}, x),
 ]
 
 CASES = [
@@ -65,6 +71,10 @@ CASES = [
         x(6, 12),
         inside(6, 12),
         inside(12),
+    ),
+    *(
+        (f"soft margin {r}", lambda a, b, r=r: F.soft_margin_loss(a, b.sign(), reduction=r), x(6, 12), classes(6, 12))
+        for r in REDUCTIONS
     ),
     ("kl_div batchmean", loss(F.kl_div, reduction="batchmean"), x(6, 12), inside(6, 12)),
     ("mse default", F.mse_loss, x(6, 12), x(6, 12)),
@@ -99,6 +109,8 @@ CASES = [
         for r, shape in product(REDUCTIONS, ((12, 5), (4, 5, 6)))
     ),
     ("ce probabilities weight", weighted(F.cross_entropy), x(12, 5), probabilities(12, 5), inside(5)),
+    ("nll_loss", torch.ops.aten.nll_loss, x(12, 5), classes(12)),
+    ("nll_loss2d", lambda a, t: torch.ops.aten.nll_loss2d(a, t, None, 1, 3), x(4, 5, 2, 3), classes(4, 2, 3) % 5),
     ("ce ignores 2", loss(F.cross_entropy, ignore_index=2), x(12, 5), torch.randint(0, 5, (12,))),
     ("ce of one row", F.cross_entropy, x(5), torch.tensor(3)),
     ("ce of one row of probabilities", F.cross_entropy, x(5), x(5).softmax(0)),
@@ -116,8 +128,6 @@ def test_every_rule_has_a_case(cases, uncovered):
 
 def test_counts_of_targets_are_exact_in_half_precision():
     """bfloat16 cannot hold 301: the count must not pass through it."""
-    from strategies.rules.losses import divided, target_weight
-
     scores, target = torch.zeros(301, 3, dtype=torch.bfloat16), torch.zeros(301, dtype=torch.int64)
     count = target_weight(scores, target, None, -100)
     assert count.item() == 301

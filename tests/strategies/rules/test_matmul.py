@@ -66,7 +66,7 @@ def test_every_rule_has_a_case(cases, uncovered):
     ids=["forgets the sum", "leaves the bias whole"],
 )
 def test_a_broken_rule_is_detected(capture_cases, check, monkeypatch, break_it):
-    """The proof can fail: a linear rule without its sum, or with a wrong operand, differs from eager or does not run."""
+    """The proof can fail: a linear rule without its sum, or with a wrong operand, is wrong or does not run."""
     cases = capture_cases(CASES[:1])
     mesh = Mesh((("a", 2),))
     check(cases, mesh, samples=0)

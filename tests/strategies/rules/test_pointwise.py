@@ -1,4 +1,4 @@
-"""Every pointwise operator, by class of arguments: one operand, several, scalars, broadcasting, integers and booleans."""
+"""Every pointwise operator, by class of arguments: one operand, several, scalars, broadcasting, integers, booleans."""
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,9 @@ def flags(*shape):
 
 
 SIGNED = """
-abs alias asinh atan ceil clone contiguous cos cosh deg2rad detach erf erfc exp exp2 expm1 floor frac isfinite isinf isnan
-lift_fresh_copy nan_to_num neg positive rad2deg relu round selu sgn sigmoid sign signbit sin sinc sinh square tan tanh
-trunc zeros_like ones_like
+abs alias asinh atan ceil clone contiguous cos cosh deg2rad detach erf erfc exp exp2 expm1 floor frac isfinite
+isinf isnan lift_fresh_copy nan_to_num neg ones_like positive rad2deg relu round selu sgn sigmoid sign signbit sin sinc
+sinh square tan tanh trunc zeros_like
 """.split()
 ACTIVATIONS = "celu elu gelu hardsigmoid hardswish hardtanh leaky_relu mish relu6 silu softplus".split()
 POSITIVE = "acos asin atanh digamma erfinv lgamma log log10 log1p log2 logit reciprocal rsqrt sqrt".split()

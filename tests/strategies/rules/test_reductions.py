@@ -13,23 +13,25 @@ def whole(*shape):
     return torch.randint(0, 3, shape)
 
 
-def _get(name):
-    return getattr(torch, name)
+def over(name, *dims, **options):
+    """The reduction `name` with its arguments after the tensor."""
+    return lambda a: getattr(torch, name)(a, *dims, **options)
 
 
+EVERY = "sum mean amax amin prod max min median std var argmax argmin".split()
 CASES = [
-    *((name, _get(name), x(6, 12)) for name in "sum mean amax amin prod max min median std var argmax argmin".split()),
-    *((f"{name} dim", lambda a, f=_get(name): f(a, 1), x(6, 12)) for name in "sum mean prod argmax argmin".split()),
-    *((f"{name} dim", lambda a, f=_get(name): f(a, -1), x(2, 6, 12)) for name in "max min median mode amax".split()),
-    *((f"{name} kept", lambda a, f=_get(name): f(a, dim=0, keepdim=True), x(6, 12)) for name in "sum mean max".split()),
-    *((f"{name} several", lambda a, f=_get(name): f(a, (0, -1)), x(6, 4, 12)) for name in "sum mean amin std".split()),
-    *((name, lambda a, f=_get(name): f(a, dim=1, keepdim=True), x(6, 12)) for name in ("var_mean", "std_mean")),
+    *((name, over(name), x(6, 12)) for name in EVERY),
+    *((f"{name} dim", over(name, 1), x(6, 12)) for name in "sum mean prod argmax argmin".split()),
+    *((f"{name} dim", over(name, -1), x(2, 6, 12)) for name in "max min median mode amax".split()),
+    *((f"{name} kept", over(name, dim=0, keepdim=True), x(6, 12)) for name in "sum mean max".split()),
+    *((f"{name} several", over(name, (0, -1)), x(6, 4, 12)) for name in "sum mean amin std".split()),
+    *((name, over(name, dim=1, keepdim=True), x(6, 12)) for name in ("var_mean", "std_mean")),
     ("var unbiased", lambda a: a.var(unbiased=False), x(6, 12)),
     ("var correction", lambda a: torch.var(a, 0, correction=2, keepdim=True), x(6, 12)),
     ("std_mean all", torch.std_mean, x(6, 12)),
     ("sum of nothing", lambda a: a.sum(dim=()), x(6, 12)),
     ("sum of a scalar", torch.sum, x().reshape(())),
-    ("sum as", lambda a: a.sum(1, dtype=torch.float32), x(6, 12)),
+    ("sum as", lambda a: a.sum(1, dtype=torch.float64), whole(6, 12)),
     ("sum of integers", lambda a: a.sum(0), whole(6, 12)),
     ("sum of booleans", lambda a: (a > 1).sum(), whole(6, 12)),
     ("sum size one", lambda a: a.sum(1), x(6, 1, 12)),

@@ -1,0 +1,22 @@
+"""`run plan`: the plan and its predicted cost, without starting a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.schema import Config
+
+
+def run(config: Config, run_dir: Path) -> float | None:
+    """Write plan.json (and the IR with parallel.dump_ir) and print a summary. Returns the predicted seconds per step."""
+    from runner import report
+    from runner.prepare import prepare
+
+    prepared = prepare(config, None)
+    content = report.write_plan(prepared, run_dir)
+    print(report.headline(prepared, run_dir))
+    if content is None:
+        return None
+    print(report.totals(content))
+    seconds: float = content["cost"]["total"]
+    return seconds

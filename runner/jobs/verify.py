@@ -1,0 +1,144 @@
+"""`run verify`: the same steps sharded and on one process, from the same weights and data; loss and every gradient compared.
+
+The single process runs the user's untouched eager module. What is compared are the gradients of the whole tensors at every step:
+max |sharded - reference| / max |reference| per parameter, the largest over the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner import launch
+from runner.errors import ConfigError, RunFailed
+from runner.schema import Config
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2}
+WORST = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What verify.json holds."""
+
+    loss_max_abs_diff: float
+    loss_max_rel_diff: float
+    grad_max_rel_diff: dict[str, float]
+    tolerance: float
+    steps: int
+
+    @property
+    def passed(self) -> bool:
+        return all(value <= self.tolerance for value in (self.loss_max_rel_diff, *self.grad_max_rel_diff.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "loss_max_abs_diff": self.loss_max_abs_diff,
+            "loss_max_rel_diff": self.loss_max_rel_diff,
+            "grad_max_rel_diff": self.grad_max_rel_diff,
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "passed": self.passed,
+        }
+
+
+def run(config: Config, run_dir: Path) -> float | None:
+    """Compare, write verify.json, print the worst offenders. Returns the largest difference. Raises RunFailed beyond tolerance."""
+    if config.parallel.mode == "hybrid" and config.verify.reference.target is None:
+        raise ConfigError(
+            "parallel.mode = hybrid: verify needs the one-device module to compare with; set verify.reference.target (and its args)."
+        )
+    launch.warm()
+    from runner import report
+    from runner.prepare import prepare
+    from runner.trainer import Job
+
+    sharded = _changed(config, train={"random": "exact"})
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch:
+        folder = Path(scratch).absolute()
+        ours, theirs = folder / "sharded", folder / "reference"
+        ours.mkdir(), theirs.mkdir()
+        prepared = prepare(sharded, folder)
+        report.write_plan(prepared, run_dir)
+        print(report.headline(prepared, run_dir), flush=True)
+        options = {"timeout": config.launch.timeout, "threads": config.launch.threads, "device": prepared.device}
+        launch.run_ranks(
+            "runner.trainer:train", Job(prepared, folder, None, ours), world_size=prepared.world_size, run_dir=run_dir, **options
+        )
+        print(f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process", flush=True)
+        reference = prepare(_reference(sharded), None)
+        (run_dir / "reference").mkdir(exist_ok=True)
+        launch.run_ranks("runner.trainer:train", Job(reference, folder, None, theirs), world_size=1, run_dir=run_dir / "reference", **options)
+        comparison = compare(ours, theirs, config.verify.tolerance or TOLERANCE[config.train.precision])
+    (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
+    print(table(comparison))
+    if not comparison.passed:
+        raise RunFailed(
+            f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above and "
+            f"{run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
+        )
+    return max(comparison.loss_max_rel_diff, *comparison.grad_max_rel_diff.values())
+
+
+def _changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """`config` with the steps of verification and `sections` changed; no evaluation, checkpoints or early console lines."""
+    content = config.model_dump(mode="json")
+    content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
+    content["evaluate"] |= {"metric": None, "args": {}}
+    content["checkpoint"] |= {"every": None, "at_end": False}
+    content["report"] |= {"tensorboard": False, "progress": False}
+    for name, values in sections.items():
+        content[name] |= values
+    return Config.model_validate(content)
+
+
+def _reference(config: Config) -> Config:
+    """The single-process run: the user's module, or the one-device module that a hybrid recipe names."""
+    content = config.model_dump(mode="json")
+    content["world_size"] = None
+    content["parallel"] |= {
+        "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
+        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "dump_ir": False,
+    }  # fmt: skip
+    if config.verify.reference.target is not None:
+        content["model"] |= {"target": config.verify.reference.target, "args": config.verify.reference.args}
+    return Config.model_validate(content)
+
+
+def compare(ours: Path, theirs: Path, tolerance: float) -> Comparison:
+    """Compare the recorded steps of two runs."""
+    import torch
+
+    losses, relative, gradients, steps = 0.0, 0.0, {}, 0
+    for file in sorted(theirs.glob("step-*.pt")):
+        reference, sharded = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
+        missing = set(reference["gradients"]) ^ set(sharded["gradients"])
+        if missing:
+            raise ConfigError(f"verify: the two models have different parameters: {', '.join(sorted(missing))} is only in one of them.")
+        difference = abs(sharded["loss"] - reference["loss"])
+        losses, relative = max(losses, difference), max(relative, difference / max(abs(reference["loss"]), 1e-30))
+        for name, truth in reference["gradients"].items():
+            truth, found = truth.double(), sharded["gradients"][name].double()
+            if truth.shape != found.shape:
+                raise ConfigError(f"verify: {name} has shape {tuple(found.shape)} sharded and {tuple(truth.shape)} in the reference.")
+            largest = truth.abs().max().item() if truth.numel() else 0.0
+            gap = (found - truth).abs().max().item() if truth.numel() else 0.0
+            value = gap / largest if largest else (0.0 if gap == 0 else float("inf"))
+            gradients[name] = max(gradients.get(name, 0.0), value if value == value else float("inf"))
+        steps += 1
+    return Comparison(losses, relative if relative == relative else float("inf"), gradients, tolerance, steps)
+
+
+def table(comparison: Comparison) -> str:
+    """The verdict and the worst offenders."""
+    verdict = "passed" if comparison.passed else "FAILED"
+    worst = sorted(comparison.grad_max_rel_diff.items(), key=lambda item: -item[1])[:WORST]
+    width = max(len(name) for name, _ in worst) if worst else 0
+    lines = [f"verify {verdict}: {comparison.steps} steps, tolerance {comparison.tolerance:g} relative"]
+    lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({comparison.loss_max_rel_diff:.2e} relative)")
+    lines.append(f"  gradients of {len(comparison.grad_max_rel_diff)} parameters, the worst:")
+    lines += [f"    {name:<{width}}  {value:.2e}" for name, value in worst]
+    return "\n".join(lines)

@@ -1,0 +1,386 @@
+"""A small net with everything that is awkward, its eager training, and the same training on real ranks under any plan.
+
+The parent captures and plans; `train` is what every rank runs, several cases per start, because starting is what takes time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strategies.capture import Objective, capture
+from strategies.engine.communicator import Communicator
+from strategies.engine.gradients import predicted
+from strategies.engine.partition import build
+from strategies.engine.program import Options, Program, lower
+from strategies.engine.simulate import assemble, shard
+from strategies.engine.updates import Updates, axes_needed, learning, make_updates
+from strategies.errors import StrategyError
+from strategies.graph import OperatorGraph, Source
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.plan import OperatorPlan, Plan
+from strategies.redistribution import LOCAL
+from strategies.rules import rule_of
+
+MESH = Mesh((("a", 2), ("b", 2)))
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, a parameter that is never used, a weight that another module uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+        self.emb = nn.Embedding(16, 8)
+        self.ln = nn.LayerNorm(8)
+        self.dense1 = nn.Linear(8, 16)
+        self.relu = nn.ReLU()
+        self.dense2 = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.emb.weight
+        self.ln.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        h = h + self.dense2(self.relu(self.dense1(self.ln(h))))
+        h = h + F.linear(h, self.dense2.weight @ self.dense1.weight)
+        return self.head(h).flatten(0, 1)
+
+
+class Loss(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float() if output.dtype == torch.bfloat16 else output, target.flatten())
+
+
+class Layers(nn.Module):
+    """`count` square layers of one size, each a module of its own."""
+
+    def __init__(self, count: int = 8, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@dataclass(frozen=True)
+class Task:
+    """A captured net with its weights and the micro-batches of all steps (global tensors)."""
+
+    graph: OperatorGraph
+    evaluation: OperatorGraph
+    tensors: dict[str, Tensor]
+    batches: list[list[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: the plan comes from `seed` (None: data parallel)."""
+
+    seed: int | None = 0
+    stage: int = 0
+    optimizer: str = "sgd"
+    clip: float | None = None
+    precision: str = "fp32"
+    accumulate: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 saw: global tensors, put together from all ranks. `gradients` are those of the first step."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    sent: int
+    predicted: int
+    replicas_equal: bool
+    evaluated: list[Tensor] = field(default_factory=list)
+
+
+def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    draw = torch.Generator().manual_seed(1)
+    batches = [
+        [
+            (torch.randint(0, 16, (8, 8), generator=draw), torch.randint(0, 16, (8, 8), generator=draw))
+            for _ in range(accumulate)
+        ]
+        for _ in range(steps)
+    ]
+    objective = Objective(net, Loss(), ("0", "1"), ("1",))
+    captured = capture(objective, batches[0][0], training=True)
+    evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)
+    tensors = {name: tensor.detach().clone() for name, tensor in {**evaluation.tensors, **captured.tensors}.items()}
+    return net, Task(captured.graph, evaluation.graph, tensors, batches)
+
+
+def layers_task(steps: int = 3) -> Task:
+    """`Layers` with a mean square loss; for evaluation its outputs."""
+    torch.manual_seed(0)
+    net = Layers()
+    batches = [[(torch.randn(8, 16), torch.randn(8, 16))] for _ in range(steps)]
+    captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batches[0][0], training=True)
+    evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)
+    return Task(captured.graph, evaluation.graph, {name: t.detach().clone() for name, t in captured.tensors.items()}, batches)
+
+
+def groups_of(program: Program) -> list[dict[str, Any]]:
+    """Two torch groups, one of them with its own options."""
+    names = learning(program)
+    return [
+        {"names": [name for name in names if not name.endswith("bias")]},
+        {"names": [name for name in names if name.endswith("bias")], "lr": 0.05, "weight_decay": 0.0},
+    ]
+
+
+def factory(kind: str) -> Any:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+        if kind == "adagrad":
+            return torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.1)
+        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+    return make
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def eager(net: nn.Module, case: Case, batches: list[list[tuple[Tensor, Tensor]]], names: tuple[str, ...]) -> Result:
+    """The same training by plain torch on one device, whole batch."""
+    parameters = dict(net.named_parameters())
+    plain = [name for name in names if not name.endswith("bias")]
+    biases = [name for name in names if name.endswith("bias")]
+    optimizer = factory(case.optimizer)(
+        [
+            {"params": [parameters[name] for name in plain]},
+            {"params": [parameters[name] for name in biases], "lr": 0.05, "weight_decay": 0.0},
+        ]
+    )
+    scheduler, losses, norms, gradients, evaluated = scheduler_of(optimizer), [], [], {}, []
+    for step, micro_batches in enumerate(batches):
+        total = 0.0
+        for x, y in micro_batches:
+            loss = Loss()(net(x), y) / len(micro_batches)
+            loss.backward()
+            total += loss.item()
+        if step == 0:
+            gradients = {
+                name: torch.zeros_like(p) if (p := parameters[name]).grad is None else p.grad.clone() for name in names
+            }
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), case.clip or 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(total)
+        with torch.no_grad():
+            evaluated.append(net(micro_batches[0][0]).float())
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return Result(losses, norms, gradients, weights, 0, 0, True, evaluated)
+
+
+def random_plan(graph: OperatorGraph, seed: int | None, mesh: Mesh = MESH) -> Plan:
+    """Any assignment of axes to factors and any layout of every tensor that divides; without a seed, data parallel."""
+    draw = random.Random(seed)
+
+    def layout(source: Source) -> Layout:
+        dims: list[tuple[str, ...]] = [()] * len(source.spec.shape)
+        for axis, size in mesh.axes:
+            dim = draw.choice([*range(len(dims)), None])
+            if dim is not None and source.spec.shape[dim] % (size * mesh.product(dims[dim])) == 0:
+                dims[dim] += (axis,)
+        return Layout(tuple(dims))
+
+    operators = {}
+    for operator in graph.operators:
+        sharding = rule_of(operator, graph)
+        assignment: dict[str, tuple[str, ...]] = {}
+        for axis, size in mesh.axes:
+            fits = [
+                f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(assignment.get(f, ()))) == 0
+            ]
+            factor = draw.choice([*fits, None])
+            if factor:
+                assignment[factor] = (*assignment.get(factor, ()), axis)
+        operators[operator.name] = OperatorPlan({} if seed is None else assignment, "configured")
+    whole = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
+    drawn = whole if seed is None else {source.name: layout(source) for source in graph.sources}
+    if seed is None:
+        operators = {
+            operator.name: OperatorPlan(_over_batch(operator, graph, mesh), "data_parallel")
+            for operator in graph.operators
+        }
+    inputs = {source.name: drawn[source.name] for source in graph.of_kind("input")}
+    tensors = {source.name: drawn[source.name] for source in graph.sources if source.kind != "input"}
+    return Plan(mesh, operators, inputs, tensors)
+
+
+def _over_batch(operator: Any, graph: OperatorGraph, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Slice the first factor that divides: for these nets that is the batch wherever there is one."""
+    sharding = rule_of(operator, graph)
+    fits = [factor for factor in sharding.factors if sharding.sizes[factor] % mesh.size == 0]
+    return {fits[0]: mesh.names} if fits else {}
+
+
+def pieces_of(program: Program, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """This rank's slices of parameters, buffers and constants."""
+    found = {}
+    for source in program.sources:
+        if source.kind != "input":
+            piece = shard(tensors[source.name], program.layouts[source.id], program.mesh)[rank]
+            found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+    return found
+
+
+class Setup:
+    """One case on one rank: program, module and updates."""
+
+    def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH, plan: Plan | None = None) -> None:
+        self.plan = plan or random_plan(task.graph, case.seed, mesh)
+        options = Options(sharded_optimizer=case.stage > 0)
+        self.program = lower(task.graph, self.plan, options)
+        layouts = {**self.plan.inputs, **self.plan.tensors}
+        known = {**random_plan(task.evaluation, case.seed, mesh).tensors, **self.plan.tensors}
+        evaluation_plan = replace(random_plan(task.evaluation, case.seed, mesh), tensors=known)
+        self.evaluation = lower(task.evaluation, evaluation_plan, options)
+        axes = [
+            step.axes
+            for program in (self.program, self.evaluation)
+            for instruction in program.redistributions
+            for chain in (instruction.forward, instruction.backward)
+            for step in chain
+            if step.kind not in LOCAL
+        ]
+        self.rank, self.mesh, self.layouts = rank, mesh, layouts
+        self.communicator = Communicator(mesh, rank, [*axes, *axes_needed(self.program)])
+        self.tensors = pieces_of(self.program, task.tensors, rank)
+        module = build(self.program, self.tensors, self.communicator, "cpu")
+        shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
+        evaluation = build(self.evaluation, shared, self.communicator, "cpu")
+        self.updates: Updates = make_updates(
+            case.stage,
+            module,
+            self.program,
+            self.communicator,
+            factory(case.optimizer),
+            groups_of(self.program),
+            clip=case.clip,
+            accumulate=case.accumulate,
+            precision=case.precision,
+            evaluation=evaluation,
+            zero_options=case.options,
+        )
+        self.scheduler = scheduler_of(self.updates.optimizer)
+
+    def batch(self, program: Program, *tensors: Tensor) -> list[Tensor]:
+        sources = [source for source in program.sources if source.kind == "input"]
+        return [
+            shard(tensor, program.layouts[source.id], self.mesh)[self.rank]
+            for source, tensor in zip(sources, tensors, strict=True)
+        ]
+
+    def micro(self, x: Tensor, y: Tensor) -> float:
+        loss = self.updates.module(*self.batch(self.program, x, y))
+        self.updates.backward(loss)
+        return float(loss.detach())
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        assert self.updates.evaluation is not None
+        with torch.no_grad():
+            return self.updates.evaluation(*self.batch(self.evaluation, x)).float()
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+        loss = sum(self.micro(x, y) for x, y in micro_batches) / len(micro_batches)
+        norm = self.updates.step()
+        self.scheduler.step()
+        assert norm is not None
+        return loss, norm
+
+    def weights(self) -> dict[str, Tensor]:
+        return {s.name: self.updates.weight(s.name).clone() for s in self.program.sources if s.kind == "parameter"}
+
+    def whole(self, slices: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """Global tensors on rank 0, and whether replicas hold the same bits."""
+        received: list[Any] = [None] * self.mesh.size
+        dist.gather_object(slices, received if self.rank == 0 else None)
+        if self.rank:
+            return {}, True
+        shapes = {source.name: source.spec.shape for source in self.program.sources}
+        found, equal = {}, True
+        for name in slices:
+            layout, pieces = self.layouts[name], [one[name] for one in received]
+            found[name] = assemble(pieces, layout, shapes[name], self.mesh)
+            expected = shard(found[name], layout, self.mesh)
+            equal = equal and all(torch.equal(a, b) for a, b in zip(pieces, expected, strict=True))
+        return found, equal
+
+
+def train(rank: Any, payload: tuple[Task, list[Case]]) -> list[Result | str]:
+    """Run every case; a refusal gives its text."""
+    task, cases = payload
+    return [_train(rank.rank, task, case) for case in cases]
+
+
+def _train(rank: int, task: Task, case: Case) -> Result | str:
+    try:
+        setup = Setup(task, case, rank)
+    except StrategyError as error:
+        return str(error)
+    losses, norms, gradients, evaluated = [], [], {}, []
+    sent = 0
+    for number, micro_batches in enumerate(task.batches):
+        losses.append(sum(setup.micro(x, y) for x, y in micro_batches) / len(micro_batches))
+        before = setup.communicator.sent["all_reduce"]
+        setup.updates.reduce()
+        if number == 0:
+            gradients = {name: gradient.clone() for name, gradient in setup.updates.gradients()}
+        norm = setup.updates.update()
+        sent = setup.communicator.sent["all_reduce"] - before
+        assert norm is not None
+        norms.append(norm)
+        setup.scheduler.step()
+        evaluated.append(setup.evaluate(micro_batches[0][0]))
+    whole_gradients, same = setup.whole(gradients)
+    weights, equal = setup.whole(setup.weights())
+    setup.updates.close()
+    expected = predicted(setup.program).get("all_reduce", 0)
+    return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated)
+
+
+def most_live(rank: Any, task: Task) -> tuple[int, int, bool]:
+    """ZeRO-3 over two ranks: the most parameter elements that were gathered at once, in training and in evaluation; and whether
+    torch's own functions were left alone."""
+    linear, apply = F.linear, nn.Module.apply
+    mesh = Mesh((("a", 2),))
+    setup = Setup(task, Case(None, 3, accumulate=1), rank.rank, mesh)
+    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator").PartitionedParameterCoordinator
+    fetch, live = coordinator.fetch_sub_module, [0]
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        fetch(self, *args, **kwargs)
+        live.append(sum(parameter.numel() for parameter in setup.updates.module.parameters()))
+
+    coordinator.fetch_sub_module = count
+    for micro_batches in task.batches:
+        setup.step(micro_batches)
+    trained = max(live)
+    live[:] = [0]
+    for micro_batches in task.batches:
+        setup.evaluate(micro_batches[0][0])
+    return trained, max(live), F.linear is linear and nn.Module.apply is apply
