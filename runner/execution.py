@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.prepare import WEIGHTS, Prepared, build_model, objective, request_of
+from runner.prepare import WEIGHTS, Prepared, build_model, objective, options_of, request_of
 from runner.reference import ExactRandom
 from runner.worker import RankContext
 from strategies import collectives
@@ -23,7 +23,7 @@ from strategies.capture import Objective
 from strategies.engine import weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.partition import build
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Program, lower
 from strategies.graph import Ref, Source, TensorSpec
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
@@ -44,8 +44,8 @@ class Execution:
     tensors: Mapping[str, Tensor]
     blocks: tuple[Block, ...]
     evaluations: Mapping[int, tuple[nn.Module, Program]]
-    averages_loss: bool = False
-    """Whether ranks hold different losses, whose mean is the loss."""
+    loss_divisor: int = 1
+    """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
 
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Callable[[Program], Iterable[Sequence[str]]]) -> Execution:
@@ -59,11 +59,9 @@ Axes = Callable[[Program], Iterable[Sequence[str]]]
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.graph is not None and prepared.plan is not None
-    config = prepared.config
-    options = Options(config.train.random == "exact", config.parallel.zero.stage > 0)
-    program = lower(prepared.graph, prepared.plan, options)
+    program = lower(prepared.graph, prepared.plan, options_of(prepared.config))
     evaluations = {rows: lower(one.graph, one.plan) for rows, one in prepared.evaluations.items()}
-    used = [*_axes_used(program), *axes(program)]
+    used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
         used += _axes_used(evaluation)
     communicator = Communicator(program.mesh, rank.rank, used)
@@ -163,14 +161,14 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     step = objective(config, prepared.names, build_model(config)).to(rank.device).train()
     inputs = _hybrid_inputs(prepared, mesh)
     program = _described(step.model, mesh, prepared, inputs)
-    communicator.prepare(axes(program))
+    communicator.prepare([program.loss_axes, *axes(program)])
     if config.parallel.zero.stage == 0:
         for parameter in step.model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / mesh.size)
     tensors = dict(step.model.named_parameters()) | dict(step.model.named_buffers())
     module = Eager(step)
-    return Execution(program, communicator, module, eager_forward, tensors, _blocks(program, rank.rank), {}, averages_loss=True)
+    return Execution(program, communicator, module, eager_forward, tensors, _blocks(program, rank.rank), {}, loss_divisor=mesh.size)
 
 
 def _hybrid_inputs(prepared: Prepared, mesh: Mesh) -> dict[str, Layout]:
@@ -227,7 +225,7 @@ def _described(model: nn.Module, mesh: Mesh, prepared: Prepared, inputs: Mapping
         layouts[name] = Layout.replicated(buffer.dim())
     order = tuple(source.name for source in sources if source.kind != "input")
     outputs = tuple(Ref(source.id) for source in sources if source.trainable)  # the loss depends on all of them
-    return Program(mesh, tuple(sources), layouts, (), outputs, reductions, order, False)
+    return Program(mesh, tuple(sources), layouts, (), outputs, reductions, order, False, mesh.sorted(mesh.names))
 
 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:

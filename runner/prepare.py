@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import targets
+from runner import optimizers, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.schema import Config
 from strategies.capture import Captured, LossFunction, Objective, capture
 from strategies.engine import weights
+from strategies.engine.program import Options
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
@@ -90,6 +91,8 @@ def build_model(config: Config, target: str | None = None, args: dict[str, Any] 
     model = targets.build(target or config.model.target, config.model.args if args is None else args, what)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{what}.target = {target or config.model.target!r} makes a {type(model).__name__}; a torch.nn.Module is needed.")
+    for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
+        model.get_parameter(name).requires_grad_(False)
     return model.to(DTYPES[config.train.precision])
 
 
@@ -202,7 +205,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     if folder is not None:
         weights.write(folder / WEIGHTS, captured.tensors)
     return replace(
-        prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=digest(captured.graph, json.dumps(plan.to_json()))
+        prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=digest(captured.graph, json.dumps({**plan.to_json(), "search": None}))
     )
 
 
@@ -223,6 +226,11 @@ def _evaluations(
         found[size] = Evaluation(seen.graph, follow(plan, seen.graph))
         tensors |= {name: tensor for name, tensor in seen.tensors.items() if name not in tensors}
     return replace(captured, tensors=tensors), found
+
+
+def options_of(config: Config) -> Options:
+    """How the training graph is lowered."""
+    return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
 
 
 def digest(*parts: object) -> str:

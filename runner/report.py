@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runner.prepare import Prepared
+from runner.prepare import Prepared, options_of
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Program, lower
 
 STATES = {"SGD": 1.0, "Adam": 2.0, "AdamW": 2.0, "RMSprop": 1.0, "Adagrad": 1.0}
 """States per parameter element of common optimizers; others are taken for two."""
@@ -21,8 +21,7 @@ def program_of(prepared: Prepared) -> Program | None:
     """The program of the plan, as the ranks lower it."""
     if prepared.graph is None or prepared.plan is None:
         return None
-    config = prepared.config
-    return lower(prepared.graph, prepared.plan, Options(config.train.random == "exact", config.parallel.zero.stage > 0))
+    return lower(prepared.graph, prepared.plan, options_of(prepared.config))
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.worker import RankContext
 from strategies.engine import weights
 from strategies.engine.updates import Updates, axes_needed, make_updates
+from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
 
 
@@ -37,7 +38,9 @@ class Job:
     folder: Path
     resume: Path | None = None
     record: Path | None = None
-    """Where verification wants every step's loss and gradients."""
+    """Where verification wants every step's loss and gradients, and the last weights."""
+    follow: Path | None = None
+    """Another run's record, whose gradients the optimizer is given in place of the run's own."""
 
 
 class Trainer:
@@ -58,7 +61,7 @@ class Trainer:
         if evaluating is not None:
             self.evaluator = evaluator(self.prepared, self.execution, rank, evaluating, self.collate)
         self.updates: Updates = self._updates()
-        self.scheduler = optimizers.scheduler(self.config.optimizer, self.updates.optimizer)
+        self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
@@ -72,11 +75,7 @@ class Trainer:
         config, program = self.config, self.execution.program
         names = [source.name for source in program.sources if source.kind == "parameter"]
         trainable = [source.name for source in program.sources if source.trainable]
-        frozen = set(optimizers.frozen(trainable, config.optimizer))
-        groups = optimizers.parameter_groups([name for name in trainable if name not in frozen], config.optimizer)
-        for name in names:
-            if name in frozen:
-                self.execution.tensors[name].requires_grad_(False)
+        groups = optimizers.parameter_groups(names, trainable, config.optimizer)
         evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
         return make_updates(
             config.parallel.zero.stage,
@@ -109,7 +108,9 @@ class Trainer:
                 self.updates.reduce()
                 if self.job.record is not None:
                     self._record(step, loss)
-                norm = self.updates.update()
+                if self.job.follow is not None:
+                    self._follow(step)
+                norm = self.updates.update(measure=step % self.config.train.log_every == 0 or step == self.total_steps)
                 self._schedule(step)
                 if not numpy.isfinite(loss):
                     raise FloatingPointError(f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help.")
@@ -121,6 +122,8 @@ class Trainer:
                     if metrics is not None:
                         metrics.evaluation(step, results)
                 self._save(step)
+        if self.job.record is not None:
+            self._write(self._weights(), "weights.pt")
         return {"loss": loss, "evaluation": results, "sent": dict(self.execution.communicator.sent), "steps": self.total_steps}
 
     def _micro_batches(self, step: int) -> float:
@@ -132,10 +135,12 @@ class Trainer:
             loss = self.execution.forward(self.updates.module, entries, mix(self.config.train.seed, step, micro))
             self.updates.backward(loss)
             total += loss.detach().double()
-        if self.execution.averages_loss:
-            dist.all_reduce(total)
-            total /= self.rank.world_size
-        return float(total) / self.config.train.accumulate
+        axes, communicator = self.execution.program.loss_axes, self.execution.communicator
+        if axes:
+            dist.all_reduce(total, group=communicator.group(axes))
+            ranks = communicator.mesh.product(axes)
+            communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
+        return float(total) / self.config.train.accumulate / self.execution.loss_divisor
 
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:
@@ -158,7 +163,7 @@ class Trainer:
             scheduler=self.scheduler,
             plan=self.prepared.plan.to_json() if self.prepared.plan is not None else {},
             config=self.config.model_dump(mode="json"),
-            digest=self.prepared.digest,
+            fingerprint=self.prepared.digest,
         )
 
     def _restore(self) -> int:
@@ -178,28 +183,42 @@ class Trainer:
         if wanted.every is not None and step % wanted.every == 0 or wanted.at_end and step == self.total_steps:
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
 
-    def _publish(self) -> None:
-        """Write the whole initial weights of a hybrid module, from which its reference starts."""
+    def _weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the model, whole (collective)."""
         found = {}
         for source in self.execution.program.sources:
-            if source.kind == "input":
-                continue
-            piece = self.updates.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
-            found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
+            if source.kind in ("parameter", "buffer"):
+                piece = self.updates.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+                found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
+        return found
+
+    def _publish(self) -> None:
+        """Write the whole initial weights of a hybrid module, from which its reference starts."""
+        found = self._weights()
         if self.rank.rank == 0:
             weights.write(self.job.folder / WEIGHTS, found)
 
     def _record(self, step: int, loss: float) -> None:
         """Whole gradients of this step, written by rank 0 for the comparison."""
         sources = {source.name: source for source in self.execution.program.sources}
-        found: dict[str, Tensor] = {}
-        for name, piece in self.updates.gradients():
-            gradient = whole(sources[name], piece, self.execution.program, self.execution.communicator)
-            if self.rank.rank == 0:
-                found[name] = gradient.cpu()
+        found = {
+            name: whole(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
+            for name, piece in self.updates.gradients()
+        }
+        self._write({"loss": loss, "gradients": found}, f"step-{step}.pt")
+
+    def _write(self, content: Any, name: str) -> None:
         if self.rank.rank == 0:
             assert self.job.record is not None
-            torch.save({"loss": loss, "gradients": found}, self.job.record / f"step-{step}.pt")
+            torch.save(content, self.job.record / name)
+
+    def _follow(self, step: int) -> None:
+        """Give the optimizer the gradients of the run that this one is compared with, so that rounding does not compound."""
+        assert self.job.follow is not None
+        given = torch.load(self.job.follow / f"step-{step}.pt", weights_only=True)["gradients"]
+        for name, own in self.updates.gradients():
+            if name in given and given[name].shape == own.shape:
+                own.copy_(given[name])
 
 
 def _metrics(trainer: Trainer, first: int) -> Any:

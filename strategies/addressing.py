@@ -59,21 +59,29 @@ def in_module(pattern: str, operator: Operator) -> bool:
 
 
 def configured(graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]) -> dict[str, Configured]:
-    """The configured operators by id. Raises StrategyError for a path that means nothing and for a strategy that does not fit."""
-    found: dict[str, tuple[bool, str, str]] = {}
+    """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob before an earlier
+    one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for a strategy that does not fit.
+    """
+    found: dict[str, tuple[int, str, str]] = {}
     for path in strategies:
-        exact = not any(mark in path for mark in "*?[")
+        rank = 0 if any(mark in path for mark in "*?[") else 2 if "@" in path else 1
         hits = [(operator, address) for operator in graph.operators if (address := matches(path, operator))]
         if not hits:
             names = [address for operator in graph.operators for address in (operator.name, *addresses(operator))]
             raise StrategyError(f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}")
         for operator, address in hits:
-            if operator.id not in found or exact >= found[operator.id][0]:
-                found[operator.id] = (exact, path, address)
-    by_id = {operator.id: operator for operator in graph.operators}
+            before = found.get(operator.id, (0, "", ""))
+            if rank and rank == before[0] and (strategies[path], address) != (strategies[before[1]], before[2]):
+                raise StrategyError(
+                    f"parallel.strategies.{before[1]} and parallel.strategies.{path} both configure {operator.where}; keep one of them."
+                )
+            if rank >= before[0]:
+                found[operator.id] = (rank, path, address)
     return {
-        id: _read(graph, by_id[id], shardings[id], path, address, strategies[path])
-        for id, (_, path, address) in sorted(found.items(), key=lambda item: list(by_id).index(item[0]))
+        operator.id: _read(graph, operator, shardings[operator.id], path, address, strategies[path])
+        for operator in graph.operators
+        if operator.id in found
+        for _, path, address in (found[operator.id],)
     }
 
 
@@ -94,12 +102,14 @@ def _read(graph: OperatorGraph, operator: Operator, sharding: Sharding, path: st
         dims, shape = sharding.operands[position], shapes[position]
         if product_order and position == 1:
             dims, shape = dims[::-1], shape[::-1]
-        entries = operand.dims if isinstance(operand, NamedDims) else operand
+        entries: Sequence[int | tuple[str, ...]] = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(shape):
             raise StrategyError(f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives {len(entries)}.")
         for dim, (factor, entry) in enumerate(zip(dims, entries, strict=True)):
-            slicing: Slicing = (operand.layout, tuple(entry)) if isinstance(operand, NamedDims) else entry  # type: ignore[arg-type]
+            slicing: Slicing = entry if isinstance(entry, int) else (operand.layout, entry)  # type: ignore[union-attr]
             place = f"dim {dim} of operand {position} (shape {tuple(shape)})"
+            if isinstance(slicing, int) and slicing < 1:
+                raise StrategyError(f"{where}: {place} is given {slicing} slices; a count is at least 1.")
             if factor is None:
                 if _many(slicing):
                     raise StrategyError(f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there.")

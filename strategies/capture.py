@@ -2,32 +2,41 @@
 
 torch.export is used without `run_decompositions` (which loses no_grad regions and breaks batch-norm in training). Own passes:
 metadata asserts are dropped, no-grad regions are inlined behind `detach`, in-place operators on fresh values become functional,
-tied weights become one source, baked constants become sources. The module and the batch are left as they were.
+tied weights become one source, baked constants become sources, what the loss does not need is dropped. The module and the
+batch are left as they were. Export looks through backwards that the user wrote, so a model that has some is refused.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
 import re
+import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree
 
 from strategies.errors import StrategyError
-from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
 
-VIEWS = frozenset(
-    "view reshape _unsafe_view transpose permute t select slice expand unsqueeze squeeze narrow split chunk unbind flatten unflatten "
-    "alias detach view_as expand_as numpy_T movedim split_with_sizes".split()
-)
 DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_guards_fn"})
 BUFFER_WRITES = frozenset({"add_", "copy_", "mul_", "fill_"})
 """In-place operators that may write a buffer; they run replicated on the rank's own copy."""
+PASSING = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"})
+"""Operators (x, probability, training) that return x itself where they drop nothing, although their schema does not say so."""
+HIDDEN_WRITES = frozenset({"batch_norm"})
+"""Operators that write a buffer although their schema does not say so."""
+ROOT = Path(__file__).parent.parent
+PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
+"""Where source lines are not the user's (site-packages may lie in the standard library's folder)."""
 
 
 @dataclass(frozen=True)
@@ -79,37 +88,118 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     """
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
+    hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
     try:
-        exported = torch.export.export(objective, tuple(tensor.clone() for tensor in batch), strict=False)
+        exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
+    except StrategyError:
+        raise
     except Exception as error:  # whatever the user's forward raises, told as one paragraph
         raise StrategyError(_capture_failure(error)) from error
     finally:
+        hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    reader = _Reader(exported, objective, "training" if training else "evaluation")
-    if training:
-        return replace(reader.captured, graph=_with_scalar_loss(reader.captured.graph, objective.loss is None))
-    return reader.captured
+    captured = _Reader(exported, objective, "training" if training else "evaluation").captured
+    return replace(captured, graph=_needed(captured.graph)) if training else captured
 
 
-def _with_scalar_loss(graph: OperatorGraph, own: bool) -> OperatorGraph:
-    scalars = [ref for ref in graph.outputs if graph.specs[ref].shape == () and graph.specs[ref].floating]
-    if not scalars or graph.outputs[0] != scalars[0] and not own:
-        shapes = ", ".join(f"{graph.specs[ref].dtype}{list(graph.specs[ref].shape)}" for ref in graph.outputs) or "nothing"
+def loss_in(output: object) -> object:
+    """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object, or all of it."""
+    found = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(found, Mapping):
+        return found.get("loss", found)
+    return getattr(found, "loss", found)
+
+
+def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
+    """Runs inside the capture, where autograd still knows what the user wrote."""
+    assert isinstance(objective, Objective)
+    own = objective.loss is None
+    loss = loss_in(output) if own else output
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
-        raise StrategyError(f"{who} returned {shapes}; training needs one floating-point scalar. A reduction such as .mean() is missing?")
-    return replace(graph, outputs=(scalars[0],))
+        raise StrategyError(
+            f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or under the name "
+            "loss). A reduction such as .mean() is missing?"
+        )
+    if not loss.requires_grad:
+        raise StrategyError("The loss depends on no trainable parameter (all are frozen, unused or behind no_grad): nothing to train.")
+    for node in _backward_nodes(loss):
+        if isinstance(node, BackwardCFunction):
+            raise StrategyError(_own_backward(node.name().removesuffix("Backward")))
+    return loss
+
+
+def _own_backward(name: str) -> str:
+    if name == "CheckpointFunction":
+        return (
+            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is captured; "
+            "call it with use_reentrant=False."
+        )
+    return (
+        f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is captured (only its forward is "
+        "seen); write it with differentiable torch operators."
+    )
+
+
+def _backward_nodes(loss: Tensor) -> Iterator[Any]:
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            yield node
+            fresh = {before for before, _ in node.next_functions} - seen
+            seen |= fresh
+            waiting += fresh
+
+
+def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:
+    """What an evaluation returns, as torch.export takes it: a dataclass that it does not know becomes a dict."""
+    if is_dataclass(output) and not isinstance(output, type) and type(output) not in _pytree.SUPPORTED_NODES:
+        return {field.name: value for field in fields(output) if (value := getattr(output, field.name)) is not None}
+    return output
+
+
+def _told(output: object) -> str:
+    """What was returned, in few words."""
+    if isinstance(output, Tensor):
+        return f"a tensor {_dtype(output)}{list(output.shape)}"
+    if isinstance(output, (tuple, list)):
+        return f"{type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} of {', '.join(f'{key}: {_told(value)}' for key, value in output.items()) or 'nothing'}"
+    return "None" if output is None else f"a {type(output).__name__}"
+
+
+def _needed(graph: OperatorGraph) -> OperatorGraph:
+    """The graph without operators whose results the loss does not need. Those that write buffers or draw random numbers stay."""
+    wanted, kept = {ref.id for ref in graph.outputs}, []
+    for operator in reversed(graph.operators):
+        if operator.id in wanted or operator.op in BUFFER_WRITES | HIDDEN_WRITES or _draws(operator):
+            kept.append(operator)
+            wanted.update(ref.id for ref in operator.operands)
+    return replace(graph, operators=tuple(reversed(kept)))
+
+
+def _draws(operator: Operator) -> bool:
+    space, name, overload = operator.target.split(".")
+    return torch.Tag.nondeterministic_seeded in getattr(getattr(getattr(torch.ops, space), name), overload).tags
 
 
 def _capture_failure(error: BaseException) -> str:
-    line = next((text for text in str(error).splitlines() if text.strip()), "")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _in_library(f.filename)]
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _in_library(frame.filename)]
     where = f" at {_short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return f"The model's forward failed on the example batch{where} ({type(error).__name__}: {line.strip()[:300]})."
+    if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
+        return (
+            f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one graph; use torch.where or "
+            "another operator in place of the branch."
+        )
+    return f"The model's forward failed on the example batch{where} ({type(error).__name__}: {' '.join(lines[:1])[:300]})."
 
 
 def _in_library(filename: str) -> bool:
-    return bool(re.search(r"[/\\](torch|strategies|runner|contextlib|functools)[/\\.]|^<", filename))
+    return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
 
 
 def _short(filename: str) -> str:
@@ -145,8 +235,8 @@ class _Reader:
                 self._read_call(node)
             elif node.op == "output":
                 outputs = tuple(self.values[arg] for arg in node.args[0] if isinstance(arg, fx.Node))
-            else:
-                raise StrategyError(f"The captured model holds {node.op} {node.target}, which cannot be sliced.")
+            elif not (node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)):
+                raise StrategyError(f"The captured model holds {node.op} {node.target}, which cannot be sliced.{_at(node)}")
         order = tuple(_strip(name) for name, _ in (*objective.named_parameters(), *objective.named_buffers()))
         self.captured = Captured(OperatorGraph(tuple(self.sources), _named(self.operators), outputs, order), self.tensors)
 
@@ -155,6 +245,12 @@ class _Reader:
         objective = self.objective
         tensors = dict(objective.named_parameters(remove_duplicate=False)) | dict(objective.named_buffers(remove_duplicate=False))
         canonical = {id(tensor): name for name, tensor in (*objective.named_buffers(), *objective.named_parameters())}
+        clash = {_strip(name) for name in tensors if name.startswith("loss.")} & {_strip(name) for name in tensors if name.startswith("model.")}
+        if clash:
+            raise StrategyError(
+                f"The loss and the model both have a tensor called {min(clash)}: the loss is known as `loss`, so the model's own child "
+                "`loss` needs another name."
+            )
         owners = {}
         for placeholder, name in (self.signature.inputs_to_parameters | self.signature.inputs_to_buffers).items():
             tensor = tensors[name]
@@ -176,7 +272,7 @@ class _Reader:
                 self.sources[position] = replace(known, aliases=(*known.aliases, alias))
                 return
         constant = node.name in self.signature.inputs_to_lifted_tensor_constants
-        kind = "constant" if constant else "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        kind: Kind = "constant" if constant else "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         self.values[node] = Ref(node.name)
         self.tensors[name] = tensor.detach()
         self.sources.append(Source(node.name, kind, name, _spec(tensor), kind == "parameter" and tensor.requires_grad))
@@ -186,7 +282,8 @@ class _Reader:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
             return
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise StrategyError(f"The captured model calls {node.target} ({_source(node)}), which is not a torch operator and cannot be sliced.")
+            known = "torch.autocast inside forward" if "autocast" in str(node.target) else str(node.target)
+            raise StrategyError(f"The captured model calls {known}{_at(node)}, which is not a torch operator and cannot be sliced.")
         op = node.target._schema.name.split("::")[1]
         if op in DROPPED:
             return
@@ -196,7 +293,12 @@ class _Reader:
             op = target._schema.name.split("::")[1]
         result = node.meta["val"]
         multiple = isinstance(result, (tuple, list))
-        results = tuple(_spec(value) for value in result) if multiple else (_spec(result),)
+        values = tuple(result) if multiple else (result,)
+        for value in values:
+            if not isinstance(value, Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
+                what = "a tensor whose shape depends on values" if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
+                raise StrategyError(f"{op}{_at(node)} returns {what}, so the model is not one graph of tensors with known shapes.")
+        results = tuple(map(_spec, values))
         paths = _paths(node)
         args, kwargs = self._plain(node.args), self._plain(dict(node.kwargs))
         self.operators.append(
@@ -206,29 +308,37 @@ class _Reader:
             )
         )  # fmt: skip
         self.values[node] = [Ref(node.name, i) for i in range(len(results))] if multiple else Ref(node.name)
-        if target is not node.target:  # later uses of the overwritten value see the new one
-            self.values[node.args[0]] = self.values[node]  # type: ignore[index]
+        if target is not node.target:  # later uses of the overwritten value see the new one, under whichever name
+            for same in self._names_of(node.args[0]):
+                self.values[same] = self.values[node]
 
     def _functional(self, node: fx.Node, op: str) -> torch._ops.OpOverload:
         """The operator that returns what an in-place one writes. Raises StrategyError where that would change the meaning."""
         base = node.args[0]
-        assert isinstance(base, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
-        source = base.op == "placeholder"
-        if source and base.name in self.signature.inputs_to_buffers and op in BUFFER_WRITES:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        if not isinstance(base, fx.Node):
+            raise StrategyError(f"{op}{_at(node)} writes in place to several tensors, which cannot be captured yet.")
+        names = self._names_of(base)
+        if base.op == "placeholder" and base.name in self.signature.inputs_to_buffers and op in BUFFER_WRITES:
             return node.target
-        later = [user for user in base.users if user > node and user.target is not python_operator.getitem]
-        aliases = [user for user in base.users if _is_view(user) and any(use > node for use in user.users)]
-        if source or _is_view(base) or aliases:
-            what = "a batch tensor or parameter" if source else "a view, or a value that has views"
+        memory = {alias for name in names for alias in _sharing(_origin(name), node)}
+        sources = [alias for alias in memory if alias.op == "placeholder"]
+        if sources or any(user > node for alias in memory.difference(names) for user in alias.users):
+            kind = {name: kind for kind in ("parameter", "buffer") for name in getattr(self.signature, f"inputs_to_{kind}s")}
+            what = f"a {kind.get(sources[0].name, 'batch tensor or constant')}" if sources else "memory that is read later under another name"
             raise StrategyError(
-                f"{op} at {_source(node) or node.name} writes in place to {what}, which cannot be captured yet; use the operator that "
-                f"returns a new tensor ({op.rstrip('_')}). {len(later)} later uses would be affected."
+                f"{op}{_at(node)} writes in place to {what}, which cannot be captured yet; use an operator that returns a new tensor "
+                f"({op.rstrip('_')}, torch.where, torch.cat ...)."
             )
         twin = getattr(getattr(torch.ops.aten, op.removesuffix("_"), None), node.target._overloadname, None)
         if twin is None:
-            raise StrategyError(f"{op} at {_source(node) or node.name} writes in place and has no form that returns a new tensor.")
+            raise StrategyError(f"{op}{_at(node)} writes in place and has no form that returns a new tensor.")
         functional: torch._ops.OpOverload = twin
         return functional
+
+    def _names_of(self, node: Any) -> list[fx.Node]:
+        """The nodes that stand for the same tensor: what in-place operators return is what they wrote."""
+        return [other for other, value in self.values.items() if value == self.values[node]]
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -241,7 +351,34 @@ class _Reader:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in VIEWS
+    """Whether a node may share memory with its operand."""
+    if node.target is python_operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    if node.target._schema.name in PASSING:
+        return not (node.args[1] and node.args[2])
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _sharing(node: fx.Node, before: fx.Node) -> Iterator[fx.Node]:
+    """A node and its views, as far as they exist `before` another node."""
+    yield node
+    for user in node.users:
+        if user < before and _is_view(user):
+            yield from _sharing(user, before)
+
+
+def _at(node: fx.Node) -> str:
+    source = _source(node)
+    return f" at {source}" if source else ""
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
@@ -251,6 +388,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
             continue
         enabled, body = node.args[0], node.args[1]
         inner: fx.GraphModule = getattr(module, body.target)
+        _inline_regions(inner)
         inputs = iter(node.args[2:])
         copied: dict[fx.Node, Any] = {}
         with module.graph.inserting_before(node):

@@ -10,7 +10,7 @@ from strategies.engine.gradients import predicted
 from strategies.engine.program import Program, Redistribute
 from strategies.graph import Operator, OperatorGraph
 from strategies.plan import Plan
-from strategies.redistribution import LOCAL, Chain
+from strategies.redistribution import ALL_REDUCE, LOCAL, Chain
 from strategies.rules import rule_of
 
 
@@ -99,7 +99,9 @@ def communication(program: Program, stage: int) -> dict[str, int]:
             for step in chain:
                 if step.kind not in LOCAL:
                     total[step.kind] += step.busiest(program.mesh) * redistribution.spec.item_bytes
+    if program.loss_axes:  # one double
+        total[ALL_REDUCE] += 8 * -(-2 * (program.mesh.product(program.loss_axes) - 1) // program.mesh.product(program.loss_axes))
     if stage == 0:
-        total.update(predicted(program))
+        total.update(predicted(program, measure=False))
     return dict(total)
 

@@ -115,7 +115,8 @@ class OperatorGraph:
 
     @cached_property
     def by_id(self) -> dict[str, Operator | Source]:
-        return {node.id: node for node in (*self.sources, *self.operators)}
+        nodes: tuple[Operator | Source, ...] = (*self.sources, *self.operators)
+        return {node.id: node for node in nodes}
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:

@@ -1,4 +1,4 @@
-"""How one tensor lies over the mesh: which axes slice each dim (major to minor), and over which axes it is a partial sum.
+"""How one tensor lies over the mesh: which axes slice each dim (major to minor), and over which it is a partial sum.
 
 Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor.
 """
@@ -53,10 +53,13 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one slice. Raises StrategyError if a dim does not divide."""
-        for dim, (size, count) in enumerate(zip(shape, self.counts(mesh), strict=True)):
+        counts = self.counts(mesh)
+        for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if size % count:
-                raise StrategyError(f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices.")
-        return tuple(size // count for size, count in zip(shape, self.counts(mesh), strict=True))
+                raise StrategyError(
+                    f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices."
+                )
+        return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
         """The part of the tensor that `rank` holds, (start, stop) per dim."""

@@ -1,4 +1,4 @@
-"""The device mesh: named axes, outermost (slowest link) first; rank = row-major coordinate. Pure arithmetic, no devices.
+"""The device mesh: named axes, outermost (slowest link) first; rank = row-major coordinate. Pure arithmetic.
 
 Invariant: a rank's coordinate along every axis is unique, so a set of axes cuts the ranks into equal groups.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 
 from strategies.errors import StrategyError
 
@@ -71,9 +71,8 @@ class Mesh:
         return tuple(base + sum(offsets) for offsets in product(*steps))
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every group along `axes`, each once, by its first rank."""
-        seen = dict.fromkeys(self.group(rank, axes) for rank in range(self.size))
-        return tuple(dict((min(group), group) for group in seen).values())
+        """Every group along `axes`, each once, by its lowest rank."""
+        return tuple(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
     def sorted(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in mesh order, without axes of size 1."""
@@ -92,16 +91,17 @@ def accumulate(matrix: Sequence[int]) -> tuple[int, ...]:
 
 def differences(points: Sequence[int]) -> tuple[int, ...]:
     """The inverse of `accumulate`: (2, 16, 512) -> (2, 8, 32)."""
-    return tuple(b // a for a, b in zip((1, *points[:-1]), points, strict=True))
+    return tuple(b // a for a, b in pairwise((1, *points)))
 
 
 def common_refinement(*matrices: Sequence[int]) -> tuple[int, ...] | None:
-    """The coarsest device matrix of which every given one is a merging of neighbours, or None: (8, 4), (2, 16) -> (2, 4, 4).
+    """The coarsest device matrix of which every given one is a merging of neighbours: (8, 4), (2, 16) -> (2, 4, 4).
 
-    All matrices have the same product. Source: the union of the accumulated products (MindSpore's "unify device arrangement").
+    It consists of the union of the accumulated products; None where one of these does not divide the next. All matrices
+    have the same product. Axes of size 1 disappear.
     """
     points = sorted({point for matrix in matrices for point in accumulate(matrix)} - {1})
-    if any(b % a for a, b in zip(points, points[1:], strict=False)):
+    if any(b % a for a, b in pairwise(points)):
         return None
     return differences(points)
 

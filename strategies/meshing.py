@@ -7,6 +7,7 @@ plan's axes. Counts say how many slices, not which ranks; explicit layouts fix r
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -18,14 +19,14 @@ from strategies.plan import OperatorPlan, Plan
 from strategies.request import NamedMatrix
 
 Axes = tuple[str, ...]
-SPARE = ("dp", "d")
-"""What axes that nobody named are called (with a number): for data parallel, and otherwise."""
+UNNAMED = "#"
+"""Between the letters and the number of an axis that nobody named (`d#0`), so that no user's name can be taken for one."""
 
 
 @dataclass(frozen=True)
 class Meshing:
-    """`mesh` has prime axes; `named[layout][axis]` is the run of axes that a name stands for; `fixed` are the axes of a mesh that
-    the user named, each as its run (empty while the mesh is open)."""
+    """`mesh` has prime axes; `named[layout][axis]` is the run of axes that a name stands for (the mesh that the user named is
+    `parallel.mesh`); `fixed` are the axes of that mesh, each as its run (empty while the mesh is open)."""
 
     mesh: Mesh
     named: Mapping[str, Mapping[str, Axes]]
@@ -43,12 +44,17 @@ class Meshing:
             return row_major
         placed = []
         for count in counts:
-            axes = self._run(count, used)
+            axes = self.run(count, used)
             if axes is None:
-                raise StrategyError(f"{where}: mesh {dict(self.mesh.axes)} has no unused axes that make {count} slices.")
+                sizes = " x ".join(str(size) for _, size in self.mesh.axes)
+                raise StrategyError(f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} slices.")
             used |= set(axes)
             placed.append(axes)
         return tuple(placed)
+
+    def boundaries(self) -> tuple[Axes, ...]:
+        """The runs of axes that a user named."""
+        return tuple(run for runs in self.named.values() for run in runs.values())
 
     def _row_major(self, counts: Sequence[int]) -> tuple[Axes, ...] | None:
         names, placed, start = self.mesh.names, [], 0
@@ -62,7 +68,9 @@ class Meshing:
             start = end
         return tuple(placed)
 
-    def _run(self, count: int, used: set[str]) -> Axes | None:
+    def run(self, count: int, used: Iterable[str]) -> Axes | None:
+        """Axes that make `count` slices together, none of them `used`; None if there are none."""
+        used = set(used)
         if count == 1:
             return ()
         runs = self.fixed or tuple((name,) for name in self.mesh.names)
@@ -89,13 +97,18 @@ def meshing(
 ) -> Meshing:
     """The mesh for the given named mesh, layouts and count matrices (each in row-major order, without the devices left over).
 
-    Raises StrategyError where a device matrix does not multiply to `world_size`, and where two explicit ones have no common refinement.
+    Raises StrategyError where a device matrix does not multiply to `world_size` or does not name each of its axes once, and where two
+    explicit ones have no common refinement.
     """
     explicit: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     if mesh is not None:
         explicit["parallel.mesh"] = tuple(size for _, size in mesh), tuple(name for name, _ in mesh)
     explicit |= {f"parallel.layouts.{name}": (matrix.device_matrix, matrix.axes) for name, matrix in layouts.items()}
-    for name, (matrix, _) in explicit.items():
+    for name, (matrix, axes) in explicit.items():
+        if len(axes) != len(matrix) or len(set(axes)) != len(axes):
+            raise StrategyError(f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives {', '.join(axes) or 'no names'}.")
+        if min(matrix, default=1) < 1:
+            raise StrategyError(f"{name} {tuple(matrix)} has an axis of size {min(matrix)}; a size is at least 1.")
         if math.prod(matrix) != world_size:
             raise StrategyError(f"{name} {tuple(matrix)} has {math.prod(matrix)} devices, but world_size is {world_size}.")
     refined: tuple[int, ...] = (world_size,)
@@ -109,15 +122,14 @@ def meshing(
             )
         refined = finer
     if mesh is None:
-        for matrix in counts:
-            left = world_size // math.prod(matrix)
-            refined = common_refinement(refined, (*matrix, left)) or refined
+        for asked in counts:
+            refined = common_refinement(refined, (*asked, world_size // math.prod(asked))) or refined
     fine = tuple(prime for size in refined for prime in primes(size)) or (1,)
     first = next(iter(explicit.values()), None)
-    names = _names(fine, *first) if first else tuple(f"{spare}{i}" for i in range(len(fine)))
+    names = _names(fine, *first) if first else tuple(f"{spare}{UNNAMED}{i}" for i in range(len(fine)))
     runs = {name: {axis: _run(fine, names, matrix, i) for i, axis in enumerate(axes)} for name, (matrix, axes) in explicit.items()}
     fixed = tuple(runs["parallel.mesh"].values()) if mesh is not None else ()
-    named = {name.removeprefix("parallel.layouts."): axes for name, axes in runs.items()}
+    named = {name.removeprefix("parallel.layouts."): spans for name, spans in runs.items()}
     return Meshing(Mesh(tuple(zip(names, fine, strict=True))), named, fixed)
 
 
@@ -135,17 +147,19 @@ def _names(fine: Sequence[int], matrix: Sequence[int], axes: Sequence[str]) -> t
     for index, axis in enumerate(axes):
         run = _run(fine, plain, matrix, index)
         found |= {place: axis if len(run) == 1 else f"{axis}.{i}" for i, place in enumerate(run)}
-    return tuple(found[place] or f"one{place}" for place in plain)
+    return tuple(found[place] or f"d{UNNAMED}{place}" for place in plain)  # a mesh of one rank
 
 
-def merged(plan: Plan) -> Plan:
-    """The same plan on the coarsest mesh: neighbouring axes that always occur side by side become one axis."""
+def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
+    """The same plan on the coarsest mesh: neighbouring axes that always occur side by side become one axis, except across the ends
+    of `explicit` runs, the axes that a user named."""
+    ends = {run[-1] for run in explicit if run}
     sequences = {tuple(axes) for operator in plan.operators.values() for axes in operator.assignment.values()}
     layouts = [*plan.inputs.values(), *plan.tensors.values(), *(o for p in plan.operators.values() for o in p.outputs or ())]
     sequences |= {dim for layout in layouts for dim in layout.dims}
     groups: list[list[str]] = []
     for name in plan.mesh.names:
-        if groups and all(_together(sequence, groups[-1][-1], name) for sequence in sequences) and not any(
+        if groups and groups[-1][-1] not in ends and all(_together(sequence, groups[-1][-1], name) for sequence in sequences) and not any(
             (groups[-1][-1] in layout.partial) != (name in layout.partial) for layout in layouts
         ):  # fmt: skip
             groups[-1].append(name)
@@ -162,14 +176,11 @@ def _together(sequence: Axes, first: str, second: str) -> bool:
 
 
 def _merged_names(groups: Sequence[Sequence[str]]) -> list[str]:
-    """A run of all the parts of `tp` is `tp` again; other runs keep the name of the first part; unnamed axes are numbered anew."""
-    plain = [group[0].partition(".")[0] if "." in group[0] else group[0] for group in groups]
-    for spare in SPARE:
-        if all(name.removeprefix(spare).isdigit() for name in plain):
-            return [spare] if spare == "dp" and len(groups) == 1 else [f"{spare}{i}" for i in range(len(groups))]
-    return [
-        name if plain.count(name) == 1 else f"{name}.{plain[:i].count(name)}" for i, name in enumerate(plain)
-    ]  # fmt: skip
+    """All the parts of `tp` together are `tp` again, else the groups are `tp.0`, `tp.1`, ...; unnamed axes are numbered anew."""
+    plain = [re.split(rf"[.{UNNAMED}]", group[0])[0] for group in groups]
+    if UNNAMED in groups[0][0]:
+        return plain if plain == ["dp"] else [f"{name}{i}" for i, name in enumerate(plain)]
+    return [name if plain.count(name) == 1 else f"{name}.{plain[:i].count(name)}" for i, name in enumerate(plain)]
 
 
 def _renamed(plan: Plan, heads: Mapping[str, str], groups: Sequence[Sequence[str]], names: Sequence[str]) -> Plan:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from strategies.addressing import Configured, configured, in_module
 from strategies.errors import StrategyError, closest
-from strategies.graph import Operator, OperatorGraph, Ref, TensorSpec
+from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
-from strategies.meshing import Meshing, merged, meshing
+from strategies.meshing import Axes, Meshing, merged, meshing
 from strategies.plan import OperatorPlan, Origin, Plan
-from strategies.request import NamedDims, Operand, Request
+from strategies.request import NamedDims, Operand, Request, check, operands
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import batch_parallel, largest_fit
@@ -21,7 +22,8 @@ from strategies.search.propagation import propagate
 
 
 def make_plan(graph: OperatorGraph, request: Request) -> Plan:
-    """The plan of a training graph. Raises StrategyError for strategies that do not fit the model, the mesh or one another."""
+    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
+    check(request)
     return _Planning(graph, request).plan()
 
 
@@ -37,7 +39,10 @@ class _Planning:
 
     def plan(self) -> Plan:
         started = time.perf_counter()
-        fixed = {id: self._fixed(self._operator(id), entry) for id, entry in self.configured.items() if entry.wanted.inputs is not None}
+        fixed: dict[str, Assignment] = {}
+        for id, entry in self.configured.items():
+            if entry.wanted.inputs is not None:
+                fixed[id] = self._fixed(self._operator(id), entry, fixed)
         bare = Problem(self.graph, self.mesh, self.shardings, self.inputs, fixed, {})
         for operator in self.marked:
             fixed.setdefault(operator.id, batch_parallel(bare, self.meshing, operator))
@@ -51,7 +56,7 @@ class _Planning:
         tensors = self._tensors(operators)
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
         search = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), "cost": None, "lower_bound": None}
-        return merged(Plan(self.mesh, operators, self.inputs, tensors, search))
+        return merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
 
     def _operator(self, id: str) -> Operator:
         node = self.graph.by_id[id]
@@ -71,9 +76,7 @@ class _Planning:
         matrices = []
         for id, entry in self.configured.items():
             counts = [count for count in entry.factors.values() if isinstance(count, int)]
-            asked = 1
-            for count in counts:
-                asked *= count
+            asked = math.prod(counts)
             if world % asked:
                 raise StrategyError(
                     f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} slices, "
@@ -87,13 +90,12 @@ class _Planning:
                 matrices.append(list(operand))
         sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
         matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
-        used = {o.layout for entry in self.configured.values() for side in (entry.wanted.inputs, entry.wanted.outputs) for o in side or () if isinstance(o, NamedDims)}
-        used |= {o.layout for o in dataset if isinstance(o, NamedDims)} if isinstance(dataset, tuple) else set()
+        used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
         layouts = {name: matrix for name, matrix in self.request.layouts.items() if name in used}
         spare = "dp" if self.request.mode == "data_parallel" else "d"
-        return meshing(world, self.request.mesh, layouts, [matrix for matrix in matrices if world % _product(matrix) == 0], spare)
+        return meshing(world, self.request.mesh, layouts, [matrix for matrix in matrices if world % math.prod(matrix) == 0], spare)
 
-    def _fixed(self, operator: Operator, entry: Configured) -> Assignment:
+    def _fixed(self, operator: Operator, entry: Configured, fixed: Mapping[str, Assignment]) -> Assignment:
         """The axes of a configured operator's factors."""
         where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
         named = {f: self._named(s[0], s[1]) for f, s in entry.factors.items() if not isinstance(s, int)}
@@ -101,7 +103,10 @@ class _Planning:
         if len(set(taken)) != len(taken):
             raise StrategyError(f"{where}: a mesh axis slices two different loops of the operator.")
         counted = {factor: slicing for factor, slicing in entry.factors.items() if isinstance(slicing, int)}
-        placed = dict(zip(counted, self.meshing.place(list(counted.values()), taken, where), strict=True))
+        named |= self._as_stored(operator, counted, taken, fixed)
+        rest = {factor: count for factor, count in counted.items() if factor not in named}
+        taken = [axis for axes in named.values() for axis in axes]
+        placed = dict(zip(rest, self.meshing.place(list(rest.values()), taken, where), strict=True))
         assignment = {factor: (named | placed)[factor] for factor in entry.factors if (named | placed)[factor]}
         sharding = self.shardings[operator.id]
         for factor, axes in assignment.items():
@@ -109,14 +114,28 @@ class _Planning:
                 raise StrategyError(f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} equal slices.")
         return assignment
 
-    def _named(self, layout: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        if layout not in self.meshing.named:
-            raise StrategyError(f"Layout {layout!r} is not in parallel.layouts.{closest(layout, self.meshing.named)}")
-        runs = self.meshing.named[layout]
-        for name in names:
-            if name not in runs:
-                raise StrategyError(f"{name!r} is not an axis of parallel.layouts.{layout}.{closest(name, runs)}")
-        return tuple(axis for name in names for axis in runs[name])
+    def _as_stored(
+        self, operator: Operator, counted: Mapping[str, int], taken: Sequence[str], fixed: Mapping[str, Assignment]
+    ) -> dict[str, Axes]:
+        """Counts do not say which ranks: a parameter that an operator configured before slices into as many pieces keeps its axes."""
+        found: dict[str, Axes] = {}
+        for position, ref in enumerate(operator.operands):
+            source = self.graph.by_id[ref.id]
+            if not isinstance(source, Source) or source.kind != "parameter":
+                continue
+            for user, at in self.graph.users[ref]:
+                if user.id in fixed:
+                    stored = self.shardings[user.id].operand_layouts(fixed[user.id])[at].dims
+                    pairs = zip(self.shardings[operator.id].operands[position], stored, strict=True)
+                    same = {factor: axes for factor, axes in pairs if factor is not None and axes}
+                    wanted = {factor: self.mesh.product(axes) for factor, axes in same.items()}
+                    if all(counted.get(factor) == count for factor, count in wanted.items()) and not _flat(same) & {*taken, *_flat(found)}:
+                        found |= same
+                    break
+        return found
+
+    def _named(self, layout: str, names: tuple[str, ...]) -> Axes:
+        return tuple(axis for name in names for axis in self.meshing.named[layout][name])
 
     def _layout(self, operand: Operand, spec: TensorSpec, where: str, natural: Layout | None = None) -> Layout:
         """The layout that an operand form asks for; counts first keep the axes of `natural`."""
@@ -135,18 +154,19 @@ class _Planning:
         return layout
 
     def _keeping(self, counts: tuple[int, ...], natural: Layout, where: str) -> Layout:
-        """Counts of a result: each dim keeps its axes and takes more from those that are partial or unused, in mesh order."""
-        dims, used = list(natural.dims), set(natural.axes)
+        """Counts of a result: a dim keeps its axes as far as the count goes, and takes more from those that are partial, else from
+        those that are free."""
+        dims = []
+        for have, count in zip(natural.dims, counts, strict=True):
+            keep = next(have[:end] for end in range(len(have), -1, -1) if count % self.mesh.product(have[:end]) == 0)
+            dims.append(keep)
         for dim, count in enumerate(counts):
-            have = self.mesh.product(dims[dim])
-            if have != count and count % have == 0:
-                (more,) = self.meshing.place([count // have], used, where)
-                dims[dim] = (*dims[dim], *more)
-                used |= set(more)
-            elif have != count:
-                used -= set(dims[dim])
-                (dims[dim],) = self.meshing.place([count], used, where)
-                used |= set(dims[dim])
+            used = {axis for axes in dims for axis in axes}
+            more = count // self.mesh.product(dims[dim])
+            axes = self.meshing.run(more, set(self.mesh.names) - natural.partial | used) or self.meshing.run(more, used)
+            if axes is None:
+                raise StrategyError(f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim {dim} of the result.")
+            dims[dim] += axes
         return Layout(tuple(dims))
 
     def _inputs(self) -> dict[str, Layout]:
@@ -219,10 +239,13 @@ class _Planning:
             for operator, layout in asked[1:]:
                 first, wanted = asked[0]
                 if layout != wanted:
+                    texts = [layout.counts(self.mesh) for layout in (wanted, layout)]
+                    needs = texts if texts[0] != texts[1] else (wanted, layout)  # as many slices, on other ranks
                     raise StrategyError(
                         f"Parameter {source.name} is used by two operators whose strategies slice it differently: {first.where} has "
-                        f"{self.configured[first.id].wanted} and needs {wanted}, {operator.where} has {self.configured[operator.id].wanted} and "
-                        f"needs {layout}. Give both the same slices of it, or leave one of them without a strategy."
+                        f"{self.configured[first.id].wanted} and needs {needs[0]}, {operator.where} has "
+                        f"{self.configured[operator.id].wanted} and needs {needs[1]}. Give both the same slices of it, or leave one of "
+                        "them without a strategy."
                     )
             if asked or uses:
                 found[source.name] = (asked or uses)[0][1]
@@ -233,11 +256,8 @@ class _Planning:
         return sharding.operand_layouts(operators[operator.name].assignment)[position]
 
 
-def _product(counts: list[int]) -> int:
-    total = 1
-    for count in counts:
-        total *= count
-    return total
+def _flat(dims: Mapping[str, Axes]) -> set[str]:
+    return {axis for axes in dims.values() for axis in axes}
 
 
 def follow(plan: Plan, graph: OperatorGraph) -> Plan:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from strategies.errors import StrategyError, closest
+
+SEARCHES = ("sharding_propagation",)
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 
 
@@ -63,3 +66,47 @@ class Request:
     layouts: Mapping[str, NamedMatrix] = field(default_factory=dict)
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
+
+
+def check(request: Request) -> None:
+    """Raises StrategyError for what is wrong whatever the model is."""
+    if request.world_size < 1:
+        raise StrategyError(f"world_size = {request.world_size}; at least one device is needed.")
+    if request.mode not in ("data_parallel", "semi_auto", "auto"):
+        raise StrategyError(f"parallel.mode = {request.mode} has no plan; data_parallel, semi_auto and auto have one.")
+    if request.mode == "auto" and request.search not in SEARCHES:
+        raise StrategyError(f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}")
+    if request.mode == "data_parallel":
+        given = {
+            "strategies": bool(request.strategies),
+            "set_data_parallel": bool(request.set_data_parallel),
+            "mesh": request.mesh is not None,
+            "dataset_strategy": request.dataset_strategy != "data_parallel",
+        }
+        for name in (name for name, unused in given.items() if unused):
+            raise StrategyError(f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto.")
+    for where, operand in operands(request):
+        if isinstance(operand, NamedDims):
+            _check_names(where, operand, request)
+        elif min(operand, default=1) < 1:
+            raise StrategyError(f"{where}: {operand} has a count of {min(operand)}; a count is at least 1.")
+
+
+def operands(request: Request) -> Iterator[tuple[str, Operand]]:
+    """Every operand form with the place where it stands."""
+    for path, wanted in request.strategies.items():
+        for operand in (*(wanted.inputs or ()), *(wanted.outputs or ())):
+            yield f"parallel.strategies.{path}", operand
+    for operand in request.dataset_strategy if isinstance(request.dataset_strategy, tuple) else ():
+        yield "parallel.dataset_strategy", operand
+
+
+def _check_names(where: str, operand: NamedDims, request: Request) -> None:
+    if operand.layout not in request.layouts:
+        raise StrategyError(f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}")
+    names, known = [name for dim in operand.dims for name in dim], request.layouts[operand.layout].axes
+    for name in names:
+        if name not in known:
+            raise StrategyError(f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}")
+        if names.count(name) > 1:
+            raise StrategyError(f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor.")

@@ -1,12 +1,15 @@
 """`run verify`: the same steps sharded and on one process, from the same weights and data; loss and every gradient compared.
 
-The single process runs the user's untouched eager module. What is compared are the gradients of the whole tensors at every step:
-max |sharded - reference| / max |reference| per parameter, the largest over the steps.
+The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors at every
+step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps. The reference's
+optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not compound (Adam turns noise
+around zero into whole steps); a wrong update shows in the weights.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +30,24 @@ class Comparison:
     loss_max_abs_diff: float
     loss_max_rel_diff: float
     grad_max_rel_diff: dict[str, float]
+    weight_max_rel_diff: dict[str, float]
     tolerance: float
     steps: int
 
     @property
     def passed(self) -> bool:
-        return all(value <= self.tolerance for value in (self.loss_max_rel_diff, *self.grad_max_rel_diff.values()))
+        return self.worst <= self.tolerance
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss_max_rel_diff, *self.grad_max_rel_diff.values(), *self.weight_max_rel_diff.values())
 
     def to_json(self) -> dict[str, Any]:
         return {
             "loss_max_abs_diff": self.loss_max_abs_diff,
             "loss_max_rel_diff": self.loss_max_rel_diff,
             "grad_max_rel_diff": self.grad_max_rel_diff,
+            "weight_max_rel_diff": self.weight_max_rel_diff,
             "tolerance": self.tolerance,
             "steps": self.steps,
             "passed": self.passed,
@@ -71,7 +80,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         print(f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process", flush=True)
         reference = prepare(_reference(sharded), None)
         (run_dir / "reference").mkdir(exist_ok=True)
-        launch.run_ranks("runner.trainer:train", Job(reference, folder, None, theirs), world_size=1, run_dir=run_dir / "reference", **options)
+        launch.run_ranks("runner.trainer:train", Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference", **options)
         comparison = compare(ours, theirs, config.verify.tolerance or TOLERANCE[config.train.precision])
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
     print(table(comparison))
@@ -80,7 +89,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above and "
             f"{run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
         )
-    return max(comparison.loss_max_rel_diff, *comparison.grad_max_rel_diff.values())
+    return comparison.worst
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
@@ -109,27 +118,40 @@ def _reference(config: Config) -> Config:
 
 
 def compare(ours: Path, theirs: Path, tolerance: float) -> Comparison:
-    """Compare the recorded steps of two runs."""
+    """Compare the records of two runs. Raises ConfigError where the models have different parameters."""
     import torch
 
-    losses, relative, gradients, steps = 0.0, 0.0, {}, 0
+    losses, relative, steps = 0.0, 0.0, 0
+    gradients: dict[str, float] = {}
     for file in sorted(theirs.glob("step-*.pt")):
-        reference, sharded = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
-        missing = set(reference["gradients"]) ^ set(sharded["gradients"])
-        if missing:
-            raise ConfigError(f"verify: the two models have different parameters: {', '.join(sorted(missing))} is only in one of them.")
-        difference = abs(sharded["loss"] - reference["loss"])
-        losses, relative = max(losses, difference), max(relative, difference / max(abs(reference["loss"]), 1e-30))
-        for name, truth in reference["gradients"].items():
-            truth, found = truth.double(), sharded["gradients"][name].double()
-            if truth.shape != found.shape:
-                raise ConfigError(f"verify: {name} has shape {tuple(found.shape)} sharded and {tuple(truth.shape)} in the reference.")
-            largest = truth.abs().max().item() if truth.numel() else 0.0
-            gap = (found - truth).abs().max().item() if truth.numel() else 0.0
-            value = gap / largest if largest else (0.0 if gap == 0 else float("inf"))
-            gradients[name] = max(gradients.get(name, 0.0), value if value == value else float("inf"))
+        truth, found = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
+        difference = abs(found["loss"] - truth["loss"])
+        losses, relative = max(losses, difference), max(relative, _finite(difference / max(abs(truth["loss"]), 1e-30)))
+        for name, value in _differences(found["gradients"], truth["gradients"]).items():
+            gradients[name] = max(gradients.get(name, 0.0), value)
         steps += 1
-    return Comparison(losses, relative if relative == relative else float("inf"), gradients, tolerance, steps)
+    found, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
+    return Comparison(losses, relative, gradients, _differences(found, truth), tolerance, steps)
+
+
+def _differences(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, float]:
+    """Per tensor: max |found - truth| / max |truth|; 0 where both are zero."""
+    missing = sorted(set(found) ^ set(truth))
+    if missing:
+        raise ConfigError(f"verify: the two models have different parameters: {', '.join(missing)} in only one of them.")
+    values = {}
+    for name, expected in truth.items():
+        if expected.shape != found[name].shape:
+            raise ConfigError(f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the reference.")
+        gap = (found[name].double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+        largest = expected.double().abs().max().item() if expected.numel() else 0.0
+        values[name] = 0.0 if gap == 0 else _finite(gap / largest if largest else math.inf)
+    return values
+
+
+def _finite(value: float) -> float:
+    """nan counts as the largest difference."""
+    return math.inf if math.isnan(value) else value
 
 
 def table(comparison: Comparison) -> str:
@@ -141,4 +163,6 @@ def table(comparison: Comparison) -> str:
     lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({comparison.loss_max_rel_diff:.2e} relative)")
     lines.append(f"  gradients of {len(comparison.grad_max_rel_diff)} parameters, the worst:")
     lines += [f"    {name:<{width}}  {value:.2e}" for name, value in worst]
+    name, value = max(comparison.weight_max_rel_diff.items(), key=lambda item: item[1])
+    lines.append(f"  weights after the last step, the worst: {name}  {value:.2e}")
     return "\n".join(lines)

@@ -123,9 +123,12 @@ class Communicator:
         return torch.cat([pieces[place] for place in places], dim)
 
     def _reduce_scatter(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
-        pieces = _by_place(tensor.chunk(n, dim), places)
-        result = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-        reduce_scatter(result, torch.cat(pieces), group=group)
+        if dim == 0 and places == sorted(places):  # rows are in order as they lie
+            packed = tensor.contiguous()
+        else:
+            packed = torch.cat(_by_place(tensor.chunk(n, dim), places))
+        result = tensor.new_empty(packed.shape[0] // n, *packed.shape[1:])
+        reduce_scatter(result, packed, group=group)
         self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
         return result
 

@@ -1,8 +1,9 @@
 """Optimizer parallel of stage 0: whole gradients and optimizer states on every replica, any precision.
 
-After the last micro-batch every gradient is added over the axes that lowering left open (`Program.reductions`), in buckets: one
-all-reduce per bucket, all of them in flight at once. Weights of less than 32 bits get fp32 masters, on which the optimizer works, and
-their gradients are accumulated and added in fp32. The norm counts every slice once, so clipping is exact.
+After the last micro-batch every gradient is added over the axes that lowering left open (`Program.reductions`), in
+buckets: one all-reduce per bucket, all of them in flight at once. Weights of less than 32 bits get fp32 masters, on
+which the optimizer works, and their gradients are accumulated and added in fp32. The norm counts every slice once, so
+clipping is exact.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Bucket:
 
 
 def buckets(program: Program, size: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of `program`, each of at most `size` bytes (or one larger gradient), in the order in which they are reduced."""
+    """The buckets of `program` in the order in which they are reduced, each of `size` bytes at most or one larger
+    gradient."""
     sources = {source.name: source for source in parameters(program)}
     # gradients become ready from the last parameter to the first
     open_names = [name for name in reversed(learning(program)) if program.reductions[name]]
@@ -75,9 +77,9 @@ def buckets(program: Program, size: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
 
 
 def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
-    """Bytes that one rank sends per optimizer step for gradients, by collective; `measure` adds the norm (one double)."""
+    """Bytes that one rank sends per optimizer step for gradients, by collective; `measure` adds the norm (a double)."""
     mesh = program.mesh
-    total = sum(_sent(bucket.elements, mesh.product(bucket.axes)) * ITEM_BYTES[bucket.dtype] for bucket in buckets(program))
+    total = sum(_sent(one.elements, mesh.product(one.axes)) * ITEM_BYTES[one.dtype] for one in buckets(program))
     norm = _sent(1, mesh.size) * 8 if measure and mesh.size > 1 else 0
     return {ALL_REDUCE: total + norm} if total + norm else {}
 
@@ -139,7 +141,8 @@ class BucketedUpdates:
             if not holders:
                 continue
             pieces = [holder.grad for holder in holders if holder.grad is not None]
-            flat = pieces[0].contiguous().view(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+            alone = len(pieces) == 1
+            flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
             work = dist.all_reduce(flat, group=self._communicator.group(bucket.axes), async_op=True)
             sent = _sent(flat.numel(), self._program.mesh.product(bucket.axes))
             self._communicator.count(ALL_REDUCE, sent, flat)
@@ -147,7 +150,7 @@ class BucketedUpdates:
         for work, holders, flat in running:
             if work is not None:  # torch types it so; a rank is always in its own groups
                 work.wait()
-            for holder, piece in zip(holders, flat.split([holder.numel() for holder in holders]), strict=True):
+            for holder, piece in zip(holders, torch.split(flat, [one.numel() for one in holders]), strict=True):
                 holder.grad = piece.view_as(holder)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

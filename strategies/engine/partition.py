@@ -50,7 +50,7 @@ def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
     else:
 
         def redistribute(tensor: Tensor) -> Tensor:
-            return forward(tensor)
+            return forward(tensor.detach())
 
     text = " then ".join(map(str, instruction.forward)) or "keep"
     redistribute.__name__ = redistribute.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
@@ -127,13 +127,11 @@ class _Tree:
 
     def _emit(self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]) -> None:
         if isinstance(instruction, Redistribute):
-            node = graph.call_function(edge(instruction, self.communicator), (value(instruction.value),))
-            node.name = instruction.id
+            node = graph.create_node("call_function", edge(instruction, self.communicator), (value(instruction.value),), {}, instruction.id)
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
-            node = graph.call_function(resolve(instruction.target), args, kwargs)
-            node.name = instruction.id
+            node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
@@ -177,6 +175,8 @@ class _Tree:
         owner, _, leaf = name.rpartition(".")
         local = leaf if owner == path else re.sub(r"\W", "_", name)
         tensor = self.tensors[name]
+        while getattr(module, local, tensor) is not tensor:  # another tensor's name reads the same without its dots
+            local += "_"
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(local, tensor)
         else:

@@ -74,7 +74,7 @@ Instruction = Compute | Redistribute
 @dataclass(frozen=True)
 class Program:
     """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable parameter's
-    gradient must still be added after backward, by name."""
+    gradient must still be added after backward, by name; `loss_axes` those over which the returned loss must still be added."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -84,6 +84,7 @@ class Program:
     reductions: dict[str, tuple[str, ...]]
     parameter_order: tuple[str, ...]
     random: bool
+    loss_axes: tuple[str, ...] = ()
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
@@ -93,15 +94,28 @@ class Program:
 @dataclass(frozen=True)
 class Options:
     """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups to ZeRO, with
-    the factor (world size / replicas that are complete) that its averaging over the world undoes."""
+    the factor (world size / replicas that are complete) that its averaging over the world undoes; `partial_loss` returns the loss
+    as the ranks have it, so that backward need not wait for its sum."""
 
     exact: bool = False
     sharded_optimizer: bool = False
+    partial_loss: bool = False
 
 
 def lower(graph: OperatorGraph, plan: Plan, options: Options = Options()) -> Program:
     """The program of `graph` under `plan`. Linear in the number of operators."""
     return _Lowering(graph, plan, options).program()
+
+
+def _returning(graph: OperatorGraph) -> frozenset[str]:
+    """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or detach."""
+    wanted, found = set(graph.outputs), set()
+    for operator in reversed(graph.operators):
+        results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
+        if operator.op != "detach" and not wanted.isdisjoint(results):
+            found.add(operator.id)
+            wanted.update(operator.operands)
+    return frozenset(found)
 
 
 class _Lowering:
@@ -112,6 +126,7 @@ class _Lowering:
         self.layouts: dict[Ref, Layout] = {}  # of every global value, as it is handed on
         self.local: dict[Ref, Ref] = {}  # global value -> its slice in the program
         self.gradient: dict[Ref, bool] = {}
+        self.returning = _returning(graph)
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
         self.names: set[str] = set()
         self.random = 0
@@ -125,10 +140,24 @@ class _Lowering:
         self.reductions = self._reductions()
         for operator in self.graph.operators:
             self._operator(operator)
-        outputs = tuple(self._output(ref) for ref in self.graph.outputs)
+        loss_axes: tuple[str, ...] = ()
+        if self.options.partial_loss:
+            (loss,) = self.graph.outputs
+            loss_axes = self.mesh.sorted(self.layouts[loss].partial)
+            outputs: tuple[Ref, ...] = (self.local[loss],)
+        else:
+            outputs = tuple(self._output(ref) for ref in self.graph.outputs)
         layouts = {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources}
         return Program(
-            self.mesh, self.graph.sources, layouts, tuple(self.instructions), outputs, self.reductions, self.graph.parameter_order, self.random > 0
+            self.mesh,
+            self.graph.sources,
+            layouts,
+            tuple(self.instructions),
+            outputs,
+            self.reductions,
+            self.graph.parameter_order,
+            self.random > 0,
+            loss_axes,
         )
 
     def _planned(self, operator: Operator) -> OperatorPlan:
@@ -156,15 +185,15 @@ class _Lowering:
             self.layouts[ref] = natural[index]
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
-                self.local[ref] = self._redistribute(
-                    operator, -1, ref, after, chain(after.whole, natural[index].whole, spec.shape, self.mesh), f"{operator.id}_out"
-                )
+                gradient = self.gradient[ref] and operator.id in self.returning
+                back = chain(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
+                self.local[ref] = self._redistribute(operator, -1, ref, after, back, f"{operator.id}_out", gradient)
                 self.layouts[ref] = after
 
     def _edge(self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout) -> Ref:
         """The slice of `ref` that operand `position` needs."""
         source = self.graph.by_id[ref.id]
-        gradient = self.gradient[ref]
+        gradient = self.gradient[ref] and operator.id in self.returning
         have, spec = self.layouts[ref], self.graph.specs[ref]
         name = f"{ref.id}_for_{operator.id}"
         if isinstance(source, Source) and source.kind == "parameter":
@@ -173,7 +202,7 @@ class _Lowering:
             left = self._left(have, returned)
             back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
             scale = self._scale(source.name, have, left)
-            return self._redistribute(operator, position, ref, wanted, back, name, scale)
+            return self._redistribute(operator, position, ref, wanted, back, name, True, scale)
         if not gradient:
             return self._shared(operator, position, ref, wanted, None, (), name)
         back = chain(returned, have.whole, spec.shape, self.mesh)
@@ -185,11 +214,11 @@ class _Lowering:
         """One redistribution for all uses that need the same slice and return the same kind of gradient."""
         key = (ref, wanted, returned)
         if key not in self.shared:
-            self.shared[key] = self._redistribute(operator, position, ref, wanted, back, name)
+            self.shared[key] = self._redistribute(operator, position, ref, wanted, back, name, returned is not None)
         return self.shared[key]
 
     def _redistribute(
-        self, operator: Operator, position: int, ref: Ref, wanted: Layout, back: Chain, name: str, scale: float = 1.0
+        self, operator: Operator, position: int, ref: Ref, wanted: Layout, back: Chain, name: str, gradient: bool, scale: float = 1.0
     ) -> Ref:
         spec = self.graph.specs[ref]
         forward = chain(self.layouts[ref], wanted, spec.shape, self.mesh)
@@ -197,7 +226,7 @@ class _Lowering:
             return self.local[ref]
         fresh = self.fresh(name)
         self.instructions.append(
-            Redistribute(fresh, self.local[ref], forward, back, scale, self.gradient[ref], spec, operator.name, position, operator.path)
+            Redistribute(fresh, self.local[ref], forward, back, scale, gradient, spec, operator.name, position, operator.path)
         )
         return Ref(fresh)
 
@@ -225,6 +254,8 @@ class _Lowering:
                 continue
             left: set[str] = set()
             for operator, position in self.graph.users[Ref(source.id)]:
+                if operator.id not in self.returning:
+                    continue
                 returned = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)[position]
                 left |= self._left(have, returned)
             found[source.name] = self.mesh.sorted(left)

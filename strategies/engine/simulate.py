@@ -1,7 +1,8 @@
 """All ranks of a program in one process, in lockstep: no threads, no process groups, deterministic.
 
-Every value is a list with one tensor per rank; one instruction runs for all ranks before the next. A redistribution is one autograd
-function over the ranks' tensors that carries out the same steps as the real engine, so parity here is parity there.
+Every value is a list with one tensor per rank; one instruction runs for all ranks before the next. A redistribution is
+one autograd function over the ranks' tensors that carries out the same steps as the real engine, so parity here is
+parity there.
 """
 
 from __future__ import annotations
@@ -125,6 +126,11 @@ class _Redistribution(torch.autograd.Function):
         return (None, None, *carry(ctx.instruction.backward, scaled, ctx.mesh))
 
 
+def redistribute(instruction: Redistribute, mesh: Mesh, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One differentiable redistribution on all ranks."""
+    return list(_Redistribution.apply(instruction, mesh, *tensors))  # type: ignore[no-untyped-call]
+
+
 class Simulation:
     """Runs a program on simulated ranks. `values` maps every source's name to its whole tensor.
 
@@ -145,7 +151,7 @@ class Simulation:
             if isinstance(instruction, Redistribute):
                 tensors = values[instruction.value]
                 if instruction.differentiable:
-                    values[Ref(instruction.id)] = list(_Redistribution.apply(instruction, self.mesh, *tensors))
+                    values[Ref(instruction.id)] = redistribute(instruction, self.mesh, tensors)
                 else:
                     values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
             else:

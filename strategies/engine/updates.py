@@ -1,8 +1,8 @@
 """What happens between a loss and the next weights, as one protocol for every optimizer parallel.
 
-Stage 0 (`gradients`) adds the gradients itself and keeps whole optimizer states; stages 1-3 (`zero`) are DeepSpeed. Invariant:
-after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices; after `update`, all
-ranks that hold the same slice hold the same bits.
+Stage 0 (`gradients`) adds the gradients itself and keeps whole optimizer states; stages 1-3 (`zero`) are DeepSpeed.
+Invariant: after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices;
+after `update`, all ranks that hold the same slice hold the same bits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": 
 class UpdateState:
     """What must be saved for a bit-identical continuation, besides the weights.
 
-    `sliced`: state -> parameter -> tensor that belongs to this rank's slice of the parameter and is the same on all its
-    replicas. `own`: tensors of this rank alone. `plain`: python numbers, strings, lists and dicts (options of the groups, counters).
+    `sliced`: state -> parameter -> tensor that belongs to this rank's slice of the parameter and is the same on all
+    its replicas. `own`: tensors of this rank alone. `plain`: python numbers, strings, lists and dicts (options of the
+    groups).
     """
 
     sliced: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -46,30 +47,34 @@ class UpdateState:
 
 
 class Updates(Protocol):
-    """One optimizer step is: forward and `backward` per micro-batch, then `reduce`, then `update`. All ranks call all of it."""
+    """One optimizer step: forward and `backward` per micro-batch, then `reduce`, then `update`. All ranks call it
+    all."""
 
-    module: Callable[..., Any]
-    """The training program; call this one."""
-    evaluation: nn.Module | None
-    """The evaluation program on the same parameters; call it under torch.no_grad()."""
+    @property
+    def module(self) -> Callable[..., Any]:
+        """The training program; call this one."""
+
+    @property
+    def evaluation(self) -> nn.Module | None:
+        """The evaluation program on the same parameters, or a ModuleDict of several; call it under torch.no_grad()."""
 
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer that does the updates: schedulers work on it."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch; `loss` is its scalar loss, divided by the number of micro-batches here."""
+        """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here."""
 
     def reduce(self) -> None:
         """Make the gradients complete; after the last micro-batch."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in fp32; zeros where
-        there is none. Collective: every rank must go through all of it."""
+        """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in
+        fp32; zeros where there is none. Collective: every rank must go through all of it."""
 
     def update(self, measure: bool = True) -> float | None:
-        """Clip, step, forget the gradients. Returns the norm of the global gradient before clipping; None if it was not needed for
-        clipping and `measure` is false."""
+        """Clip, step, forget the gradients. Returns the norm of the global gradient before clipping; None if it was not
+        needed for clipping and `measure` is false."""
 
     def step(self, measure: bool = True) -> float | None:
         """`reduce` and `update`."""
@@ -78,7 +83,7 @@ class Updates(Protocol):
         """This rank's slice of a parameter, not to be written. Collective over its replicas."""
 
     def set_weight(self, name: str, value: Tensor) -> None:
-        """Overwrite this rank's slice of a parameter. Every replica must be given the same; optimizer states are left alone."""
+        """Overwrite this rank's slice of a parameter; every replica must be given the same. Optimizer states stay."""
 
     def state(self) -> UpdateState:
         """The state of the optimizer, not copied."""
@@ -105,7 +110,8 @@ def make_updates(
     zero_options: Mapping[str, Any] | None = None,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
-    `sharded_optimizer=stage > 0`). `clip` is the largest global gradient norm, `accumulate` the number of micro-batches.
+    `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
+    micro-batches per step.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -113,7 +119,14 @@ def make_updates(
         from strategies.engine.gradients import BucketedUpdates
 
         return BucketedUpdates(
-            module, program, communicator, optimizer_factory, groups, clip=clip, accumulate=accumulate, evaluation=evaluation
+            module,
+            program,
+            communicator,
+            optimizer_factory,
+            groups,
+            clip=clip,
+            accumulate=accumulate,
+            evaluation=evaluation,
         )
     from strategies.engine.zero import ZeroUpdates
 
@@ -133,7 +146,7 @@ def make_updates(
 
 
 def axes_needed(program: Program) -> list[tuple[str, ...]]:
-    """The sets of axes over which an optimizer parallel of any stage talks: for `Communicator`, in the same order on all ranks."""
+    """The sets of axes over which an optimizer parallel of any stage talks; for `Communicator`."""
     mesh = program.mesh
     needed = [mesh.sorted(mesh.names), *(mesh.sorted(axes) for axes in program.reductions.values())]
     for source in parameters(program):
@@ -151,8 +164,8 @@ def layout_of(program: Program, name: str) -> Layout:
 
 
 def learning(program: Program) -> tuple[str, ...]:
-    """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, so that no optimizer
-    touches them (as in eager torch), whatever its weight decay."""
+    """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so no
+    optimizer touches them, whatever its weight decay (as in eager torch)."""
     reached = {ref.id for ref in program.outputs}
     for instruction in reversed(program.instructions):
         if instruction.id in reached and not _stops(instruction):
@@ -170,7 +183,9 @@ def _stops(instruction: Instruction) -> bool:
 
 
 def _operands(instruction: Instruction) -> Iterable[Ref]:
-    return (instruction.value,) if isinstance(instruction, Redistribute) else refs((instruction.args, dict(instruction.kwargs)))
+    if isinstance(instruction, Redistribute):
+        return (instruction.value,)
+    return refs((instruction.args, dict(instruction.kwargs)))
 
 
 def local_elements(program: Program, source: Source) -> int:
@@ -186,13 +201,20 @@ def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], d
     given = [name for group in groups for name in group["names"]]
     odd = [name for name in names if given.count(name) != 1]
     if odd:
-        raise StrategyError(f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one.")
+        raise StrategyError(
+            f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one."
+        )
     kept = [
-        ([name for name in group["names"] if name in names], {key: value for key, value in group.items() if key != "names"})
+        (
+            [name for name in group["names"] if name in names],
+            {key: value for key, value in group.items() if key != "names"},
+        )
         for group in groups
     ]
     if not names:
-        raise StrategyError("The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.")
+        raise StrategyError(
+            "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train."
+        )
     return [(members, options) for members, options in kept if members]
 
 
@@ -200,7 +222,9 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
     """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
     kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE | UNFIT.keys()), "")
     if kind in UNFIT:
-        raise StrategyError(f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.")
+        raise StrategyError(
+            f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices."
+        )
     if kind in BY_SHAPE:
         what = f"ZeRO stage {stage} flattens" if stage else "this plan slices"
         sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
@@ -213,7 +237,7 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
 
 
 def placed(value: Any, holder: Tensor) -> Any:
-    """A saved state beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
+    """A saved state, beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
     return value.to(holder.device) if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -1,9 +1,9 @@
-"""Optimizer parallel of stages 1-3: DeepSpeed's ZeRO with a replica group per parameter. The one file that imports deepspeed.
+"""Optimizer parallel of stages 1-3: DeepSpeed's ZeRO with a replica group per parameter. Only this file imports it.
 
 DeepSpeed averages over the world but adds only over the ranks that hold the same slice, which it knows as an expert's
-data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this needs.
-The program must be a tree of modules: stage 3 gathers parameters module by module. What is used of DeepSpeed beyond its public
-face is written once, here, and each convention has a regression test.
+data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this
+needs. The program must be a tree of modules: stage 3 gathers parameters module by module. What is used of DeepSpeed
+beyond its public face is written once, here, and each convention has a regression test.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,28 +38,9 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
-from strategies.errors import StrategyError, closest
-from strategies.layout import Layout
+from strategies.engine.zero_options import engine_config, zero_section
+from strategies.errors import StrategyError
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-
-LARGEST_BUCKET = 50_000_000
-"""Elements; DeepSpeed's own default makes it allocate 2 GB per rank however small the model is."""
-
-REFUSED = {
-    "stage": "is given by parallel.zero.stage",
-    "compute_grad_norm": "cannot be changed: the norm of the gradient is reported and used for clipping",
-    "legacy_stage1": "is not supported by DeepSpeed any more",
-    "elastic_checkpoint": "is replaced by this project's own checkpoints",
-    "zero_hpz_partition_size": "does not know parameters with different replica groups",
-    "zero_quantized_weights": "changes the numbers: training would differ from one device",
-    "zero_quantized_nontrainable_weights": "changes the numbers: training would differ from one device",
-    "zero_quantized_gradients": "changes the numbers: training would differ from one device",
-    "zenflow": "changes the numbers: training would differ from one device",
-    "cpu_offload": "is an old name; write offload_optimizer: {device: cpu}",
-    "cpu_offload_param": "is an old name; write offload_param: {device: cpu}",
-    "cpu_offload_use_pin_memory": "is an old name; write offload_optimizer: {device: cpu, pin_memory: true}",
-}
-"""Options of DeepSpeed that cannot be passed on, and why."""
 
 MARKER = "_replica_groups"
 EVALUATION = "_evaluation"
@@ -67,9 +49,10 @@ EVALUATION = "_evaluation"
 def predicted(program: Program, stage: int, accumulate: int = 1) -> dict[str, int]:
     """Bytes that one rank sends per optimizer step for gradients and weights, by collective, without padding and norms.
 
-    A replica group of n ranks that hold b bytes of weights sends, per rank: at stages 1 and 2 an all-reduce of the fp32 gradients
-    (2 (n-1)/n of their bytes; after every micro-batch at stage 2) and one all-gather of the new weights ((n-1)/n b); at stage 3,
-    per micro-batch, a reduce-scatter of the gradients ((n-1)/n) and an all-gather of the weights for forward and for backward.
+    A replica group of n ranks that hold b bytes of weights sends, per rank: at stages 1 and 2 an all-reduce of the fp32
+    gradients (2 (n-1)/n of their bytes; after every micro-batch at stage 2) and one all-gather of the new weights
+    ((n-1)/n b); at stage 3, per micro-batch, a reduce-scatter of the gradients ((n-1)/n) and an all-gather of the
+    weights for forward and for backward.
     """
     totals = {ALL_REDUCE: 0.0, REDUCE_SCATTER: 0.0, ALL_GATHER: 0.0}
     names = set(learning(program))
@@ -89,8 +72,8 @@ def predicted(program: Program, stage: int, accumulate: int = 1) -> dict[str, in
 class ZeroUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
 
-    Weights below fp32 (`precision="bf16"`) have fp32 masters; gradients are added in fp32. At stage 3 `module` and `evaluation`
-    hold their parameters only while they run, and `evaluation` must be given here to be found by the hooks that gather them.
+    Weights below fp32 (`precision="bf16"`) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
+    `evaluation` hold their parameters only while they run, by hooks that are placed here.
     """
 
     def __init__(
@@ -117,8 +100,11 @@ class ZeroUpdates:
         torch_groups = learning_groups(program, groups)
         device = next(iter(self._parameters.values())).device
         self._deepspeed = _deepspeed(device)
-        config = self._config(clip, precision, _checked(self._deepspeed, stage, options or {}))
-        names = _replica_groups(self._deepspeed, self._parameters, program, communicator, stage)
+        known = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+        elements = sum(parameter.numel() for parameter in self._parameters.values())
+        zero = zero_section(stage, elements, options or {}, known)
+        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
+        names = _replica_groups(self._parameters, program, communicator, stage)
         optimizer = optimizer_factory(
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
         )
@@ -127,52 +113,22 @@ class ZeroUpdates:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
             module.add_module(MARKER, _marker())
-        kind = type(optimizer)
-        if isinstance(optimizer, torch.optim.Adagrad):
-            optimizer.__class__ = _unrecognised(kind)
-        self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
+        with _unrecognised(optimizer):
+            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
-        optimizer.__class__ = kind
         if isinstance(optimizer, torch.optim.Adagrad):
             self._begin_adagrad(optimizer)
         if stage == 3 and evaluation is not None:
-            evaluation.register_forward_pre_hook(self._start_of_evaluation, prepend=True)
+            for program_module in evaluation.children() if isinstance(evaluation, nn.ModuleDict) else (evaluation,):
+                program_module.register_forward_pre_hook(self._start_of_evaluation, prepend=True)
 
-    def _by_replicas(self, members: list[str], options: dict[str, Any], names: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def _by_replicas(
+        self, members: list[str], options: dict[str, Any], names: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
         """One torch group per replica group: DeepSpeed keeps one flat tensor for each."""
         for group in dict.fromkeys(names[name] for name in members):
             found = [self._parameters[name] for name in members if names[name] == group]
             yield {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
-
-    def _config(self, clip: float | None, precision: Precision, options: Mapping[str, Any]) -> dict[str, Any]:
-        elements = sum(parameter.numel() for parameter in self._parameters.values())
-        bucket = min(elements + elements % 2, LARGEST_BUCKET)
-        zero: dict[str, Any] = {"stage": self._stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-        if self._stage == 3:
-            # Gather what a module needs when it runs and let go at once; and leave torch's own functions as they are.
-            zero |= {
-                "stage3_param_persistence_threshold": 0,
-                "stage3_prefetch_bucket_size": 0,
-                "stage3_max_live_parameters": 0,
-                "stage3_max_reuse_distance": 0,
-                "memory_efficient_linear": False,
-                "override_module_apply": False,
-            }
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own throughput figures
-            "gradient_accumulation_steps": self._accumulate,
-            "gradient_clipping": clip or 0.0,  # left out, it would be 1.0
-            "zero_optimization": {**zero, **options},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "communication_data_type": "fp32",
-            "steps_per_print": 10**9,
-        }
-        if precision == "bf16":
-            config["bf16"] = {"enabled": True}
-            if self._stage > 1:  # at stage 1 this would choose another optimizer wrapper, which knows no replica groups
-                config["data_types"] = {"grad_accum_dtype": "fp32"}
-        return config
 
     def _begin_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
         """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
@@ -194,7 +150,7 @@ class ZeroUpdates:
         return int(self._zero.sub_group_to_group_id[index]) if self._stage == 3 else index
 
     def _start_of_evaluation(self, *_: Any) -> None:
-        """DeepSpeed learns the order of modules from pass to pass; begin a new pass, or it would wait for the training program."""
+        """DeepSpeed learns the order of the modules in one pass for the next. An evaluation is a pass of its own."""
         self._zero.parameter_offload.get_param_coordinator().reset_step()
 
     @property
@@ -280,78 +236,71 @@ class ZeroUpdates:
             self._root._modules.pop(name, None)
 
 
-def _check_parameters(found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision) -> None:
+def _check_parameters(
+    found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision
+) -> None:
     if precision == "fp64" or any(parameter.dtype == torch.float64 for parameter in found.values()):
         raise StrategyError(
-            f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the extra digits would "
-            "be lost. Use parallel.zero.stage=0, or train.precision=fp32."
+            f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
+            "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32."
         )
     for name, parameter in found.items():
         if parameter.dim() == 0:
             raise StrategyError(
-                f"Parameter {name} has no dims (shape ()), which DeepSpeed cannot hold. Give it shape (1,) in the model, or use "
-                "parallel.zero.stage=0."
+                f"Parameter {name} has no dims (shape ()), which DeepSpeed cannot hold. Give it shape (1,) in the "
+                "model, or use parallel.zero.stage=0."
             )
     dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
-        raise StrategyError(f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0.")
+        raise StrategyError(
+            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0."
+        )
 
 
 def _deepspeed(device: torch.device) -> Any:
     """The package, quiet, for the kind of device at hand, with what this rank's launcher may not have set."""
     os.environ["DS_ACCELERATOR"] = device.type
-    count, rank = str(dist.get_world_size()), str(dist.get_rank())
-    for name, value in {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": str(device.index or 0), "LOCAL_SIZE": count}.items():
+    count, rank, local = str(dist.get_world_size()), str(dist.get_rank()), str(device.index or 0)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", local), ("LOCAL_SIZE", count)):
         os.environ.setdefault(name, value)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module("deepspeed")
-        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for half a minute
+        # Else it is compiled, for half a minute, and training never uses it.
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        with _without_compiler():  # else each rank imports torch's whole compiler, for seconds
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"deepspeed(\.|$)")
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)  # by its calls
+    # Its calls of older names of torch, which are then blamed on torch itself.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     return module
 
 
-def _checked(deepspeed: Any, stage: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options for `zero_optimization`. Raises StrategyError for what is unknown, refused or of the wrong type."""
-    model = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-    known = {name for field, info in model.model_fields.items() for name in (field, info.alias) if name}
-    for name, value in options.items():
-        where = f"parallel.zero.options.{name}"
-        if name in REFUSED:
-            raise StrategyError(f"{where} = {value!r}: {name} {REFUSED[name]}.")
-        if name not in known:
-            raise StrategyError(f"{where} = {value!r}: DeepSpeed has no such option of ZeRO.{closest(name, sorted(known - REFUSED.keys()))}")
-        if name == "reduce_scatter" and value is not True:
-            raise StrategyError(f"{where} = {value!r}: it must stay true, or gradients of sliced parameters would not be reduced.")
-        if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
-            raise StrategyError(
-                f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk (training goes silently wrong). "
-                "Use device: cpu."
-            )
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Leave functions that are decorated with torch.compile as they are. They are Muon's, which cannot be used here."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda one: one)  # type: ignore[assignment]
     try:
-        model(**{"stage": stage, **options})
-    except ValueError as error:
-        text = " ".join(str(error).split())
-        raise StrategyError(f"parallel.zero.options: DeepSpeed refuses {dict(options)}: {text}") from error
-    return dict(options)
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def _replica_groups(
-    deepspeed: Any, found: Mapping[str, nn.Parameter], program: Program, communicator: Communicator, stage: int
+    found: Mapping[str, nn.Parameter], program: Program, communicator: Communicator, stage: int
 ) -> dict[str, str]:
-    """Tell DeepSpeed which ranks hold the same slice of each parameter; parameter -> name of its group, "" for the whole world.
+    """Tell DeepSpeed which ranks hold the same slice of each parameter. Parameter -> its group, "" for the world.
 
     DeepSpeed's words for it: the slices are experts. The name must begin with ep_size_NUMBER.
     """
     groups = importlib.import_module("deepspeed.utils.groups")
     mesh, names, alone = program.mesh, {}, None
     for source in parameters(program):
-        layout: Layout = program.layouts[source.id]
-        replicas = layout.replica_axes(mesh)
+        replicas = program.layouts[source.id].replica_axes(mesh)
         slices = mesh.others(replicas)
         if not slices:
             names[source.name] = ""
@@ -389,17 +338,26 @@ def _marker() -> nn.Module:
     return Marker()
 
 
-def _unrecognised(kind: type[Optimizer]) -> type[Optimizer]:
-    """The same methods under a class that is no Adagrad: DeepSpeed would replace that by a fresh one which has lost the groups."""
-    members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    return type(kind.__name__, (Optimizer,), members)
+@contextmanager
+def _unrecognised(optimizer: Optimizer) -> Iterator[None]:
+    """Keep Adagrad from being seen as such: DeepSpeed would replace it by a fresh one which has lost the groups."""
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        optimizer.__class__ = type(kind.__name__, (Optimizer,), members)
+    try:
+        yield
+    finally:
+        optimizer.__class__ = kind
 
 
 def _initialize(deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, dist_init_required=False
+            )
         except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
             text = " ".join(str(error).split())
             raise StrategyError(f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error

@@ -14,9 +14,10 @@ from strategies.rules.sharding import Dims, Sharding, sharding
 UNARY = """
 abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh
 deg2rad detach digamma elu empty_like erf erfc erfinv exp exp2 expm1 fill float_power floor frac full_like gelu
-hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like positive pow rad2deg reciprocal relu relu6 round
-rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold to _to_copy
-trunc type_as zeros_like
+hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma lift_fresh_copy log log10 log1p log2
+log_sigmoid logical_not logit mish nan_to_num neg ones_like positive pow rad2deg reciprocal relu relu6 round rsqrt selu
+sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold to _to_copy trunc type_as
+zeros_like
 """.split()
 
 SEVERAL = """

@@ -38,7 +38,7 @@ class Problem:
     def batch_factors(self) -> dict[str, str]:
         """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every input."""
         dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
-        found = {}
+        found: dict[str, str] = {}
         for operator in self.graph.operators:
             sharding = self.shardings[operator.id]
             for position, ref in enumerate(operator.operands):

@@ -20,7 +20,7 @@ from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import batch_parallel
 from strategies.search.problem import Problem
 
-MOST_CANDIDATES = 4096
+MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
 
@@ -140,7 +140,7 @@ def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iter
     else:
         placements = product(options, repeat=len(free))
     for placement in placements:
-        assignment = dict(start)
+        assignment: dict[str, tuple[str, ...]] = dict(start)
         for axis, factor in zip(free, placement, strict=True):
             if factor is not None:
                 assignment[factor] = (*assignment.get(factor, ()), axis)

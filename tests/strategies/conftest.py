@@ -6,10 +6,15 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import settings
 
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.rules.sharding import Sharding
+
+# the same examples everywhere, no time limit on busy machines, no folder left behind
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
 
 
 class Draw:

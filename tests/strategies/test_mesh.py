@@ -1,6 +1,7 @@
 """The mesh as arithmetic: coordinates, groups, and the algebra of device matrices."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ def device_matrices(draw, count):
         order = draw(st.permutations(factors))
         cuts = sorted(draw(st.sets(st.integers(1, len(order) - 1)))) if len(order) > 1 else []
         bounds = [0, *cuts, len(order)]
-        return tuple(math.prod(order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(math.prod(order[a:b]) for a, b in pairwise(bounds))
 
     return [matrix() for _ in range(count)]
 
@@ -81,7 +82,7 @@ def test_groups_of_a_cube():
 
 @pytest.mark.parametrize("axes", [(("a", 2), ("a", 2)), (("a", 0),)])
 def test_impossible_meshes(axes):
-    with pytest.raises(StrategyError, match="'?a'?"):
+    with pytest.raises(StrategyError, match="a"):
         Mesh(axes)
 
 
@@ -112,14 +113,20 @@ def test_refinement_refines_both_and_is_the_coarsest(matrices):
     points = set().union(*map(accumulate, matrices)) - {1}
     if found is None:
         ordered = sorted(points)
-        assert any(b % a for a, b in zip(ordered, ordered[1:], strict=False))
+        assert any(b % a for a, b in pairwise(ordered))
     else:
         assert set(accumulate(found)) == points
 
 
 @pytest.mark.parametrize(
     ("a", "b", "both"),
-    [((8, 4), (2, 16), (2, 4, 4)), ((2, 4), (4, 2), (2, 2, 2)), ((8,), (2, 2, 2), (2, 2, 2)), ((3, 8), (8, 3), None)],
+    [
+        ((1,), (1, 1), ()),
+        ((8, 4), (2, 16), (2, 4, 4)),
+        ((2, 4), (4, 2), (2, 2, 2)),
+        ((8,), (2, 2, 2), (2, 2, 2)),
+        ((3, 8), (8, 3), None),
+    ],
 )
 def test_refinements_that_are_known(a, b, both):
     assert common_refinement(a, b) == both

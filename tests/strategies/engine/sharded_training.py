@@ -1,6 +1,7 @@
 """A small net with everything that is awkward, its eager training, and the same training on real ranks under any plan.
 
-The parent captures and plans; `train` is what every rank runs, several cases per start, because starting is what takes time.
+The parent captures and plans; `train` is what every rank runs, several cases per start, because starting is what
+takes time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from strategies.redistribution import LOCAL
 from strategies.rules import rule_of
 
 MESH = Mesh((("a", 2), ("b", 2)))
+ALONE = Mesh((("a", 1),))
+DATA_PARALLEL, FULLY_SLICED = -1, -2
+"""Plans that are not drawn: whole parameters, and every parameter sliced over all ranks (no replicas anywhere)."""
 
 
 class Net(nn.Module):
@@ -46,7 +50,7 @@ class Net(nn.Module):
         self.dense2 = nn.Linear(16, 8)
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.emb.weight
-        self.ln.bias.requires_grad_(False)
+        nn.init.normal_(self.ln.bias).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.emb(x)
@@ -85,9 +89,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: the plan comes from `seed` (None: data parallel)."""
+    """One training under the plan of `seed`."""
 
-    seed: int | None = 0
+    seed: int = 0
     stage: int = 0
     optimizer: str = "sgd"
     clip: float | None = None
@@ -135,7 +139,9 @@ def layers_task(steps: int = 3) -> Task:
     batches = [[(torch.randn(8, 16), torch.randn(8, 16))] for _ in range(steps)]
     captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batches[0][0], training=True)
     evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)
-    return Task(captured.graph, evaluation.graph, {name: t.detach().clone() for name, t in captured.tensors.items()}, batches)
+    return Task(
+        captured.graph, evaluation.graph, {name: t.detach().clone() for name, t in captured.tensors.items()}, batches
+    )
 
 
 def groups_of(program: Program) -> list[dict[str, Any]]:
@@ -153,7 +159,9 @@ def factory(kind: str) -> Any:
             return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
         if kind == "adagrad":
             return torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.1)
-        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        if kind == "adamw":
+            return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        return getattr(torch.optim, kind)(groups, lr=0.01)
 
     return make
 
@@ -195,47 +203,52 @@ def eager(net: nn.Module, case: Case, batches: list[list[tuple[Tensor, Tensor]]]
     return Result(losses, norms, gradients, weights, 0, 0, True, evaluated)
 
 
-def random_plan(graph: OperatorGraph, seed: int | None, mesh: Mesh = MESH) -> Plan:
-    """Any assignment of axes to factors and any layout of every tensor that divides; without a seed, data parallel."""
-    draw = random.Random(seed)
-
-    def layout(source: Source) -> Layout:
-        dims: list[tuple[str, ...]] = [()] * len(source.spec.shape)
-        for axis, size in mesh.axes:
-            dim = draw.choice([*range(len(dims)), None])
-            if dim is not None and source.spec.shape[dim] % (size * mesh.product(dims[dim])) == 0:
-                dims[dim] += (axis,)
-        return Layout(tuple(dims))
-
-    operators = {}
+def plan_of(graph: OperatorGraph, seed: int, mesh: Mesh = MESH) -> Plan:
+    """ALONE = Mesh((("a", 1),))
+    DATA_PARALLEL, FULLY_SLICED, or a plan drawn at random: any assignment of axes to factors and any layout that
+        divides."""
+    draw, drawn = random.Random(seed), seed >= 0 and mesh.size > 1
+    operators, layouts = {}, {}
     for operator in graph.operators:
-        sharding = rule_of(operator, graph)
-        assignment: dict[str, tuple[str, ...]] = {}
-        for axis, size in mesh.axes:
-            fits = [
-                f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(assignment.get(f, ()))) == 0
-            ]
-            factor = draw.choice([*fits, None])
-            if factor:
-                assignment[factor] = (*assignment.get(factor, ()), axis)
-        operators[operator.name] = OperatorPlan({} if seed is None else assignment, "configured")
-    whole = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
-    drawn = whole if seed is None else {source.name: layout(source) for source in graph.sources}
-    if seed is None:
-        operators = {
-            operator.name: OperatorPlan(_over_batch(operator, graph, mesh), "data_parallel")
-            for operator in graph.operators
-        }
-    inputs = {source.name: drawn[source.name] for source in graph.of_kind("input")}
-    tensors = {source.name: drawn[source.name] for source in graph.sources if source.kind != "input"}
+        assignment = _drawn_assignment(operator, graph, mesh, draw) if drawn else _over_batch(operator, graph, mesh)
+        operators[operator.name] = OperatorPlan(assignment, "configured")
+    for source in graph.sources:
+        dims = len(source.spec.shape)
+        layouts[source.name] = _drawn_layout(source, mesh, draw) if drawn else Layout.replicated(dims)
+        if seed == FULLY_SLICED and source.kind == "parameter":
+            layouts[source.name] = Layout((mesh.sorted(mesh.names), *((),) * (dims - 1)))
+    inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
+    tensors = {source.name: layouts[source.name] for source in graph.sources if source.kind != "input"}
     return Plan(mesh, operators, inputs, tensors)
+
+
+def _drawn_layout(source: Source, mesh: Mesh, draw: random.Random) -> Layout:
+    dims: list[tuple[str, ...]] = [()] * len(source.spec.shape)
+    for axis, size in mesh.axes:
+        dim = draw.choice([*range(len(dims)), None])
+        if dim is not None and source.spec.shape[dim] % (size * mesh.product(dims[dim])) == 0:
+            dims[dim] += (axis,)
+    return Layout(tuple(dims))
+
+
+def _drawn_assignment(
+    operator: Any, graph: OperatorGraph, mesh: Mesh, draw: random.Random
+) -> dict[str, tuple[str, ...]]:
+    sharding = rule_of(operator, graph)
+    assignment: dict[str, tuple[str, ...]] = {}
+    for axis, size in mesh.axes:
+        fits = [f for f in sharding.factors if sharding.sizes[f] % (size * mesh.product(assignment.get(f, ()))) == 0]
+        factor = draw.choice([*fits, None])
+        if factor:
+            assignment[factor] = (*assignment.get(factor, ()), axis)
+    return assignment
 
 
 def _over_batch(operator: Any, graph: OperatorGraph, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Slice the first factor that divides: for these nets that is the batch wherever there is one."""
     sharding = rule_of(operator, graph)
     fits = [factor for factor in sharding.factors if sharding.sizes[factor] % mesh.size == 0]
-    return {fits[0]: mesh.names} if fits else {}
+    return {fits[0]: mesh.names} if fits and mesh.size > 1 else {}
 
 
 def pieces_of(program: Program, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -251,14 +264,13 @@ def pieces_of(program: Program, tensors: dict[str, Tensor], rank: int) -> dict[s
 class Setup:
     """One case on one rank: program, module and updates."""
 
-    def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH, plan: Plan | None = None) -> None:
-        self.plan = plan or random_plan(task.graph, case.seed, mesh)
-        options = Options(sharded_optimizer=case.stage > 0)
-        self.program = lower(task.graph, self.plan, options)
+    def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH) -> None:
+        self.plan = plan_of(task.graph, case.seed, mesh)
+        self.program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
         layouts = {**self.plan.inputs, **self.plan.tensors}
-        known = {**random_plan(task.evaluation, case.seed, mesh).tensors, **self.plan.tensors}
-        evaluation_plan = replace(random_plan(task.evaluation, case.seed, mesh), tensors=known)
-        self.evaluation = lower(task.evaluation, evaluation_plan, options)
+        evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
+        evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})
+        self.evaluation = lower(task.evaluation, evaluation_plan)
         axes = [
             step.axes
             for program in (self.program, self.evaluation)
@@ -268,7 +280,7 @@ class Setup:
             if step.kind not in LOCAL
         ]
         self.rank, self.mesh, self.layouts = rank, mesh, layouts
-        self.communicator = Communicator(mesh, rank, [*axes, *axes_needed(self.program)])
+        self.communicator = Communicator(mesh, rank, [*axes, self.program.loss_axes, *axes_needed(self.program)])
         self.tensors = pieces_of(self.program, task.tensors, rank)
         module = build(self.program, self.tensors, self.communicator, "cpu")
         shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
@@ -298,7 +310,10 @@ class Setup:
     def micro(self, x: Tensor, y: Tensor) -> float:
         loss = self.updates.module(*self.batch(self.program, x, y))
         self.updates.backward(loss)
-        return float(loss.detach())
+        total = loss.detach().double()
+        if self.program.loss_axes:
+            dist.all_reduce(total, group=self.communicator.group(self.program.loss_axes))
+        return float(total)
 
     def evaluate(self, x: Tensor) -> Tensor:
         assert self.updates.evaluation is not None
@@ -331,15 +346,20 @@ class Setup:
         return found, equal
 
 
-def train(rank: Any, payload: tuple[Task, list[Case]]) -> list[Result | str]:
+def train(rank: Any, payload: list[tuple[Task, Case]]) -> list[Result | str]:
     """Run every case; a refusal gives its text."""
+    return [_train(rank.rank, task, case) for task, case in payload]
+
+
+def train_alone(rank: Any, payload: tuple[Task, list[Case]]) -> list[Result | str]:
+    """Like `train`, on a mesh of one rank."""
     task, cases = payload
-    return [_train(rank.rank, task, case) for case in cases]
+    return [_train(rank.rank, task, case, ALONE) for case in cases]
 
 
-def _train(rank: int, task: Task, case: Case) -> Result | str:
+def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str:
     try:
-        setup = Setup(task, case, rank)
+        setup = Setup(task, case, rank, mesh)
     except StrategyError as error:
         return str(error)
     losses, norms, gradients, evaluated = [], [], {}, []
@@ -364,12 +384,14 @@ def _train(rank: int, task: Task, case: Case) -> Result | str:
 
 
 def most_live(rank: Any, task: Task) -> tuple[int, int, bool]:
-    """ZeRO-3 over two ranks: the most parameter elements that were gathered at once, in training and in evaluation; and whether
-    torch's own functions were left alone."""
+    """ZeRO-3 over two ranks: the most parameter elements that were gathered at once, in training and in evaluation;
+    and whether torch's own functions were left alone."""
     linear, apply = F.linear, nn.Module.apply
     mesh = Mesh((("a", 2),))
-    setup = Setup(task, Case(None, 3, accumulate=1), rank.rank, mesh)
-    coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator").PartitionedParameterCoordinator
+    setup = Setup(task, Case(DATA_PARALLEL, 3, accumulate=1), rank.rank, mesh)
+    coordinator = importlib.import_module(
+        "deepspeed.runtime.zero.partitioned_param_coordinator"
+    ).PartitionedParameterCoordinator
     fetch, live = coordinator.fetch_sub_module, [0]
 
     def count(self: Any, *args: Any, **kwargs: Any) -> None:

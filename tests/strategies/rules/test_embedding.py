@@ -25,7 +25,7 @@ CASES = [
 
 
 def test_embedding(cases, check, mesh):
-    check(cases, mesh, samples=20)
+    check(cases, mesh, samples=8)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

@@ -50,7 +50,7 @@ CASES = [
 
 
 def test_products(cases, check, mesh):
-    check(cases, mesh, samples=12)
+    check(cases, mesh, samples=5)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

@@ -120,7 +120,7 @@ CASES = [
 
 
 def test_pointwise(cases, check, mesh):
-    check(cases, mesh, samples=3)
+    check(cases, mesh, samples=2)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

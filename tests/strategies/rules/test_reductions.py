@@ -56,7 +56,7 @@ CASES = [
 
 
 def test_reductions(cases, check, mesh):
-    check(cases, mesh, samples=8)
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

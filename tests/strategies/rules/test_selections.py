@@ -63,7 +63,7 @@ CASES = [
 
 
 def test_selections(cases, check, mesh):
-    check(cases, mesh, samples=8)
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

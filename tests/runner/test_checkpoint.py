@@ -1,0 +1,346 @@
+"""A run that continues from a checkpoint goes on bit for bit; an interrupted save harms nothing; another run is
+refused."""
+
+import copy
+import importlib
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from runner import checkpoint
+from runner.continuation import check_same, differences
+from runner.errors import ConfigError, RunFailed
+from runner.launch import run_ranks
+from strategies.errors import StrategyError
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def entries():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.syspath_prepend(str(HERE.parent / "strategies" / "engine"))
+        yield importlib.import_module("checkpoint_entries")
+
+
+@pytest.fixture(scope="module")
+def ranks(entries, tmp_path_factory):
+    def call(entry, payload, world_size=4):
+        run_dir = tmp_path_factory.mktemp("run")
+        return run_ranks(
+            f"checkpoint_entries:{entry}",
+            payload,
+            world_size=world_size,
+            run_dir=run_dir,
+            device="cpu",
+            timeout=60.0,
+            threads=1,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def task(entries):
+    return importlib.import_module("sharded_training").task(steps=2 * entries.HALF, accumulate=1)[1]
+
+
+@pytest.fixture(scope="module")
+def cases(entries):
+    case = entries.Case
+    return [
+        case(0, 0, clip=0.3, accumulate=1),
+        case(1, 0, "adamw", accumulate=1),
+        case(2, 1, clip=0.3, accumulate=1),
+        case(3, 2, "adamw", accumulate=1),
+        case(4, 3, "adamw", clip=0.3, accumulate=1),
+        case(5, 3, accumulate=1, options={"stage3_param_persistence_threshold": 50}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, task, cases, tmp_path_factory):
+    """The folder with a checkpoint halfway through every case, and how the cases ended."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, ranks("throughout", (task, cases, folder))
+
+
+def test_continuing_gives_the_same_bits(ranks, task, cases, saved):
+    folder, expected = saved
+    found = ranks("continued", (task, cases, folder))
+    for case, one, other in zip(cases, found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in other:
+            assert torch.equal(one[name], other[name]), (case, name)
+
+
+def test_every_slice_is_stored_once(saved, cases):
+    folder, expected = saved
+    for number, _ in enumerate(cases):
+        stored = checkpoint._stored(folder / str(number) / "step-00000003")
+        elements = {}
+        for key, (size, _) in stored.items():
+            kind, _, place = key.partition("/")
+            if kind == "model":
+                name = place.partition("[")[0]
+                elements[name] = elements.get(name, 0) + torch.Size(size).numel()
+        assert elements == {name: expected[number][name].numel() for name in elements}
+        assert set(elements) == set(expected[number]) - {"learning rate", "random numbers"}
+
+
+def test_other_runs_are_refused_with_what_differs(ranks, task, cases, saved):
+    first = cases[0]
+    others = [
+        (replace(first, seed=1), "", "plan."),
+        (replace(first, stage=1), "", "parallel.zero.stage was 0 and is now 1"),
+        (replace(first, optimizer="adamw"), "", 'optimizer.target was "sgd" and is now "adamw"'),
+        (first, "train.precision=bf16", 'train.precision was "fp32" and is now "bf16"'),
+        (first, "parallel.mode=semi_auto", 'parallel.mode was "auto" and is now "semi_auto"'),
+        (first, "fingerprint=another", 'was "a hash" and is now "another"'),
+        (first, "", ""),
+    ]
+    said = ranks("refused", (task, [(case, change) for case, change, _ in others], saved[0]))
+    for (case, change, reason), text in zip(others, said, strict=True):
+        assert reason in text, (case, change, text)
+        assert "\n" not in text
+        assert text.startswith("StrategyError: The checkpoint") if reason else text == ""
+
+
+@pytest.fixture(scope="module")
+def alone(entries, task):
+    """`make()` gives a run of one rank, without process groups, and its content."""
+
+    def make(case=None):
+        setup = entries.Setup(task, case or entries.Case(accumulate=1), 0, entries.ALONE)
+        return setup, entries.content(setup, case or entries.Case(accumulate=1))
+
+    return make
+
+
+def weights_of(setup):
+    return {name: tensor.clone() for name, tensor in setup.weights().items()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
+    """Interrupted at every point at which files or names change."""
+    setup, content = alone()
+    setup.step(task.batches[0])
+    checkpoint.save(tmp_path, 1, content)
+    expected = weights_of(setup)
+    setup.step(task.batches[1])
+    for name in ("_write", "_write_text", "_sync", "_put"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, name, interrupted)
+            with pytest.raises(InterruptedError):
+                checkpoint.save(tmp_path, 2, content)
+        assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
+        checkpoint.clean(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    fresh, target = alone()
+    assert checkpoint.load(checkpoint.locate(tmp_path), target) == 1
+    assert same(fresh.weights(), expected)
+
+
+def interrupted(*_, **__):
+    raise InterruptedError
+
+
+def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task, tmp_path, monkeypatch):
+    setup, content = alone()
+    setup.step(task.batches[0])
+    path = checkpoint.save(tmp_path, 1, content)
+    renames = []
+
+    def rename(self, target, original=Path.rename):
+        renames.append(self)
+        if len(renames) == 2:
+            raise InterruptedError
+        return original(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(InterruptedError):
+            checkpoint.save(tmp_path, 1, content)
+    assert checkpoint.newest(tmp_path) is None
+    checkpoint.clean(tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
+    assert checkpoint.load(path, alone()[1]) == 1
+    assert checkpoint.save(tmp_path, 1, content) == path
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_the_last_ones_are_kept(alone, tmp_path):
+    _, content = alone()
+    for step in (2, 10, 9):
+        checkpoint.save(tmp_path, step, content)
+    checkpoint.save(tmp_path, 11, content, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
+    checkpoint.save(tmp_path, 3, content, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010", "step-00000011"]
+
+
+def test_random_states_go_on(alone, tmp_path):
+    _, content = alone()
+    path = checkpoint.save(tmp_path, 1, content)
+    expected = (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random())
+    random.seed(5)
+    checkpoint.load(path, content)
+    assert (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random()) == expected
+
+
+def test_schedulers_with_counters_are_restored(alone, tmp_path):
+    setup, content = alone()
+
+    def scheduler(optimizer):
+        kinds = torch.optim.lr_scheduler
+        return kinds.SequentialLR(
+            optimizer, [kinds.MultiStepLR(optimizer, [1, 2]), kinds.CosineAnnealingLR(optimizer, 9)], [3]
+        )
+
+    one = scheduler(setup.updates.optimizer)
+    for _ in range(4):
+        setup.updates.optimizer.step()
+        one.step()
+    path = checkpoint.save(tmp_path, 1, replace(content, scheduler=one))
+    fresh, target = alone()
+    other = scheduler(fresh.updates.optimizer)
+    checkpoint.load(path, replace(target, scheduler=other))
+    for _ in range(3):
+        for setup_, scheduler_ in ((setup, one), (fresh, other)):
+            setup_.updates.optimizer.step()
+            scheduler_.step()
+        assert one.get_last_lr() == other.get_last_lr()
+
+
+def test_a_state_that_cannot_be_held_is_refused(alone, tmp_path):
+    setup, content = alone()
+    setup.updates.optimizer.param_groups[0]["odd"] = interrupted
+    with pytest.raises(ConfigError, match="keeps something in its state that a checkpoint cannot hold"):
+        checkpoint.save(tmp_path, 1, content)
+    assert checkpoint.newest(tmp_path) is None
+
+
+def damage_header(path):
+    (path / checkpoint.HEADER).write_text("{")
+
+
+def damage_header_entry(path):
+    header = json.loads((path / checkpoint.HEADER).read_text())
+    del header["plan"]
+    (path / checkpoint.HEADER).write_text(json.dumps(header))
+
+
+def damage_metadata(path):
+    (path / ".metadata").write_bytes(b"nothing")
+
+
+def remove_metadata(path):
+    (path / ".metadata").unlink()
+
+
+def cut_data(path):
+    data = next(path.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:100])
+
+
+def remove_data(path):
+    next(path.glob("*.distcp")).unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_header, damage_header_entry, damage_metadata, remove_metadata, cut_data, remove_data]
+)
+def test_a_damaged_checkpoint_is_named_with_the_others(alone, tmp_path, damage):
+    setup, content = alone()
+    path = checkpoint.save(tmp_path, 2, content)
+    checkpoint.save(tmp_path, 1, content)
+    before = weights_of(setup)
+    damage(path)
+    with pytest.raises(ConfigError, match=r"step-00000002 is damaged .* Others beside it: step-00000001") as caught:
+        checkpoint.load(path, content)
+    assert "\n" not in str(caught.value)
+    assert same(setup.weights(), before), "a failed load must not change anything"
+
+
+def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
+    with pytest.raises(ConfigError, match=r"missing' .*does not exist"):
+        checkpoint.locate(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        checkpoint.locate(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no checkpoint\.json"):
+        checkpoint.load(tmp_path, alone()[1])
+    assert checkpoint.newest(tmp_path / "missing") is None
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(alone, tmp_path):
+    _, content = alone()
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        checkpoint.save(folder, step, content)
+    shutil.rmtree(folder / "step-00000002" / checkpoint.HEADER, ignore_errors=True)
+    for path in (tmp_path, folder, folder / "step-00000002"):
+        assert checkpoint.locate(path) == folder / "step-00000002"
+    assert checkpoint.locate(folder / "step-00000001") == folder / "step-00000001"
+
+
+def test_differences_name_the_first_entry():
+    before = {"a": {"b": [1, 2], "c": 3}, "d": 4}
+    assert list(differences(before, copy.deepcopy(before), "plan")) == []
+    assert list(differences(before, {"a": {"b": [1], "c": 3}, "e": 4}, "plan")) == [
+        ("plan.a.b", [1, 2], [1]),
+        ("plan.d", 4, None),
+        ("plan.e", None, 4),
+    ]
+
+
+def test_who_chose_a_strategy_does_not_matter_but_the_order_of_axes_does():
+    plan = {
+        "mesh": {"a": 2, "b": 2},
+        "operators": {"x": {"assignment": {}, "origin": "default"}},
+        "search": {"seconds": 1},
+    }
+    saved = {"plan": plan, "config": {}, "fingerprint": ""}
+    other = copy.deepcopy(plan) | {"search": {"seconds": 2}}
+    other["operators"]["x"]["origin"] = "configured"
+    check_same(Path("p"), saved, plan=other, config={}, fingerprint="")
+    with pytest.raises(StrategyError, match=r"plan\.mesh was"):
+        check_same(Path("p"), saved, plan=plan | {"mesh": {"b": 2, "a": 2}}, config={}, fingerprint="")
+
+
+def kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size):
+    with pytest.raises(RunFailed, match="SIGKILL"):
+        ranks("killed", (task, entries.Case(accumulate=1), folder, seconds), world_size=world_size)
+    checkpoint.clean(folder)
+    names = [path.name for path in folder.iterdir()]
+    assert all(checkpoint.NAME.fullmatch(name) for name in names)
+    assert 1 <= len(names) <= 3
+
+
+def test_a_rank_killed_while_saving_leaves_a_good_checkpoint(ranks, entries, alone, task, tmp_path):
+    for number, seconds in enumerate((0.01, 0.1)):
+        folder = tmp_path / str(number)
+        kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size=1)
+        setup, content = alone()
+        done = checkpoint.load(checkpoint.locate(folder), content)
+        after, _ = alone()
+        for _ in range(done):
+            after.step(task.batches[0])
+        assert same(setup.weights(), after.weights())
+
+
+@pytest.mark.slow
+def test_killed_ranks_ten_times(ranks, entries, alone, task, tmp_path):
+    draw = random.Random(0)
+    for number in range(10):
+        kill_and_continue(ranks, entries, alone, task, tmp_path / str(number), draw.random() / 2, world_size=4)

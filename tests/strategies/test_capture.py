@@ -1,0 +1,350 @@
+"""Capture: what torch models are made of becomes one graph that trains like the model, or an error that says what is in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.strategies.whole_model import TOLERANCE, Model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies.capture import LossFunction, Objective, capture
+from strategies.errors import StrategyError
+
+
+class Net(nn.Module):
+    """A linear layer, and a body given as a function of (net, x)."""
+
+    def __init__(self, body: Callable[[Net, Tensor], Any], **tensors: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.dense = nn.Linear(8, 8)
+        for name, value in tensors.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+@dataclasses.dataclass
+class Output:
+    """What a model may return, unknown to torch."""
+
+    logits: Tensor
+    loss: Tensor
+    extra: None = None
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    first = h.mul_(2)
+    h += x
+    first.sub_(0.1)  # still the same tensor
+    return F.relu(h, inplace=True) + first
+
+
+def write_to_piece(net: Net, x: Tensor) -> Tensor:
+    left = net.dense(x)[:, :4]
+    left.add_(1)
+    return left * x[:, :4]
+
+
+def frozen_teacher(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = net.dense(x).tanh()
+        scale = target.abs().sum(-1, keepdim=True)
+    return net.dense(x) * target / scale
+
+
+def several_results(net: Net, x: Tensor) -> Tensor:
+    top, where = net.dense(x).max(dim=1)
+    a, b = torch.split(net.dense(x), [3, 5], -1)
+    low, high = torch.std_mean(x, -1)
+    return a.sum(-1) * b.mean(-1) + top * where + low + high
+
+
+def counted(net: Net, x: Tensor) -> Tensor:
+    net.calls.add_(1)
+    net.running.copy_(net.dense(x).detach().mean(0))
+    return net.dense(x) * net.calls
+
+
+def own_constant(net: Net, x: Tensor) -> Tensor:
+    return net.dense(x) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype) + net.table[:8]
+
+
+def mask(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    return h * (h > 0) + h.argmax(-1, keepdim=True)
+
+
+def baked_batch(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x).view(8, 2, 4).transpose(1, 2).reshape(32, 2)
+    return h @ h.new_ones(2, 3) + torch.arange(32).view(32, 1)
+
+
+def shares(net: Net, x: Tensor) -> Tensor:
+    """The weight of another module, directly and transposed."""
+    return F.linear(net.dense(x), net.other.weight) + net.other(x) @ net.other.weight.t()
+
+
+BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
+    "called three times": (lambda net, x: net.dense(net.dense(net.dense(x))), {}),
+    "one tensor twice": (lambda net, x: torch.cat([(h := net.dense(x)), h, h * h], -1) @ torch.cat([h, h, h], -1).t(), {}),
+    "in place": (in_place, {}),
+    "in place on a piece": (write_to_piece, {}),
+    "no_grad": (frozen_teacher, {}),
+    "several results": (several_results, {}),
+    "buffers written": (counted, {"calls": torch.zeros(()), "running": torch.zeros(8)}),
+    "constants": (own_constant, {"table": torch.arange(10.0)}),
+    "mask": (mask, {}),
+    "baked batch": (baked_batch, {}),
+    "foreign weight": (shares, {"other": nn.Linear(8, 8)}),
+    "unused parameter": (lambda net, x: net.dense(x), {"spare": nn.Parameter(torch.zeros(3)), "idle": nn.Linear(2, 2)}),
+    "frozen parameter": (lambda net, x: net.fixed(net.dense(x)), {"fixed": nn.Linear(8, 8).requires_grad_(False)}),
+    "parameter of no dims": (lambda net, x: net.dense(x) * net.scale, {"scale": nn.Parameter(torch.tensor(1.5))}),
+    "checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=False), {}),
+    "batch norm": (lambda net, x: net.norm(net.dense(x)), {"norm": nn.BatchNorm1d(8)}),
+    "one module, two names": (lambda net, x: net.again(net.dense(x)), {}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_trains_like_the_model(name: str, draw: Any) -> None:
+    torch.manual_seed(0)
+    body, tensors = BODIES[name]
+    net = Net(body, **tensors)
+    if name == "one module, two names":
+        net.again = net.dense
+    model = Model(net, LossFunction(lambda out, target: (out.double().square().sum() - target.sum()) / 100, {}), (torch.randn(8, 8), torch.randn(8, 8)))
+    assert model.worst(draw) < TOLERANCE
+
+
+def test_the_example_is_left_alone() -> None:
+    net = Net(counted, calls=torch.zeros(()), running=torch.zeros(8)).eval()
+    x, before = torch.randn(4, 8), {k: v.clone() for k, v in net.state_dict().items()}
+    capture(Objective(net, LossFunction(torch.sum, {}), ("x",), ()), (x.clone().requires_grad_(),), training=False)
+    assert not net.training and not net._forward_hooks
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda h: (h.sum(), h),
+        lambda h: {"accuracy": h.mean(), "loss": h.sum(), "logits": h},
+        lambda h: Output(h, h.sum()),
+    ],
+    ids=["tuple", "dict", "dataclass"],
+)
+def test_model_returns_its_loss(answer: Callable[[Tensor], Any], draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Net(lambda net, x: answer(net.dense(x))), None, {"x": torch.randn(8, 8)})
+    assert [operator.op for operator in model.graph.operators] == ["linear", "sum"]
+    assert model.worst(draw, 4) < TOLERANCE
+    evaluated = capture(model.objective, model.batch, training=False).graph
+    assert sorted(evaluated.specs[ref].shape for ref in evaluated.outputs)[-1] == (8, 8)
+
+
+def test_dict_batch_with_a_loss(draw: Any) -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+            self.head.weight = self.emb.weight
+
+        def forward(self, *, mask: Tensor, tokens: Tensor) -> Tensor:
+            return self.head(self.emb(tokens) * mask.unsqueeze(-1)).transpose(1, 2)
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 16, (4, 8))
+    batch = {"tokens": tokens, "labels": tokens.roll(1, 1), "mask": torch.rand(4, 8)}
+    model = Model(Embeds(), nn.CrossEntropyLoss(weight=torch.rand(16), ignore_index=3), batch, ("labels",))
+    (tied,) = (source for source in model.graph.sources if source.aliases)
+    assert (tied.name, tied.aliases) == ("emb.weight", ("head.weight",))
+    assert "head.weight" not in model.graph.parameter_order
+    assert [source.name for source in model.graph.of_kind("input")] == ["tokens", "labels", "mask"]
+    assert model.worst(draw) < TOLERANCE
+
+
+def test_loss_with_parameters_of_its_own(draw: Any) -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8))
+
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return ((out - target).square() * self.weight).mean()
+
+    model = Model(Net(lambda net, x: net.dense(x)), Weighted(), (torch.randn(8, 8), torch.randn(8, 8)))
+    assert "loss.weight" in model.gradients
+    assert model.worst(draw, 4) < TOLERANCE
+
+
+def test_what_the_loss_does_not_need_is_dropped_but_not_side_effects() -> None:
+    def body(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+        net.calls.add_(1)
+        h = F.dropout(net.norm(net.dense(x)), 0.5)
+        F.dropout(h.exp())  # its numbers count
+        return net.dense(x).sum(), h.softmax(-1)
+
+    net = Net(body, calls=torch.zeros(()), norm=nn.BatchNorm1d(8))
+    graph = capture(Objective(net, None, ("x",), ()), (torch.randn(4, 8),), training=True).graph
+    assert [operator.op for operator in graph.operators] == [
+        "add_", "linear", "add_", "batch_norm", "dropout", "exp", "dropout", "linear", "sum",
+    ]  # fmt: skip
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+triple = Triple.apply
+
+
+def branch(net: Net, x: Tensor) -> Tensor:
+    return net.dense(x) if x.sum() > 0 else x
+
+
+def wrong_shape(net: Net, x: Tensor) -> Tensor:
+    return net.dense(x) @ x[:3]
+
+
+def from_other_view(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    flat = h.view(-1)
+    h.add_(1)
+    return flat * 2
+
+
+def through_a_view(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    h[:, 0] = 1
+    return h
+
+
+def through_a_deep_view(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    deep = h.view(2, 4, 8).transpose(0, 1)
+    h.add_(1)
+    return deep * 2
+
+
+REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
+    "branch": (branch, "branch or a shape from the values of a tensor at strategies/test_capture.py:"),
+    "wrong shape": (wrong_shape, r"failed on the example batch at strategies/test_capture.py:\d+: return net.dense\(x\) @ x \(RuntimeError: "),
+    "raises": (lambda net, x: {}["missing"], r"failed on the example batch at strategies/test_capture.py:\d+: .* \(KeyError: 'missing'\)"),
+    "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
+    "item": (lambda net, x: net.dense(x) * x.sum().item(), "item at strategies/test_capture.py:.* returns a .*, not a tensor"),
+    "nonzero": (lambda net, x: net.dense(x)[x > 0], "shape depends on values"),
+    "own backward": (lambda net, x: Triple.apply(net.dense(x)), "torch.autograd.Function Triple, whose own backward is lost"),
+    "own backward, bound early": (lambda net, x: triple(net.dense(x)), "torch.autograd.Function Triple, whose own backward is lost"),
+    "reentrant checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True), "use_reentrant=False"),
+    "autocast": (lambda net, x: autocast(net, x), "torch.autocast inside forward"),
+    "in place on the batch": (lambda net, x: net.dense(x.add_(1)), "add_ at strategies/test_capture.py:.* writes in place to a batch tensor"),
+    "in place on a view of it": (lambda net, x: net.dense(x.view(-1).add_(1).view(8, 8)), "writes in place to a batch tensor"),
+    "in place on a parameter": (lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1), "writes in place to a parameter"),
+    "in place on a buffer": (lambda net, x: net.dense(x) + net.table.sub_(1), "sub_ .* writes in place to a buffer"),
+    "in place under a view": (from_other_view, "memory that is read later under another name"),
+    "in place through a view": (through_a_view, "memory that is read later under another name"),
+    "in place under a view of a view": (through_a_deep_view, "memory that is read later under another name"),
+    "in place without a twin": (lambda net, x: net.dense(x) + torch.empty_like(x).bernoulli_(0.5), "no form that returns a new tensor"),
+    "nothing trains": (lambda net, x: net.dense(x).detach(), "depends on no trainable parameter"),
+}
+
+
+def autocast(net: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.dense(x)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_paragraph(name: str) -> None:
+    body, text = REFUSED[name]
+    objective = Objective(Net(body, table=torch.arange(8.0)), LossFunction(torch.sum, {}), ("x",), ())
+    with pytest.raises(StrategyError, match=text) as caught:
+        capture(objective, (torch.randn(8, 8),), training=True)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda h: h, r"The model \(loss.target is null.*returned a tensor float32\[8, 8\]"),
+        (lambda h: (h, h.sum()), r"returned tuple of a tensor float32\[8, 8\], a tensor float32\[\]"),
+        (lambda h: {"cost": h.sum()}, r"returned dict of cost: a tensor float32\[\]"),
+        (lambda h: h.sum().long(), r"returned a tensor int64\[\]"),
+        (lambda h: None, "returned None"),
+        (lambda h: 3.0, "returned a float"),
+    ],
+)
+def test_own_loss_must_be_a_scalar(answer: Callable[[Tensor], Any], text: str) -> None:
+    objective = Objective(Net(lambda net, x: answer(net.dense(x))), None, ("x",), ())
+    with pytest.raises(StrategyError, match=text):
+        capture(objective, (torch.randn(8, 8),), training=True)
+
+
+def test_loss_must_be_a_scalar() -> None:
+    objective = Objective(Net(lambda net, x: net.dense(x)), nn.MSELoss(reduction="none"), ("0", "1"), ("1",))
+    with pytest.raises(StrategyError, match=r"^The loss returned a tensor float32\[8, 8\]; training needs one floating-point scalar"):
+        capture(objective, (torch.randn(8, 8), torch.randn(8, 8)), training=True)
+
+
+def test_loss_and_model_cannot_share_a_name() -> None:
+    net = Net(lambda net, x: net.loss(net.dense(x)), loss=nn.Linear(8, 8))
+    objective = Objective(net, nn.CrossEntropyLoss(weight=torch.ones(8)), ("0", "1"), ("1",))
+    with pytest.raises(StrategyError, match="both have a tensor called loss.weight"):
+        capture(objective, (torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), training=True)
+
+
+def test_custom_backward_is_no_matter_in_evaluation() -> None:
+    objective = Objective(Net(lambda net, x: triple(net.dense(x))), None, ("x",), ())
+    graph = capture(objective, (torch.randn(8, 8),), training=False).graph
+    assert [operator.op for operator in graph.operators] == ["linear", "clone"]
+
+
+def test_names_paths_and_source_lines() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.relu = nn.Linear(4, 4), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.dense(x) + self.relu(x))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(), Block()])
+            self.tail = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.tail(F.relu(x) * 2).sum()
+
+    graph = capture(Objective(Stack(), None, ("x",), ()), (torch.randn(2, 4),), training=True).graph
+    assert [operator.name for operator in graph.operators] == [
+        "layers.0.dense", "layers.0.relu@0", "layers.0", "layers.0.relu@1",
+        "layers.1.dense", "layers.1.relu@0", "layers.1", "layers.1.relu@1",
+        "relu", "mul", "tail.0", "tail.1", "sum",
+    ]  # fmt: skip
+    assert [operator.path for operator in graph.operators[:3]] == [("layers.0", "dense"), ("layers.0", "relu"), ("layers.0",)]
+    assert graph.by_name["tail.0"].path == ("tail", "0")
+    line = Block.forward.__code__.co_firstlineno + 1
+    assert graph.by_name["layers.1.dense"].source == f"strategies/test_capture.py:{line}"
+    assert graph.by_name["layers.0"].where == f"layers.0 (add, strategies/test_capture.py:{line})"

@@ -1,0 +1,51 @@
+"""Who may import whom: models torch, strategies torch and numpy, runner strategies. Read from the sources."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STANDARD = set(sys.stdlib_module_names)
+ALLOWED = {
+    "strategies": {"torch", "numpy", "pydantic", "strategies"},
+    "models": {"torch", "models", "strategies.collectives"},
+    "runner": set(
+        "torch numpy pydantic pydantic_core hydra omegaconf yaml tqdm strategies runner conf recipes".split()
+    ),
+}
+SPECIAL = {
+    "strategies/engine/zero.py": {"deepspeed"},
+}
+
+
+def imported(source):
+    """Dotted names that a source imports, anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def wrong(path, package):
+    allowed = STANDARD | ALLOWED[package] | SPECIAL.get(str(path.relative_to(ROOT)), set())
+    return [
+        name
+        for name in imported(path.read_text())
+        if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+    ]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_packages_import_what_they_may(package):
+    sources = sorted((ROOT / package).rglob("*.py"))
+    assert sources
+    assert {str(path.relative_to(ROOT)): names for path in sources if (names := wrong(path, package))} == {}
+
+
+def test_imports_are_found_anywhere():
+    source = "def f():\n    import a.b\n    from c import d, e\n"
+    assert list(imported(source)) == ["a.b", "c.d", "c.e"]
