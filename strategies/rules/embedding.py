@@ -14,8 +14,13 @@ from strategies.rules.sharding import Local, Sharding, sharding
 
 
 @local_function
-def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int) -> Tensor:
-    """Rows of a vocabulary slice: table [v/n, e], global indices [...] -> [..., e], zeros for rows of other slices."""
+def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total: int) -> Tensor:
+    """Rows of a vocabulary slice: table [v/n, e], global indices [...] -> [..., e], zeros for rows of other slices.
+
+    Raises IndexError on the CPU for an index outside the `total` rows, as the whole table would (a GPU would have to wait for it).
+    """
+    if indices.device.type == "cpu" and indices.numel() and not (0 <= indices.min() and indices.max() < total):
+        raise IndexError(f"embedding: an index lies outside the table of {total} rows (smallest {indices.min()}, largest {indices.max()}).")
     own = indices - start
     inside = (own >= 0) & (own < table.shape[0])
     # the row padding_idx gets no gradient; if another slice has it, no row of this one is exempt
@@ -32,8 +37,9 @@ def _embedding(operator: Operator, local: Local) -> Ref:
     if local.slices("v") == 1:
         return local.call(operator.target, *local.args)
     table, indices = local.args[:2]
-    start = local.position("v", local.operand_shape(0)[0])
-    return local.call("local.lookup_slice", table, indices, start, _options(operator).get("padding_idx", -1))
+    rows = local.operand_shape(0)[0]
+    padding = _options(operator).get("padding_idx", -1)
+    return local.call("local.lookup_slice", table, indices, local.position("v", rows), padding, rows * local.slices("v"))
 
 
 @rule("embedding")

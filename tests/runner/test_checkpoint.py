@@ -163,7 +163,8 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task,
     renames = []
 
     def rename(self, target, original=Path.rename):
-        renames.append(self)
+        if "step-" in Path(target).name:
+            renames.append(self)
         if len(renames) == 2:
             raise InterruptedError
         return original(self, target)
@@ -274,7 +275,7 @@ def test_a_damaged_checkpoint_is_named_with_the_others(alone, tmp_path, damage):
 
 
 def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
-    with pytest.raises(ConfigError, match=r"missing' .*does not exist"):
+    with pytest.raises(ConfigError, match="missing': this folder does not exist"):
         checkpoint.locate(tmp_path / "missing")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         checkpoint.locate(tmp_path)

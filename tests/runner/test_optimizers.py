@@ -1,0 +1,118 @@
+"""Every parameter in one group, the first glob that matches counts, and whatever is wrong is told with its key."""
+
+import pytest
+import torch
+
+from runner.errors import ConfigError
+from runner.optimizers import frozen, optimizer_factory, parameter_groups, scheduler
+from runner.schema import Optimizer, Scheduler
+
+NAMES = ("emb.weight", "layers.0.norm.weight", "layers.0.norm.bias", "layers.0.dense.weight", "head.bias")
+NO_SCHEDULER = {"target": None, "args": {}, "per": "step"}
+
+
+def config(**changes):
+    given = {"target": "torch.optim.SGD", "args": {"lr": 0.1}, "groups": [], "freeze": [], "scheduler": NO_SCHEDULER}
+    return Optimizer.model_validate({**given, **changes})
+
+
+def parameters(*names):
+    return [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in names]
+
+
+def test_without_groups_there_is_one():
+    assert parameter_groups(NAMES, NAMES, config()) == [{"names": list(NAMES)}]
+
+
+def test_the_first_group_that_matches_counts():
+    groups = [
+        {"match": ["*.bias", "*.norm.*"], "args": {"weight_decay": 0.0}},
+        {"match": ["layers.*"], "args": {"lr": 0.5}},
+    ]
+    found = parameter_groups(NAMES, NAMES, config(groups=groups))
+    assert found == [
+        {"names": ["emb.weight"]},
+        {"names": ["layers.0.norm.weight", "layers.0.norm.bias", "head.bias"], "weight_decay": 0.0},
+        {"names": ["layers.0.dense.weight"], "lr": 0.5},
+    ]
+
+
+def test_frozen_parameters_are_in_no_group():
+    chosen = config(freeze=["emb.*", "head.bias"], groups=[{"match": ["head.*"], "args": {"lr": 1.0}}])
+    still = frozen(NAMES, chosen)
+    assert still == {"emb.weight", "head.bias"}
+    found = parameter_groups(NAMES, [name for name in NAMES if name not in still], chosen)
+    assert found == [{"names": ["layers.0.norm.weight", "layers.0.norm.bias", "layers.0.dense.weight"]}]
+
+
+def test_a_glob_that_matches_nothing_is_told_with_the_closest_name():
+    with pytest.raises(ConfigError) as caught:
+        frozen(NAMES, config(freeze=["*.bias", "emb.wieght"]))
+    assert str(caught.value).startswith("optimizer.freeze[1] = 'emb.wieght' matches no parameter of the model.")
+    assert "Did you mean 'emb.weight'?" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"optimizer\.groups\[0\]\.match\[1\] = 'tail\.\*' matches no parameter"):
+        parameter_groups(NAMES, NAMES, config(groups=[{"match": ["emb.*", "tail.*"], "args": {}}]))
+
+
+def test_the_optimizer_is_made_with_arguments_and_groups():
+    chosen = config(target="torch.optim.AdamW", args={"lr": 0.1, "weight_decay": 0.2})
+    made = optimizer_factory(chosen)([parameters("a")[0], {**parameters("b")[0], "lr": 0.5}])
+    assert isinstance(made, torch.optim.AdamW)
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.5]
+    assert [group["weight_decay"] for group in made.param_groups] == [0.2, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "torch.optim.SDG"}, r"optimizer\.target = 'torch\.optim\.SDG'.* Did you mean 'SGD'"),
+        (
+            {"target": "torch.nn.Linear", "args": {"out_features": 1}},
+            r"made a Linear; a torch\.optim\.Optimizer is needed",
+        ),
+        (
+            {"args": {"lr": 0.1, "momentun": 0.9}},
+            r"optimizer\.args: .* no argument 'momentun'.* Did you mean 'momentum'",
+        ),
+        ({"args": {"lr": -1.0}}, r"optimizer: .*Invalid learning rate: -1\.0"),
+        ({"groups": [{"match": ["*"], "args": {"decay": 1}}]}, r"optimizer\.groups\[0\]\.args: .* no argument 'decay'"),
+        (
+            {"groups": [{"match": ["*"], "args": {"lr": -1.0}}]},
+            r"optimizer\.groups\[0\]: .*Invalid learning rate: -1\.0",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_optimizer_is_told_before_it_is_needed(changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        optimizer_factory(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_schedulers():
+    optimizer = torch.optim.SGD(parameters("a"), lr=1.0)
+    assert scheduler(Scheduler.model_validate(NO_SCHEDULER), optimizer) is None
+    step = {"target": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1, "gamma": 0.5}, "per": "epoch"}
+    made = scheduler(Scheduler.model_validate(step), optimizer)
+    assert made is not None
+    for _ in range(2):
+        optimizer.step()
+        made.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "message"),
+    [
+        ("StepLR", {"gama": 0.5, "step_size": 1}, r"optimizer\.scheduler\.args: .* no argument 'gama'.* 'gamma'"),
+        ("StepLR", {}, r"optimizer\.scheduler\.args: .* needs 'step_size'"),
+        ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
+        ("ReduceLROnPlateau", {}, "must be told a measurement at every step, which is not offered"),
+        ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
+        ("Counter", {}, r"made a Counter; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
+    ],
+)
+def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):
+    optimizer = torch.optim.SGD(parameters("a"), lr=1.0)
+    given = {"target": f"torch.optim.lr_scheduler.{target}", "args": args, "per": "step"}
+    with pytest.raises(ConfigError, match=message):
+        scheduler(Scheduler.model_validate(given), optimizer)
