@@ -7,6 +7,7 @@ verification need not know the difference.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from strategies.engine import weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.partition import build
 from strategies.engine.program import Program, lower
-from strategies.graph import Ref, Source, TensorSpec
+from strategies.graph import OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, chain
@@ -72,11 +73,30 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     modules = {rows: (build(evaluation, tensors, communicator, rank.device), evaluation) for rows, evaluation in evaluations.items()}
     blocks = _blocks(program, rank.rank)
 
+    graph = prepared.graph
+
     def forward(model: nn.Module, entries: Sequence[Tensor], key: int) -> Tensor:
-        loss: Tensor = model(*entries, key) if program.random else model(*entries)
+        try:
+            loss: Tensor = model(*entries, key) if program.random else model(*entries)
+        except Exception as error:
+            if (operator := blamed(error, program, graph)) is not None:
+                error.operator = operator  # type: ignore[attr-defined]
+            raise
         return loss
 
     return Execution(program, communicator, module, forward, tensors, blocks, modules)
+
+
+def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:
+    """The operator, with its source line in the user's model, whose generated code raised `error`.
+
+    A line of generated code assigns the instruction of the same name: `linear_1 = torch.ops.aten.linear.default(...)`.
+    """
+    by_id = {instruction.id: instruction.operator for instruction in program.instructions}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith("<eval_with_key>") and (name := by_id.get((frame.line or "").partition(" = ")[0])):
+            return graph.by_name[name].where if name in graph.by_name else name
+    return None
 
 
 def _axes_used(program: Program) -> list[tuple[str, ...]]:

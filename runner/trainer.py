@@ -23,6 +23,7 @@ from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
 from runner.metrics import Metrics
 from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
+from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import weights
 from strategies.engine.updates import Updates, axes_needed, make_updates
@@ -41,6 +42,8 @@ class Job:
     """Where verification wants every step's loss and gradients, and the last weights."""
     follow: Path | None = None
     """Another run's record, whose gradients the optimizer is given in place of the run's own."""
+    marks: Marks = ()
+    """When the parent's phases ended."""
 
 
 class Trainer:
@@ -48,6 +51,7 @@ class Trainer:
 
     def __init__(self, rank: RankContext, job: Job) -> None:
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
+        self.marks = marked(job.marks, "ranks")
         _agree(self.prepared.digest)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
@@ -99,6 +103,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
+        self.marks = marked(self.marks, "program and data")
         loss, results = float("nan"), {}
         with _metrics(self, first) as metrics:
             for step in range(first, self.total_steps + 1):
@@ -116,6 +121,8 @@ class Trainer:
                     raise FloatingPointError(f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help.")
                 if metrics is not None:
                     seconds = time.perf_counter() - started
+                    if step == first and self.job.marks:
+                        metrics.say(told(marked(self.marks, "step")))
                     metrics.step(step, loss=loss, lr=lr, seconds=seconds, samples=self.config.data.batch_size, grad_norm=norm)
                 if self.evaluator is not None and self._due(step):
                     results = self.evaluator.run()

@@ -36,10 +36,10 @@ def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Paramet
     """The rank's slice of a whole parameter along `dim`, as a parameter that declares how it is sliced.
 
     From the declaration follow the gradient reduction, checkpoints and the comparison with a reference. Raises StrategyError if
-    the dim does not divide.
+    the dim is not there or does not divide.
     """
-    names = _known(axes)
-    layout = Layout(tuple(names if d == dim % parameter.dim() else () for d in range(parameter.dim())))
+    names, sliced = _known(axes), _dim(parameter, dim)
+    layout = Layout(tuple(names if d == sliced else () for d in range(parameter.dim())))
     block = layout.block(parameter.shape, _current.mesh, _current.rank)
     piece = nn.Parameter(parameter.detach()[tuple(slice(*bounds) for bounds in block)].clone(), parameter.requires_grad)
     piece.declared_layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]
@@ -60,32 +60,33 @@ def all_reduce(x: Tensor, axes: Axes) -> Tensor:
 
 def all_gather(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
     """The ranks' tensors joined along `dim`, on each of them. Adjoint: reduce_scatter."""
-    return _run(x, _step(ALL_GATHER, axes, dim % x.dim()), _step(REDUCE_SCATTER, axes, dim % x.dim()))
+    dim = _dim(x, dim)
+    return _run(x, _step(ALL_GATHER, axes, dim), _step(REDUCE_SCATTER, axes, dim))
 
 
 def reduce_scatter(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
     """This rank's slice along `dim` of the sum over the ranks. Adjoint: all_gather."""
-    _divides(x, axes, dim)
-    return _run(x, _step(REDUCE_SCATTER, axes, dim % x.dim()), _step(ALL_GATHER, axes, dim % x.dim()))
+    dim = _divided(x, axes, dim)
+    return _run(x, _step(REDUCE_SCATTER, axes, dim), _step(ALL_GATHER, axes, dim))
 
 
 def all_to_all(x: Tensor, axes: Axes, split: int, join: int) -> Tensor:
     """Slices along dim `split` go to the ranks along `axes`; what arrives is joined along dim `join`. Adjoint: the way back."""
-    _divides(x, axes, split)
-    split, join = split % x.dim(), join % x.dim()
+    split, join = _divided(x, axes, split), _dim(x, join)
     return _run(x, _step(ALL_TO_ALL, axes, split, join), _step(ALL_TO_ALL, axes, join, split))
 
 
 def split(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
     """This rank's slice of a tensor that is whole on every rank. Adjoint: zeros around the slice's gradient."""
-    _divides(x, axes, dim)
-    return _run(x, _step(SLICE, axes, dim % x.dim()), _step(PAD, axes, dim % x.dim()))
+    dim = _divided(x, axes, dim)
+    return _run(x, _step(SLICE, axes, dim), _step(PAD, axes, dim))
 
 
 def broadcast(x: Tensor, axes: Axes, source: int = 0) -> Tensor:
     """The tensor of rank `source` (its index along `axes`), on each of them. Adjoint: the sum of the gradients at the source."""
     mine = _current.mesh.index(_current.rank, _known(axes)) == source
-    return all_reduce(x if mine else x * 0, axes)
+    # zeros that still depend on x, so that every rank takes part in backward (x * 0 would let infinities through)
+    return all_reduce(x if mine else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0), axes)
 
 
 class _Collective(torch.autograd.Function):
@@ -122,7 +123,17 @@ def _known(axes: Axes) -> tuple[str, ...]:
     return names
 
 
-def _divides(x: Tensor, axes: Axes, dim: int) -> None:
-    count = _current.mesh.product(_known(axes))
+def _divided(x: Tensor, axes: Axes, dim: int) -> int:
+    """The dim from the front. Raises StrategyError if it does not divide."""
+    dim, count = _dim(x, dim), _current.mesh.product(_known(axes))
     if x.shape[dim] % count:
-        raise StrategyError(f"Dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {count} equal slices (axes {axes}).")
+        raise StrategyError(
+            f"Dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {count} equal slices (axes {axes})."
+        )
+    return dim
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise StrategyError(f"A tensor of shape {tuple(x.shape)} has {x.dim()} dims, so there is no dim {dim} to slice or join.")
+    return dim % x.dim()

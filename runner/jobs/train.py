@@ -7,15 +7,18 @@ from pathlib import Path
 
 from runner import launch
 from runner.schema import Config
+from runner.timeline import begin, marked
 
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input) and RunFailed (a rank failed)."""
+    marks = marked(begin(), "config")
     launch.warm()  # the ranks' server imports torch while this process does
     from runner import report
     from runner.prepare import prepare
     from runner.trainer import Job
 
+    marks = marked(marks, "imports")
     with tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder:
         prepared = prepare(config, Path(folder))
         report.write_plan(prepared, run_dir)
@@ -23,7 +26,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         resume = _resume(config, run_dir)
         result = launch.run_ranks(
             "runner.trainer:train",
-            Job(prepared, Path(folder).absolute(), resume),
+            Job(prepared, Path(folder).absolute(), resume, marks=marked(marks, "capture and plan")),
             world_size=prepared.world_size,
             run_dir=run_dir,
             device=prepared.device,

@@ -36,19 +36,25 @@ class Problem:
 
     @cached_property
     def batch_factors(self) -> dict[str, str]:
-        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every input."""
+        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every input.
+
+        Where an operator keeps that dim whole (or has no rule), a result with the same size in the same place carries the batch on.
+        """
         dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
         found: dict[str, str] = {}
         for operator in self.graph.operators:
             sharding = self.shardings[operator.id]
-            for position, ref in enumerate(operator.operands):
-                factor = sharding.operands[position][dims[ref]] if ref in dims else None
-                if factor is not None:
-                    found.setdefault(operator.id, factor)
-            if operator.id in found:
-                for index, result in enumerate(sharding.results):
-                    if found[operator.id] in result:
-                        dims[Ref(operator.id, index)] = result.index(found[operator.id])
+            carried = [(position, dims[ref], self.graph.specs[ref].shape) for position, ref in enumerate(operator.operands) if ref in dims]
+            factors = [factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None]
+            if factors:
+                found[operator.id] = factors[0]
+            for index, (result, spec) in enumerate(zip(sharding.results, operator.results, strict=True)):
+                if factors:
+                    kept = [dim for dim, factor in enumerate(result) if factor == factors[0]]
+                else:
+                    kept = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
+                if kept:
+                    dims[Ref(operator.id, index)] = kept[0]
         return found
 
     def result_layout(self, ref: Ref, assignment: Assignment) -> Layout:

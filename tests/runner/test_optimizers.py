@@ -67,8 +67,8 @@ def test_the_optimizer_is_made_with_arguments_and_groups():
     [
         ({"target": "torch.optim.SDG"}, r"optimizer\.target = 'torch\.optim\.SDG'.* Did you mean 'SGD'"),
         (
-            {"target": "torch.nn.Linear", "args": {"out_features": 1}},
-            r"made a Linear; a torch\.optim\.Optimizer is needed",
+            {"target": "builtins.repr", "args": {}},
+            r"made a str; a torch\.optim\.Optimizer is needed",
         ),
         (
             {"args": {"lr": 0.1, "momentun": 0.9}},
@@ -108,7 +108,7 @@ def test_schedulers():
         ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
         ("ReduceLROnPlateau", {}, "must be told a measurement at every step, which is not offered"),
         ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
-        ("Counter", {}, r"made a Counter; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
+        ("Optimizer.__repr__", {}, r"made a str; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
     ],
 )
 def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):

@@ -105,7 +105,7 @@ def test_what_a_path_means(graph: OperatorGraph, path: str, names: list[str]) ->
 
 @pytest.mark.parametrize(
     "path",
-    ["dense", "layers.0", "layers.dense", "layers.2.dense", "head@2", "head.matmul@2", "layers.0.dense@0", "Head", "*.*.*.*", ""],
+    ["dense", "layers.0", "layers.dense", "layers.2.dense", "head@2", "head.matmul@2", "layers.0.dense@0", "Head", "*.*.*.*.*", ""],
 )
 def test_what_means_nothing_is_an_error(graph: OperatorGraph, path: str) -> None:
     with pytest.raises(StrategyError, match=r"^parallel.strategies.* matches no operator of the model. Known: layers.0.dense, "):
