@@ -189,14 +189,14 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     prepared = Prepared(config, world_size, device, names, shapes, (), rows, None, None, {}, "")
     if config.parallel.mode == "hybrid":
-        return replace(prepared, digest=digest(config.model_dump_json()))
+        return replace(prepared, digest=digest(config.model, config.loss, shapes))
     step = objective(config, names)
     prepared = replace(prepared, targets=tuple(name for name in names if name in step.targets))
     if config.parallel.mode == "stand_alone":
         capture(step, tensors, training=True)  # for its checks: forward runs, the loss is a scalar
         if folder is not None:
             weights.write(folder / WEIGHTS, dict(step.model.state_dict()))
-        return replace(prepared, digest=digest(config.model_dump_json()))
+        return replace(prepared, digest=digest(config.model, config.loss, shapes))
     captured = capture(step, tensors, training=True)
     plan = make_plan(captured.graph, request_of(config, world_size))
     evaluations: dict[int, Evaluation] = {}
@@ -204,8 +204,9 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         captured, evaluations = _evaluations(config, step, captured, plan, evaluating, collate)
     if folder is not None:
         weights.write(folder / WEIGHTS, captured.tensors)
+    told = digest(captured.graph.signature(), json.dumps({**plan.to_json(), "search": None}))
     return replace(
-        prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=digest(captured.graph, json.dumps({**plan.to_json(), "search": None}))
+        prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=told
     )
 
 

@@ -58,7 +58,9 @@ def in_module(pattern: str, operator: Operator) -> bool:
     return matches(pattern, operator) is not None or any(_segments_match(pattern, module) for module in around)
 
 
-def configured(graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]) -> dict[str, Configured]:
+def configured(
+    graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]
+) -> dict[str, Configured]:
     """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob before an earlier
     one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for a strategy that does not fit.
     """
@@ -85,26 +87,34 @@ def configured(graph: OperatorGraph, shardings: Mapping[str, Sharding], strategi
     }
 
 
-def _read(graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: Wanted) -> Configured:
+def _read(
+    graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: Wanted
+) -> Configured:
     """Slices per factor. Every operand's dims are compared with the shape and with what other operands say of the same factor."""
     where = f"parallel.strategies.{path}: {wanted} on {operator.where}"
     if wanted.inputs is None:
         return Configured(path, wanted, {})
     if not sharding.known and any(_sliced(operand) for operand in wanted.inputs):
-        raise StrategyError(f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy.")
+        raise StrategyError(
+            f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy."
+        )
     product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
     factors: dict[str, Slicing] = {}
     named: dict[str, str] = {}
     shapes = [spec.shape for spec in graph.operand_specs(operator)]
     if len(wanted.inputs) > len(shapes):
-        raise StrategyError(f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes {_shapes(shapes)}).")
+        raise StrategyError(
+            f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes {_shapes(shapes)})."
+        )
     for position, operand in enumerate(wanted.inputs):
         dims, shape = sharding.operands[position], shapes[position]
         if product_order and position == 1:
             dims, shape = dims[::-1], shape[::-1]
         entries: Sequence[int | tuple[str, ...]] = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(shape):
-            raise StrategyError(f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives {len(entries)}.")
+            raise StrategyError(
+                f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives {len(entries)}."
+            )
         for dim, (factor, entry) in enumerate(zip(dims, entries, strict=True)):
             slicing: Slicing = entry if isinstance(entry, int) else (operand.layout, entry)  # type: ignore[union-attr]
             place = f"dim {dim} of operand {position} (shape {tuple(shape)})"
@@ -117,9 +127,13 @@ def _read(graph: OperatorGraph, operator: Operator, sharding: Sharding, path: st
             if isinstance(slicing, int) and sharding.sizes[factor] % slicing:
                 fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.sizes[factor] % n == 0]
                 shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
-                raise StrategyError(f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}.")
+                raise StrategyError(
+                    f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
+                )
             if factor in factors and factors[factor] != slicing and (_many(slicing) or _many(factors[factor])):
-                raise StrategyError(f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices.")
+                raise StrategyError(
+                    f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices."
+                )
             factors.setdefault(factor, slicing)
             named.setdefault(factor, place)
     missing = [
@@ -128,7 +142,9 @@ def _read(graph: OperatorGraph, operator: Operator, sharding: Sharding, path: st
         if any(factor is not None and factor not in factors for factor in sharding.operands[position])
     ]
     if missing:
-        raise StrategyError(f"{where}: operand {missing[0]} (shape {tuple(shapes[missing[0]])}) has no entry; give one per operand.")
+        raise StrategyError(
+            f"{where}: operand {missing[0]} (shape {tuple(shapes[missing[0]])}) has no entry; give one per operand."
+        )
     return Configured(path, wanted, factors)
 
 

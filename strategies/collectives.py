@@ -91,7 +91,9 @@ def broadcast(x: Tensor, axes: Axes, source: int = 0) -> Tensor:
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.adjoint = backward
         return forward(x)
 
@@ -119,7 +121,9 @@ def _known(axes: Axes) -> tuple[str, ...]:
         return ("world",)
     for name in names:
         if name not in _current.mesh.sizes:
-            raise StrategyError(f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to name axes.")
+            raise StrategyError(
+                f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to name axes."
+            )
     return names
 
 
@@ -135,5 +139,7 @@ def _divided(x: Tensor, axes: Axes, dim: int) -> int:
 
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise StrategyError(f"A tensor of shape {tuple(x.shape)} has {x.dim()} dims, so there is no dim {dim} to slice or join.")
+        raise StrategyError(
+            f"A tensor of shape {tuple(x.shape)} has {x.dim()} dims, so there is no dim {dim} to slice or join."
+        )
     return dim % x.dim()

@@ -14,14 +14,26 @@ from strategies.redistribution import ALL_REDUCE, LOCAL, Chain
 from strategies.rules import rule_of
 
 
-def describe(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, states: float, machine: Machine) -> dict[str, Any]:
-    """The content of plan.json. `stage` is the ZeRO stage, `states` the optimizer's states per parameter element."""
+def describe(
+    graph: OperatorGraph,
+    plan: Plan,
+    program: Program,
+    *,
+    stage: int,
+    states: float,
+    machine: Machine,
+    accumulate: int = 1,
+) -> dict[str, Any]:
+    """The content of plan.json. `stage` is the ZeRO stage, `states` the optimizer's states per parameter element,
+    `accumulate` the number of micro-batches of a step."""
     by_operator: dict[str, list[Redistribute]] = {}
     for redistribution in program.redistributions:
         by_operator.setdefault(redistribution.operator, []).append(redistribution)
-    sent = communication(program, stage)
+    sent = communication(program, stage, accumulate)
     return plan.to_json() | {
-        "operators": [operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators],
+        "operators": [
+            operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
+        ],
         "parameters": {
             source.name: {
                 "shape": list(source.spec.shape),
@@ -35,14 +47,16 @@ def describe(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, 
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": seconds(graph, plan, program, sent, machine),
+        "cost": seconds(graph, plan, program, sent, machine, accumulate),
         "communication": sent,
         "memory": memory(graph, plan, program, stage=stage, states=states),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }
 
 
-def operator_entry(graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[Redistribute]) -> dict[str, Any]:
+def operator_entry(
+    graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[Redistribute]
+) -> dict[str, Any]:
     """One operator: its slices in torch's operand order, and every redistribution that it causes."""
     chosen, sharding, mesh = plan.operators[operator.name], rule_of(operator, graph), plan.mesh
     operands = sharding.operand_layouts(chosen.assignment)
@@ -62,7 +76,8 @@ def operator_entry(graph: OperatorGraph, plan: Plan, operator: Operator, redistr
         "device_matrix": [*counts, *([mesh.size // used] if used < mesh.size else [])],
         "shapes": [list(spec.shape) for spec in graph.operand_specs(operator)],
         "local_shapes": [
-            list(layout.local_shape(spec.shape, mesh)) for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
+            list(layout.local_shape(spec.shape, mesh))
+            for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
         ],
         "redistributions": [redistribution_entry(graph, plan, r) for r in redistributions],
     }
@@ -74,7 +89,9 @@ def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redis
         "value": redistribution.value.id,
         "operand": redistribution.operand,
         "forward": steps(redistribution.forward, plan, redistribution.spec.item_bytes),
-        "backward": steps(redistribution.backward if redistribution.differentiable else (), plan, redistribution.spec.item_bytes),
+        "backward": steps(
+            redistribution.backward if redistribution.differentiable else (), plan, redistribution.spec.item_bytes
+        ),
     }
 
 
@@ -90,18 +107,23 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(program: Program, stage: int) -> dict[str, int]:
-    """Bytes that the busiest rank sends per training step, by collective: redistributions both ways, and gradients at stage 0."""
+def communication(program: Program, stage: int, accumulate: int = 1) -> dict[str, int]:
+    """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
+    micro-batch, the loss, and gradients at stage 0."""
     total: Counter[str] = Counter()
     for redistribution in program.redistributions:
-        chains = (redistribution.forward, redistribution.backward) if redistribution.differentiable else (redistribution.forward,)
+        chains = (
+            (redistribution.forward, redistribution.backward)
+            if redistribution.differentiable
+            else (redistribution.forward,)
+        )
         for chain in chains:
             for step in chain:
                 if step.kind not in LOCAL:
-                    total[step.kind] += step.busiest(program.mesh) * redistribution.spec.item_bytes
+                    total[step.kind] += accumulate * step.busiest(program.mesh) * redistribution.spec.item_bytes
     if program.loss_axes:  # one double
-        total[ALL_REDUCE] += 8 * -(-2 * (program.mesh.product(program.loss_axes) - 1) // program.mesh.product(program.loss_axes))
+        ranks = program.mesh.product(program.loss_axes)
+        total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
     if stage == 0:
         total.update(predicted(program, measure=False))
     return dict(total)
-

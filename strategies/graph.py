@@ -131,6 +131,11 @@ class OperatorGraph:
                 found[ref].append((operator, position))
         return {ref: tuple(uses) for ref, uses in found.items()}
 
+    def signature(self) -> tuple[Any, ...]:
+        """What the graph computes, without where its source stands: equal for equal programs."""
+        operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)
+        return self.sources, operators, self.outputs, self.parameter_order
+
     def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:
         return tuple(source for source in self.sources if source.kind in kinds)
 

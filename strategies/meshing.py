@@ -47,7 +47,9 @@ class Meshing:
             axes = self.run(count, used)
             if axes is None:
                 sizes = " x ".join(str(size) for _, size in self.mesh.axes)
-                raise StrategyError(f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} slices.")
+                raise StrategyError(
+                    f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} slices."
+                )
             used |= set(axes)
             placed.append(axes)
         return tuple(placed)
@@ -93,7 +95,11 @@ class Meshing:
 
 
 def meshing(
-    world_size: int, mesh: Sequence[tuple[str, int]] | None, layouts: Mapping[str, NamedMatrix], counts: Iterable[Sequence[int]], spare: str = "d"
+    world_size: int,
+    mesh: Sequence[tuple[str, int]] | None,
+    layouts: Mapping[str, NamedMatrix],
+    counts: Iterable[Sequence[int]],
+    spare: str = "d",
 ) -> Meshing:
     """The mesh for the given named mesh, layouts and count matrices (each in row-major order, without the devices left over).
 
@@ -106,11 +112,15 @@ def meshing(
     explicit |= {f"parallel.layouts.{name}": (matrix.device_matrix, matrix.axes) for name, matrix in layouts.items()}
     for name, (matrix, axes) in explicit.items():
         if len(axes) != len(matrix) or len(set(axes)) != len(axes):
-            raise StrategyError(f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives {', '.join(axes) or 'no names'}.")
+            raise StrategyError(
+                f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives {', '.join(axes) or 'no names'}."
+            )
         if min(matrix, default=1) < 1:
             raise StrategyError(f"{name} {tuple(matrix)} has an axis of size {min(matrix)}; a size is at least 1.")
         if math.prod(matrix) != world_size:
-            raise StrategyError(f"{name} {tuple(matrix)} has {math.prod(matrix)} devices, but world_size is {world_size}.")
+            raise StrategyError(
+                f"{name} {tuple(matrix)} has {math.prod(matrix)} devices, but world_size is {world_size}."
+            )
     refined: tuple[int, ...] = (world_size,)
     for name, (matrix, _) in explicit.items():
         finer = common_refinement(refined, matrix)
@@ -127,7 +137,10 @@ def meshing(
     fine = tuple(prime for size in refined for prime in primes(size)) or (1,)
     first = next(iter(explicit.values()), None)
     names = _names(fine, *first) if first else tuple(f"{spare}{UNNAMED}{i}" for i in range(len(fine)))
-    runs = {name: {axis: _run(fine, names, matrix, i) for i, axis in enumerate(axes)} for name, (matrix, axes) in explicit.items()}
+    runs = {
+        name: {axis: _run(fine, names, matrix, i) for i, axis in enumerate(axes)}
+        for name, (matrix, axes) in explicit.items()
+    }
     fixed = tuple(runs["parallel.mesh"].values()) if mesh is not None else ()
     named = {name.removeprefix("parallel.layouts."): spans for name, spans in runs.items()}
     return Meshing(Mesh(tuple(zip(names, fine, strict=True))), named, fixed)
@@ -137,7 +150,9 @@ def _run(fine: Sequence[int], names: Sequence[str], matrix: Sequence[int], index
     """The fine axes that axis `index` of `matrix` consists of."""
     ends = accumulate(matrix)
     stop, start = ends[index], ends[index] // matrix[index]
-    return tuple(name for name, end, size in zip(names, accumulate(fine), fine, strict=True) if start < end <= stop and size > 1)
+    return tuple(
+        name for name, end, size in zip(names, accumulate(fine), fine, strict=True) if start < end <= stop and size > 1
+    )
 
 
 def _names(fine: Sequence[int], matrix: Sequence[int], axes: Sequence[str]) -> tuple[str, ...]:
@@ -155,7 +170,11 @@ def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
     of `explicit` runs, the axes that a user named."""
     ends = {run[-1] for run in explicit if run}
     sequences = {tuple(axes) for operator in plan.operators.values() for axes in operator.assignment.values()}
-    layouts = [*plan.inputs.values(), *plan.tensors.values(), *(o for p in plan.operators.values() for o in p.outputs or ())]
+    layouts = [
+        *plan.inputs.values(),
+        *plan.tensors.values(),
+        *(o for p in plan.operators.values() for o in p.outputs or ()),
+    ]
     sequences |= {dim for layout in layouts for dim in layout.dims}
     groups: list[list[str]] = []
     for name in plan.mesh.names:
@@ -202,5 +221,3 @@ def _renamed(plan: Plan, heads: Mapping[str, str], groups: Sequence[Sequence[str
         inputs={name: layout(old) for name, old in plan.inputs.items()},
         tensors={name: layout(old) for name, old in plan.tensors.items()},
     )
-
-

@@ -46,16 +46,25 @@ class _Planning:
         bare = Problem(self.graph, self.mesh, self.shardings, self.inputs, fixed, {})
         for operator in self.marked:
             fixed.setdefault(operator.id, batch_parallel(bare, self.meshing, operator))
-        outputs = {id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None}
+        outputs = {
+            id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
+        }
         problem = replace(bare, fixed=fixed, outputs=outputs)
         searched = self._search(problem)
         operators = {
-            operator.name: OperatorPlan(searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id))
+            operator.name: OperatorPlan(
+                searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
+            )
             for operator in self.graph.operators
         }
         tensors = self._tensors(operators)
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        search = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), "cost": None, "lower_bound": None}
+        search = {
+            "algorithm": algorithm,
+            "seconds": round(time.perf_counter() - started, 4),
+            "cost": None,
+            "lower_bound": None,
+        }
         return merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
 
     def _operator(self, id: str) -> Operator:
@@ -67,8 +76,12 @@ class _Planning:
         for pattern in self.request.set_data_parallel:
             if not any(in_module(pattern, operator) for operator in self.graph.operators):
                 modules = {operator.module for operator in self.graph.operators if operator.module}
-                raise StrategyError(f"parallel.set_data_parallel: {pattern!r} matches no module of the model.{closest(pattern, sorted(modules))}")
-        return [o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)]
+                raise StrategyError(
+                    f"parallel.set_data_parallel: {pattern!r} matches no module of the model.{closest(pattern, sorted(modules))}"
+                )
+        return [
+            o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)
+        ]
 
     def _meshing(self) -> Meshing:
         """The mesh with every device matrix that counts ask for; configured ones first, then those of defaults."""
@@ -93,7 +106,9 @@ class _Planning:
         used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
         layouts = {name: matrix for name, matrix in self.request.layouts.items() if name in used}
         spare = "dp" if self.request.mode == "data_parallel" else "d"
-        return meshing(world, self.request.mesh, layouts, [matrix for matrix in matrices if world % math.prod(matrix) == 0], spare)
+        return meshing(
+            world, self.request.mesh, layouts, [matrix for matrix in matrices if world % math.prod(matrix) == 0], spare
+        )
 
     def _fixed(self, operator: Operator, entry: Configured, fixed: Mapping[str, Assignment]) -> Assignment:
         """The axes of a configured operator's factors."""
@@ -111,7 +126,9 @@ class _Planning:
         sharding = self.shardings[operator.id]
         for factor, axes in assignment.items():
             if sharding.sizes[factor] % self.mesh.product(axes):
-                raise StrategyError(f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} equal slices.")
+                raise StrategyError(
+                    f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} equal slices."
+                )
         return assignment
 
     def _as_stored(
@@ -129,7 +146,10 @@ class _Planning:
                     pairs = zip(self.shardings[operator.id].operands[position], stored, strict=True)
                     same = {factor: axes for factor, axes in pairs if factor is not None and axes}
                     wanted = {factor: self.mesh.product(axes) for factor, axes in same.items()}
-                    if all(counted.get(factor) == count for factor, count in wanted.items()) and not _flat(same) & {*taken, *_flat(found)}:
+                    if all(counted.get(factor) == count for factor, count in wanted.items()) and not _flat(same) & {
+                        *taken,
+                        *_flat(found),
+                    }:
                         found |= same
                     break
         return found
@@ -141,7 +161,9 @@ class _Planning:
         """The layout that an operand form asks for; counts first keep the axes of `natural`."""
         entries = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(spec.shape):
-            raise StrategyError(f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has {len(spec.shape)} dims.")
+            raise StrategyError(
+                f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has {len(spec.shape)} dims."
+            )
         if isinstance(operand, NamedDims):
             layout = Layout(tuple(self._named(operand.layout, dim) for dim in operand.dims))
         elif natural is None:
@@ -150,7 +172,9 @@ class _Planning:
             layout = self._keeping(operand, natural, where)
         for dim, (size, count) in enumerate(zip(spec.shape, layout.counts(self.mesh), strict=True)):
             if size % count:
-                raise StrategyError(f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices.")
+                raise StrategyError(
+                    f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices."
+                )
         return layout
 
     def _keeping(self, counts: tuple[int, ...], natural: Layout, where: str) -> Layout:
@@ -165,7 +189,9 @@ class _Planning:
             more = count // self.mesh.product(dims[dim])
             axes = self.meshing.run(more, set(self.mesh.names) - natural.partial | used) or self.meshing.run(more, used)
             if axes is None:
-                raise StrategyError(f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim {dim} of the result.")
+                raise StrategyError(
+                    f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim {dim} of the result."
+                )
             dims[dim] += axes
         return Layout(tuple(dims))
 
@@ -174,8 +200,13 @@ class _Planning:
         if isinstance(wanted, tuple):
             if len(wanted) != len(sources):
                 names = ", ".join(source.name for source in sources)
-                raise StrategyError(f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names}).")
-            return {s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}") for s, o in zip(sources, wanted, strict=True)}
+                raise StrategyError(
+                    f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names})."
+                )
+            return {
+                s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}")
+                for s, o in zip(sources, wanted, strict=True)
+            }
         found = {}
         for source in sources:
             rank = len(source.spec.shape)
@@ -198,7 +229,9 @@ class _Planning:
         operator, sharding = self._operator(id), self.shardings[id]
         where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
         if len(entry.wanted.outputs) != len(operator.results):
-            raise StrategyError(f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}.")
+            raise StrategyError(
+                f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}."
+            )
         if id not in fixed:
             raise StrategyError(f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...).")
         natural = sharding.result_layouts(fixed[id])
@@ -235,7 +268,11 @@ class _Planning:
             if source.kind != "parameter":
                 continue
             uses = [(o, self._operand(o, i, operators)) for o, i in self.graph.users[Ref(source.id)]]
-            asked = [(o, layout) for o, layout in uses if o.id in self.configured and self.configured[o.id].wanted.inputs is not None]
+            asked = [
+                (o, layout)
+                for o, layout in uses
+                if o.id in self.configured and self.configured[o.id].wanted.inputs is not None
+            ]
             for operator, layout in asked[1:]:
                 first, wanted = asked[0]
                 if layout != wanted:
@@ -268,9 +305,12 @@ def follow(plan: Plan, graph: OperatorGraph) -> Plan:
         sharding = shardings[operator.name]
         model = plan.operators.get(operator.name)
         legal = model is not None and all(
-            factor in sharding.sizes and sharding.sizes[factor] % plan.mesh.product(axes) == 0 for factor, axes in model.assignment.items()
+            factor in sharding.sizes and sharding.sizes[factor] % plan.mesh.product(axes) == 0
+            for factor, axes in model.assignment.items()
         )
-        operators[operator.name] = replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")
+        operators[operator.name] = (
+            replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")
+        )
     inputs = {}
     for source in graph.of_kind("input"):
         layout = plan.inputs.get(source.name, Layout.replicated(len(source.spec.shape)))
@@ -279,6 +319,8 @@ def follow(plan: Plan, graph: OperatorGraph) -> Plan:
         )
         inputs[source.name] = layout if fits else Layout.replicated(len(source.spec.shape))
     tensors = {
-        source.name: plan.tensors.get(source.name, Layout.replicated(len(source.spec.shape))) for source in graph.sources if source.kind != "input"
+        source.name: plan.tensors.get(source.name, Layout.replicated(len(source.spec.shape)))
+        for source in graph.sources
+        if source.kind != "input"
     }
     return Plan(plan.mesh, operators, inputs, tensors, plan.search)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, product
@@ -234,6 +234,15 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
         yield _exchange(now, target, shape, mesh)
 
 
+def _without_single(layout: Layout, mesh: Mesh) -> Layout:
+    return Layout(tuple(_sliced(dim, mesh) for dim in layout.dims), frozenset(_sliced(layout.partial, mesh)))
+
+
+def _sliced(axes: Iterable[str], mesh: Mesh) -> tuple[str, ...]:
+    """`axes` without those of one rank."""
+    return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
+
+
 @cache
 def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:
     """The cheapest steps from `before` to `after` for a tensor of global `shape`.
@@ -242,6 +251,8 @@ def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> 
     padded). Raises StrategyError if a dim does not divide under either layout, or if the target cannot be
     reached.
     """
+    if 1 in mesh.sizes.values():  # an axis of one rank slices nothing and needs no collective
+        before, after = _without_single(before, mesh), _without_single(after, mesh)
     if len(before.dims) != len(shape) or len(after.dims) != len(shape):
         raise StrategyError(f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
     before.local_shape(shape, mesh), after.local_shape(shape, mesh)

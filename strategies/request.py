@@ -75,7 +75,9 @@ def check(request: Request) -> None:
     if request.mode not in ("data_parallel", "semi_auto", "auto"):
         raise StrategyError(f"parallel.mode = {request.mode} has no plan; data_parallel, semi_auto and auto have one.")
     if request.mode == "auto" and request.search not in SEARCHES:
-        raise StrategyError(f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}")
+        raise StrategyError(
+            f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}"
+        )
     if request.mode == "data_parallel":
         given = {
             "strategies": bool(request.strategies),
@@ -84,7 +86,9 @@ def check(request: Request) -> None:
             "dataset_strategy": request.dataset_strategy != "data_parallel",
         }
         for name in (name for name, unused in given.items() if unused):
-            raise StrategyError(f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto.")
+            raise StrategyError(
+                f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto."
+            )
     for where, operand in operands(request):
         if isinstance(operand, NamedDims):
             _check_names(where, operand, request)
@@ -103,10 +107,16 @@ def operands(request: Request) -> Iterator[tuple[str, Operand]]:
 
 def _check_names(where: str, operand: NamedDims, request: Request) -> None:
     if operand.layout not in request.layouts:
-        raise StrategyError(f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}")
+        raise StrategyError(
+            f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}"
+        )
     names, known = [name for dim in operand.dims for name in dim], request.layouts[operand.layout].axes
     for name in names:
         if name not in known:
-            raise StrategyError(f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}")
+            raise StrategyError(
+                f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}"
+            )
         if names.count(name) > 1:
-            raise StrategyError(f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor.")
+            raise StrategyError(
+                f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor."
+            )

@@ -12,6 +12,7 @@ import json
 import math
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,23 @@ def run(config: Config, run_dir: Path) -> float | None:
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch:
         folder = Path(scratch).absolute()
         ours, theirs = folder / "sharded", folder / "reference"
-        ours.mkdir(), theirs.mkdir()
+        ours.mkdir()
+        theirs.mkdir()
         prepared = prepare(sharded, folder)
         report.write_plan(prepared, run_dir)
         print(report.headline(prepared, run_dir), flush=True)
-        options = {"timeout": config.launch.timeout, "threads": config.launch.threads, "device": prepared.device}
-        launch.run_ranks(
-            "runner.trainer:train", Job(prepared, folder, None, ours), world_size=prepared.world_size, run_dir=run_dir, **options
+        start = partial(
+            launch.run_ranks,
+            "runner.trainer:train",
+            device=prepared.device,
+            timeout=config.launch.timeout,
+            threads=config.launch.threads,
         )
+        start(Job(prepared, folder, None, ours), world_size=prepared.world_size, run_dir=run_dir)
         print(f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process", flush=True)
         reference = prepare(_reference(sharded), None)
         (run_dir / "reference").mkdir(exist_ok=True)
-        launch.run_ranks("runner.trainer:train", Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference", **options)
+        start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
         comparison = compare(ours, theirs, config.verify.tolerance or TOLERANCE[config.train.precision])
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
     print(table(comparison))

@@ -32,19 +32,24 @@ GPU = Machine(flops=3e14, bandwidth=2e11, latency=2e-5)
 """One H100-class GPU on NVLink at achievable rates."""
 
 
-def seconds(graph: OperatorGraph, plan: Plan, program: Program, sent: Mapping[str, int], machine: Machine) -> dict[str, float]:
-    """Seconds per training step by part. Backward counts twice the work of forward."""
+def seconds(
+    graph: OperatorGraph, plan: Plan, program: Program, sent: Mapping[str, int], machine: Machine, accumulate: int = 1
+) -> dict[str, float]:
+    """Seconds per training step of `accumulate` micro-batches, by part. Backward counts twice the work of forward."""
     work = 0.0
     for operator in graph.operators:
         sharding = rule_of(operator, graph)
         work += sharding.flops / plan.mesh.product(sharding.used(plan.operators[operator.name].assignment))
-    calls = sum(
+    calls = accumulate * sum(
         step.kind not in LOCAL
         for r in program.redistributions
         for chain in ((r.forward, r.backward) if r.differentiable else (r.forward,))
         for step in chain
     )
-    compute, communication = 3 * work / machine.flops, calls * machine.latency + sum(sent.values()) / machine.bandwidth
+    compute, communication = (
+        accumulate * 3 * work / machine.flops,
+        calls * machine.latency + sum(sent.values()) / machine.bandwidth,
+    )
     return {"compute": compute, "communication": communication, "total": compute + communication}
 
 
@@ -62,7 +67,11 @@ def memory(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, st
         if source.trainable:
             parts["gradients"] += local // (replicas if stage >= 2 else 1)
             parts["optimizer"] += int(local * states) // (replicas if stage >= 1 else 1)
-    parts["activations"] = sum(_bytes(graph, plan, operator.id, index) for operator in graph.operators for index in range(len(operator.results)))
+    parts["activations"] = sum(
+        _bytes(graph, plan, operator.id, index)
+        for operator in graph.operators
+        for index in range(len(operator.results))
+    )
     return parts | {"total": sum(parts.values())}
 
 

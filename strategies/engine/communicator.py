@@ -55,7 +55,10 @@ class Communicator:
     def prepare(self, axes: Iterable[Sequence[str]]) -> None:
         """Create the groups along every given set of axes (collective; groups that exist are kept)."""
         wanted = dict.fromkeys(
-            tuple(sorted(group)) for names in axes if self.mesh.product(names) > 1 for group in self.mesh.groups(self.mesh.sorted(names))
+            tuple(sorted(group))
+            for names in axes
+            if self.mesh.product(names) > 1
+            for group in self.mesh.groups(self.mesh.sorted(names))
         )
         for ranks in wanted:
             if ranks not in self._groups:
@@ -132,7 +135,9 @@ class Communicator:
         self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
         return result
 
-    def _all_to_all(self, tensor: Tensor, source: int, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
+    def _all_to_all(
+        self, tensor: Tensor, source: int, dim: int, n: int, places: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         packed = torch.stack(_by_place(tensor.chunk(n, dim), places))
         received = torch.empty_like(packed)
         dist.all_to_all_single(received, packed, group=group)

@@ -24,8 +24,12 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
         into = [layout.counts(plan.mesh) for layout in sharding.operand_layouts(chosen.assignment)]
         out = [layout.counts(plan.mesh) for layout in chosen.outputs or sharding.result_layouts(chosen.assignment)]
         results = ", ".join(_spec(spec) for spec in operator.results)
-        lines.append(f"%{operator.id} = {operator.target}({_arguments(operator.args, dict(operator.kwargs))}) : {results}")
-        lines.append(f"    name {operator.name}  module {operator.module or '-'}  in_strategy {_counts(into)}  out_strategy {_counts(out)}")
+        lines.append(
+            f"%{operator.id} = {operator.target}({_arguments(operator.args, dict(operator.kwargs))}) : {results}"
+        )
+        lines.append(
+            f"    name {operator.name}  module {operator.module or '-'}  in_strategy {_counts(into)}  out_strategy {_counts(out)}"
+        )
         lines.append(f"    chosen {chosen.origin}  source {operator.source or '-'}")
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in graph.outputs)}")
     return "\n".join(lines) + "\n"
@@ -34,7 +38,9 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
 def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
     """`step_parallel_end.ir` of `rank`: what it runs, with local shapes; collectives name their group and the operator behind them."""
     mesh = program.mesh
-    lines = [f"# rank {rank} of {mesh.size}, mesh {dict(mesh.axes)}, coordinate {tuple(mesh.coordinate(rank, a) for a in mesh.names)}"]
+    lines = [
+        f"# rank {rank} of {mesh.size}, mesh {dict(mesh.axes)}, coordinate {tuple(mesh.coordinate(rank, a) for a in mesh.names)}"
+    ]
     for source in program.sources:
         shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)
         lines.append(f"%{source.id} = {source.kind} {source.name} : {_spec(TensorSpec(shape, source.spec.dtype))}")
@@ -45,7 +51,9 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
             lines += _compute(instruction, graph, plan, mesh, rank)
     for name, axes in program.reductions.items():
         if axes:
-            lines.append(f"# gradient of {name}: sum over {'*'.join(axes)}, group {mesh.group(rank, axes)}, after backward")
+            lines.append(
+                f"# gradient of {name}: sum over {'*'.join(axes)}, group {mesh.group(rank, axes)}, after backward"
+            )
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in program.outputs)}")
     return "\n".join(lines) + "\n"
 
@@ -54,8 +62,14 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
     operator = graph.by_name[instruction.operator]
     chosen, sharding = plan.operators[operator.name], rule_of(operator, graph)
     specs = graph.operand_specs(operator)
-    into = [_local(layout, spec, mesh) for layout, spec in zip(sharding.operand_layouts(chosen.assignment), specs, strict=True)]
-    out = [_local(layout, spec, mesh) for layout, spec in zip(sharding.result_layouts(chosen.assignment), operator.results, strict=True)]
+    into = [
+        _local(layout, spec, mesh)
+        for layout, spec in zip(sharding.operand_layouts(chosen.assignment), specs, strict=True)
+    ]
+    out = [
+        _local(layout, spec, mesh)
+        for layout, spec in zip(sharding.result_layouts(chosen.assignment), operator.results, strict=True)
+    ]
     local = lambda leaf: leaf.of(mesh, rank) if isinstance(leaf, RankValue) else leaf  # noqa: E731
     arguments = _arguments(rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local))
     return [
@@ -65,7 +79,11 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
 
 
 def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[str]:
-    use = f"operand {instruction.operand} of {instruction.operator}" if instruction.operand >= 0 else f"results of {instruction.operator}"
+    use = (
+        f"operand {instruction.operand} of {instruction.operator}"
+        if instruction.operand >= 0
+        else f"results of {instruction.operator}"
+    )
     lines = [f"%{instruction.id} = redistribute(%{instruction.value.id})  for {use}"]
     lines += _steps("forward", instruction.forward, instruction.spec, mesh, rank)
     if instruction.differentiable:
@@ -78,15 +96,23 @@ def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[st
 def _steps(way: str, chain: Chain, spec: TensorSpec, mesh: Mesh, rank: int) -> list[str]:
     return [
         f"    {way}: {step}  {_local(step.before, spec, mesh)} -> {_local(step.after, spec, mesh)}"
-        + (f"  group {step.group(mesh, rank)}, {step.elements(mesh, rank) * spec.item_bytes} bytes sent" if len(step.group(mesh, rank)) > 1 else "")
+        + (
+            f"  group {step.group(mesh, rank)}, {step.elements(mesh, rank) * spec.item_bytes} bytes sent"
+            if len(step.group(mesh, rank)) > 1
+            else ""
+        )
         for step in chain
     ]
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> str:
-    show = lambda leaf: f"%{leaf.id}" + (f".{leaf.index}" if leaf.index else "") if isinstance(leaf, Ref) else repr(leaf)  # noqa: E731
+    show = lambda leaf: (
+        f"%{leaf.id}" + (f".{leaf.index}" if leaf.index else "") if isinstance(leaf, Ref) else repr(leaf)
+    )
     words = [_text(rewrite(arg, lambda leaf: _Word(show(leaf)))) for arg in args]
-    return ", ".join(words + [f"{name}={_text(rewrite(value, lambda leaf: _Word(show(leaf))))}" for name, value in kwargs.items()])
+    return ", ".join(
+        words + [f"{name}={_text(rewrite(value, lambda leaf: _Word(show(leaf))))}" for name, value in kwargs.items()]
+    )
 
 
 class _Word(str):
@@ -112,5 +138,3 @@ def _local(layout: Layout, spec: TensorSpec, mesh: Mesh) -> str:
 
 def _counts(counts: list[tuple[int, ...]]) -> str:
     return "(" + ", ".join(f"({', '.join(map(str, count))})" for count in counts) + ")"
-
-

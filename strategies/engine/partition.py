@@ -41,7 +41,11 @@ class _Redistribution(torch.autograd.Function):
 
 def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
     """The function that carries a value to its use, named after what it does so that generated code can be read."""
-    forward, backward, scale = communicator.carrier(instruction.forward), communicator.carrier(instruction.backward), instruction.scale
+    forward, backward, scale = (
+        communicator.carrier(instruction.forward),
+        communicator.carrier(instruction.backward),
+        instruction.scale,
+    )
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
@@ -58,7 +62,9 @@ def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
     return redistribute
 
 
-def build(program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device | str) -> fx.GraphModule:
+def build(
+    program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device | str
+) -> fx.GraphModule:
     """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant by name
     (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs, then the random
     key if the program draws random numbers, and returns the outputs (the bare one if there is only one).
@@ -67,7 +73,9 @@ def build(program: Program, tensors: Mapping[str, Tensor], communicator: Communi
 
 
 class _Tree:
-    def __init__(self, program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device
+    ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
         self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
@@ -85,12 +93,22 @@ class _Tree:
     def _path(self, instruction: Instruction) -> tuple[str, ...]:
         owner = ".".join(instruction.path)
         foreign = any(
-            ref in self.owned and self.owned[ref] in self.program.parameter_order and self.owned[ref].rpartition(".")[0] != owner
+            ref in self.owned
+            and self.owned[ref] in self.program.parameter_order
+            and self.owned[ref].rpartition(".")[0] != owner
             for ref in _used(instruction)
         )
         return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
-    def _unit(self, instructions: Sequence[Instruction], depth: int, inputs: Sequence[Ref], outputs: Sequence[Ref], name: str, path: str) -> fx.GraphModule:
+    def _unit(
+        self,
+        instructions: Sequence[Instruction],
+        depth: int,
+        inputs: Sequence[Ref],
+        outputs: Sequence[Ref],
+        name: str,
+        path: str,
+    ) -> fx.GraphModule:
         graph, module = fx.Graph(), nn.Module()
         values: dict[Ref, fx.Node] = {ref: graph.placeholder(_name(ref)) for ref in inputs}
         seen: dict[str, int] = {}
@@ -111,29 +129,46 @@ class _Tree:
                     self._emit(graph, instruction, value, values)
                 continue
             inside = {instruction.id for instruction in part}
-            needed = dict.fromkeys(ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned)
+            needed = dict.fromkeys(
+                ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned
+            )
             results = self._results(part, inside, outputs)
             child_name = self._fresh(key, seen)
-            child = self._unit(part, depth + 1, list(needed), results, re.sub(r"\W", "_", child_name), f"{path}.{child_name}".strip("."))
+            child = self._unit(
+                part,
+                depth + 1,
+                list(needed),
+                results,
+                re.sub(r"\W", "_", child_name),
+                f"{path}.{child_name}".strip("."),
+            )
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:
                 values[results[0]] = call
             else:
-                values.update({ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)})
+                values.update(
+                    {ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)}
+                )
         found = [value(ref) for ref in outputs]
         graph.output(found[0] if len(found) == 1 else tuple(found))
         return fx.GraphModule(module, graph, name)
 
-    def _emit(self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]) -> None:
+    def _emit(
+        self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]
+    ) -> None:
         if isinstance(instruction, Redistribute):
-            node = graph.create_node("call_function", edge(instruction, self.communicator), (value(instruction.value),), {}, instruction.id)
+            node = graph.create_node(
+                "call_function", edge(instruction, self.communicator), (value(instruction.value),), {}, instruction.id
+            )
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
             node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
             if instruction.multiple:
-                for user in dict.fromkeys(ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id):
+                for user in dict.fromkeys(
+                    ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id
+                ):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
                 for ref in self.program.outputs:
                     if ref.id == instruction.id and ref not in values:

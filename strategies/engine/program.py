@@ -209,7 +209,14 @@ class _Lowering:
         return self._shared(operator, position, ref, wanted, returned, back, name)
 
     def _shared(
-        self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout | None, back: Chain, name: str
+        self,
+        operator: Operator,
+        position: int,
+        ref: Ref,
+        wanted: Layout,
+        returned: Layout | None,
+        back: Chain,
+        name: str,
     ) -> Ref:
         """One redistribution for all uses that need the same slice and return the same kind of gradient."""
         key = (ref, wanted, returned)
@@ -218,7 +225,15 @@ class _Lowering:
         return self.shared[key]
 
     def _redistribute(
-        self, operator: Operator, position: int, ref: Ref, wanted: Layout, back: Chain, name: str, gradient: bool, scale: float = 1.0
+        self,
+        operator: Operator,
+        position: int,
+        ref: Ref,
+        wanted: Layout,
+        back: Chain,
+        name: str,
+        gradient: bool,
+        scale: float = 1.0,
     ) -> Ref:
         spec = self.graph.specs[ref]
         forward = chain(self.layouts[ref], wanted, spec.shape, self.mesh)
@@ -226,7 +241,9 @@ class _Lowering:
             return self.local[ref]
         fresh = self.fresh(name)
         self.instructions.append(
-            Redistribute(fresh, self.local[ref], forward, back, scale, gradient, spec, operator.name, position, operator.path)
+            Redistribute(
+                fresh, self.local[ref], forward, back, scale, gradient, spec, operator.name, position, operator.path
+            )
         )
         return Ref(fresh)
 
@@ -270,7 +287,9 @@ class _Lowering:
     def _output(self, ref: Ref) -> Ref:
         spec, have = self.graph.specs[ref], self.layouts[ref]
         forward = chain(have, Layout.replicated(len(spec.shape)), spec.shape, self.mesh)
-        back = chain(Layout.replicated(len(spec.shape)), have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
+        back = (
+            chain(Layout.replicated(len(spec.shape)), have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
+        )
         if not forward and not back:
             return self.local[ref]
         producer = self.graph.by_id[ref.id]
@@ -338,7 +357,9 @@ class _Emitter:
         steps = chain(Layout((), axes), Layout(()), (), self.lowering.mesh)
         fresh = self.lowering.fresh(f"{value.id}_sum")
         spec = TensorSpec((), self.operator.results[0].dtype)
-        self.lowering.instructions.append(Redistribute(fresh, value, steps, (), 1.0, False, spec, self.operator.name, -1, self.operator.path))
+        self.lowering.instructions.append(
+            Redistribute(fresh, value, steps, (), 1.0, False, spec, self.operator.name, -1, self.operator.path)
+        )
         return Ref(fresh)
 
     def operand_shape(self, index: int = 0) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def zero_section(stage: int, elements: int, options: Mapping[str, Any], model: A
     bucket = min(elements + elements % 2, LARGEST_BUCKET)  # DeepSpeed wants an even number
     section = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     section |= GATHER_LATE if stage == 3 else {}
-    section |= options
+    section |= {known[name]: value for name, value in options.items()}
     try:
         model(**section)
     except ValueError as error:

@@ -44,8 +44,14 @@ class Problem:
         found: dict[str, str] = {}
         for operator in self.graph.operators:
             sharding = self.shardings[operator.id]
-            carried = [(position, dims[ref], self.graph.specs[ref].shape) for position, ref in enumerate(operator.operands) if ref in dims]
-            factors = [factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None]
+            carried = [
+                (position, dims[ref], self.graph.specs[ref].shape)
+                for position, ref in enumerate(operator.operands)
+                if ref in dims
+            ]
+            factors = [
+                factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None
+            ]
             if factors:
                 found[operator.id] = factors[0]
             for index, (result, spec) in enumerate(zip(sharding.results, operator.results, strict=True)):
@@ -66,7 +72,9 @@ class Problem:
     def edge(self, ref: Ref, have: Layout, user: Operator, position: int, assignment: Assignment) -> tuple[int, int]:
         """Bytes that carrying `ref` to operand `position` of `user` sends forward, and backward."""
         spec, sharding = self.graph.specs[ref], self.shardings[user.id]
-        forward = elements(chain(have, sharding.operand_layouts(assignment)[position], spec.shape, self.mesh), self.mesh)
+        forward = elements(
+            chain(have, sharding.operand_layouts(assignment)[position], spec.shape, self.mesh), self.mesh
+        )
         backward = 0
         if ref in self.trained:
             returned = sharding.gradient_layouts(assignment)[position]
@@ -83,5 +91,8 @@ class Problem:
         for ref, returned in zip(operator.operands, sharding.gradient_layouts(assignment), strict=True):
             source = self.graph.by_id[ref.id]
             if isinstance(source, Source) and source.trainable and returned.partial:
-                sent += elements(chain(returned, returned.whole, source.spec.shape, self.mesh), self.mesh) * source.spec.item_bytes
+                sent += (
+                    elements(chain(returned, returned.whole, source.spec.shape, self.mesh), self.mesh)
+                    * source.spec.item_bytes
+                )
         return sent, sharding.flops / self.mesh.product(sharding.used(assignment))

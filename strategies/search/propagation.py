@@ -55,7 +55,9 @@ class _Propagation:
                 if producer.id not in self.chosen:
                     self._decide(producer)
         reached = {id: (assignment, True) for id, assignment in self.chosen.items()}
-        rest = {o.id: (batch_parallel(self.problem, meshing, o), False) for o in self.graph.operators if o.id not in reached}
+        rest = {
+            o.id: (batch_parallel(self.problem, meshing, o), False) for o in self.graph.operators if o.id not in reached
+        }
         return reached | rest
 
     def _producers(self, operator: Operator) -> list[Operator]:
@@ -110,11 +112,15 @@ class _Propagation:
                     forward, backward = forward + there, backward + back
         own, work = self.problem.own(operator, assignment)
         counts = [self.problem.mesh.product(assignment.get(factor, ())) for factor in sharding.factors]
-        order = [self.problem.mesh.names.index(axis) for factor in sharding.factors for axis in assignment.get(factor, ())]
+        order = [
+            self.problem.mesh.names.index(axis) for factor in sharding.factors for axis in assignment.get(factor, ())
+        ]
         return (forward, backward, own, work, *counts, *order)
 
 
-def candidates(sharding: Sharding, problem: Problem, neighbours: Sequence[tuple[tuple[str | None, ...], Layout]] = ()) -> list[Assignment]:
+def candidates(
+    sharding: Sharding, problem: Problem, neighbours: Sequence[tuple[tuple[str | None, ...], Layout]] = ()
+) -> list[Assignment]:
     """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's axes in its order."""
     mesh = problem.mesh
     found: dict[tuple[tuple[str, tuple[str, ...]], ...], Assignment] = {}
@@ -150,6 +156,7 @@ def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iter
 
 def _contiguous(options: Sequence[str | None], length: int) -> Iterator[tuple[str | None, ...]]:
     """Placements in which every factor has one run of neighbouring axes, in the order of the factors, the rest last."""
+
     def fill(index: int, left: int) -> Iterator[tuple[str | None, ...]]:
         if index == len(options) - 1:
             yield (options[index],) * left

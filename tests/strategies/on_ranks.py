@@ -1,4 +1,4 @@
-"""What real ranks run for the tests of this folder. Imported by the ranks under its bare name."""
+"""What real ranks run for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def _step(case: Case, rank: int) -> Result:
         return Result(0.0, {}, [], [], [])
     sources = {source.name: source for source in program.sources}
     whole = {
-        name: assemble([one[2][name] for one in gathered], program.layouts[sources[name].id], sources[name].spec.shape, mesh)
+        name: assemble(
+            [one[2][name] for one in gathered], program.layouts[sources[name].id], sources[name].spec.shape, mesh
+        )
         for name in gathered[0][2]
     }
     names = [name for name, _ in module.named_parameters()]

@@ -77,7 +77,11 @@ def test_every_operator_has_one_name(graph: OperatorGraph) -> None:
 
 
 def test_addresses(graph: OperatorGraph) -> None:
-    assert addresses(graph.by_name["layers.0.dense"]) == ("layers.0.dense", "layers.0.dense.linear", "layers.0.dense.matmul")
+    assert addresses(graph.by_name["layers.0.dense"]) == (
+        "layers.0.dense",
+        "layers.0.dense.linear",
+        "layers.0.dense.matmul",
+    )
     assert addresses(graph.by_name["layers.0.matmul@1"]) == ("layers.0.matmul",)
     assert addresses(graph.by_name["gelu@1"]) == ("gelu",)
 
@@ -105,10 +109,23 @@ def test_what_a_path_means(graph: OperatorGraph, path: str, names: list[str]) ->
 
 @pytest.mark.parametrize(
     "path",
-    ["dense", "layers.0", "layers.dense", "layers.2.dense", "head@2", "head.matmul@2", "layers.0.dense@0", "Head", "*.*.*.*.*", ""],
+    [
+        "dense",
+        "layers.0",
+        "layers.dense",
+        "layers.2.dense",
+        "head@2",
+        "head.matmul@2",
+        "layers.0.dense@0",
+        "Head",
+        "*.*.*.*.*",
+        "",
+    ],
 )
 def test_what_means_nothing_is_an_error(graph: OperatorGraph, path: str) -> None:
-    with pytest.raises(StrategyError, match=r"^parallel.strategies.* matches no operator of the model. Known: layers.0.dense, "):
+    with pytest.raises(
+        StrategyError, match=r"^parallel.strategies.* matches no operator of the model. Known: layers.0.dense, "
+    ):
         configured(graph, shardings(graph), {path: wanted((1, 1), (1, 1))})
 
 
@@ -126,7 +143,10 @@ def test_modules_around(graph: OperatorGraph) -> None:
 
 def test_operand_order(graph: OperatorGraph) -> None:
     """torch: x [m, k], weight [n, k]; with `.matmul`: x [m, k], w [k, n]; the bias follows."""
-    for path, strategy in {"layers.0.dense": wanted((2, 4), (1, 4)), "layers.0.dense.matmul": wanted((2, 4), (4, 1))}.items():
+    for path, strategy in {
+        "layers.0.dense": wanted((2, 4), (1, 4)),
+        "layers.0.dense.matmul": wanted((2, 4), (4, 1)),
+    }.items():
         (found,) = configured(graph, shardings(graph), {path: strategy}).values()
         assert dict(found.factors) == {"batch0": 2, "k": 4, "n": 1}
 
@@ -155,13 +175,20 @@ def test_two_exact_paths_cannot_disagree(graph: OperatorGraph) -> None:
 
 
 def test_a_glob_that_does_not_fit_every_operator_is_an_error(graph: OperatorGraph) -> None:
-    with pytest.raises(StrategyError, match=r"^parallel.strategies.layers.0.\*: \(\(2, 1\), \(1, 1\)\) on layers.0.relu \(relu, .*2 operands"):
+    with pytest.raises(
+        StrategyError,
+        match=r"^parallel.strategies.layers.0.\*: \(\(2, 1\), \(1, 1\)\) on layers.0.relu \(relu, .*2 operands",
+    ):
         configured(graph, shardings(graph), {"layers.0.*": wanted((2, 1), (1, 1))})
 
 
 def test_operands_that_others_determine_may_be_left_out(graph: OperatorGraph) -> None:
     """The bias of a linear operator, the second operand of a sum of two tensors of one shape."""
-    assert factors(graph, "layers.0.dense", {"layers.0.dense": wanted((1, 1), (4, 1))})[1] == {"batch0": 1, "k": 1, "n": 4}
+    assert factors(graph, "layers.0.dense", {"layers.0.dense": wanted((1, 1), (4, 1))})[1] == {
+        "batch0": 1,
+        "k": 1,
+        "n": 4,
+    }
     assert factors(graph, "layers.0.add", {"layers.0.add": wanted((4, 2))})[1] == {"d0": 4, "d1": 2}
     with pytest.raises(StrategyError, match=r"operand 1 \(shape \(8, 8\)\) has no entry; give one per operand"):
         factors(graph, "layers.0.dense", {"layers.0.dense": wanted((1, 1))})

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.strategies.whole_model import TOLERANCE, Model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies.capture import LossFunction, Objective, capture
 from strategies.errors import StrategyError
+from tests.strategies.whole_model import TOLERANCE, Model
 
 
 class Net(nn.Module):
@@ -98,7 +98,10 @@ def shares(net: Net, x: Tensor) -> Tensor:
 
 BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
     "called three times": (lambda net, x: net.dense(net.dense(net.dense(x))), {}),
-    "one tensor twice": (lambda net, x: torch.cat([(h := net.dense(x)), h, h * h], -1) @ torch.cat([h, h, h], -1).t(), {}),
+    "one tensor twice": (
+        lambda net, x: torch.cat([(h := net.dense(x)), h, h * h], -1) @ torch.cat([h, h, h], -1).t(),
+        {},
+    ),
     "in place": (in_place, {}),
     "in place on a piece": (write_to_piece, {}),
     "no_grad": (frozen_teacher, {}),
@@ -124,7 +127,11 @@ def test_trains_like_the_model(name: str, draw: Any) -> None:
     net = Net(body, **tensors)
     if name == "one module, two names":
         net.again = net.dense
-    model = Model(net, LossFunction(lambda out, target: (out.double().square().sum() - target.sum()) / 100, {}), (torch.randn(8, 8), torch.randn(8, 8)))
+    model = Model(
+        net,
+        LossFunction(lambda out, target: (out.double().square().sum() - target.sum()) / 100, {}),
+        (torch.randn(8, 8), torch.randn(8, 8)),
+    )
     assert model.worst(draw) < TOLERANCE
 
 
@@ -246,23 +253,53 @@ def through_a_deep_view(net: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "branch": (branch, "branch or a shape from the values of a tensor at strategies/test_capture.py:"),
-    "wrong shape": (wrong_shape, r"failed on the example batch at strategies/test_capture.py:\d+: return net.dense\(x\) @ x \(RuntimeError: "),
-    "raises": (lambda net, x: {}["missing"], r"failed on the example batch at strategies/test_capture.py:\d+: .* \(KeyError: 'missing'\)"),
+    "wrong shape": (
+        wrong_shape,
+        r"failed on the example batch at strategies/test_capture.py:\d+: return net.dense\(x\) @ x \(RuntimeError: ",
+    ),
+    "raises": (
+        lambda net, x: {}["missing"],
+        r"failed on the example batch at strategies/test_capture.py:\d+: .* \(KeyError: 'missing'\)",
+    ),
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
-    "item": (lambda net, x: net.dense(x) * x.sum().item(), "item at strategies/test_capture.py:.* returns a .*, not a tensor"),
+    "item": (
+        lambda net, x: net.dense(x) * x.sum().item(),
+        "item at strategies/test_capture.py:.* returns a .*, not a tensor",
+    ),
     "nonzero": (lambda net, x: net.dense(x)[x > 0], "shape depends on values"),
-    "own backward": (lambda net, x: Triple.apply(net.dense(x)), "torch.autograd.Function Triple, whose own backward is lost"),
-    "own backward, bound early": (lambda net, x: triple(net.dense(x)), "torch.autograd.Function Triple, whose own backward is lost"),
-    "reentrant checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True), "use_reentrant=False"),
+    "own backward": (
+        lambda net, x: Triple.apply(net.dense(x)),
+        "torch.autograd.Function Triple, whose own backward is lost",
+    ),
+    "own backward, bound early": (
+        lambda net, x: triple(net.dense(x)),
+        "torch.autograd.Function Triple, whose own backward is lost",
+    ),
+    "reentrant checkpoint": (
+        lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True),
+        "use_reentrant=False",
+    ),
     "autocast": (lambda net, x: autocast(net, x), "torch.autocast inside forward"),
-    "in place on the batch": (lambda net, x: net.dense(x.add_(1)), "add_ at strategies/test_capture.py:.* writes in place to a batch tensor"),
-    "in place on a view of it": (lambda net, x: net.dense(x.view(-1).add_(1).view(8, 8)), "writes in place to a batch tensor"),
-    "in place on a parameter": (lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1), "writes in place to a parameter"),
+    "in place on the batch": (
+        lambda net, x: net.dense(x.add_(1)),
+        "add_ at strategies/test_capture.py:.* writes in place to a batch tensor",
+    ),
+    "in place on a view of it": (
+        lambda net, x: net.dense(x.view(-1).add_(1).view(8, 8)),
+        "writes in place to a batch tensor",
+    ),
+    "in place on a parameter": (
+        lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
+        "writes in place to a parameter",
+    ),
     "in place on a buffer": (lambda net, x: net.dense(x) + net.table.sub_(1), "sub_ .* writes in place to a buffer"),
     "in place under a view": (from_other_view, "memory that is read later under another name"),
     "in place through a view": (through_a_view, "memory that is read later under another name"),
     "in place under a view of a view": (through_a_deep_view, "memory that is read later under another name"),
-    "in place without a twin": (lambda net, x: net.dense(x) + torch.empty_like(x).bernoulli_(0.5), "no form that returns a new tensor"),
+    "in place without a twin": (
+        lambda net, x: net.dense(x) + torch.empty_like(x).bernoulli_(0.5),
+        "no form that returns a new tensor",
+    ),
     "nothing trains": (lambda net, x: net.dense(x).detach(), "depends on no trainable parameter"),
 }
 
@@ -300,7 +337,9 @@ def test_own_loss_must_be_a_scalar(answer: Callable[[Tensor], Any], text: str) -
 
 def test_loss_must_be_a_scalar() -> None:
     objective = Objective(Net(lambda net, x: net.dense(x)), nn.MSELoss(reduction="none"), ("0", "1"), ("1",))
-    with pytest.raises(StrategyError, match=r"^The loss returned a tensor float32\[8, 8\]; training needs one floating-point scalar"):
+    with pytest.raises(
+        StrategyError, match=r"^The loss returned a tensor float32\[8, 8\]; training needs one floating-point scalar"
+    ):
         capture(objective, (torch.randn(8, 8), torch.randn(8, 8)), training=True)
 
 
@@ -343,7 +382,11 @@ def test_names_paths_and_source_lines() -> None:
         "layers.1.dense", "layers.1.relu@0", "layers.1", "layers.1.relu@1",
         "relu", "mul", "tail.0", "tail.1", "sum",
     ]  # fmt: skip
-    assert [operator.path for operator in graph.operators[:3]] == [("layers.0", "dense"), ("layers.0", "relu"), ("layers.0",)]
+    assert [operator.path for operator in graph.operators[:3]] == [
+        ("layers.0", "dense"),
+        ("layers.0", "relu"),
+        ("layers.0",),
+    ]
     assert graph.by_name["tail.0"].path == ("tail", "0")
     line = Block.forward.__code__.co_firstlineno + 1
     assert graph.by_name["layers.1.dense"].source == f"strategies/test_capture.py:{line}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ from strategies.layout import Layout
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        folder = tmp_path_factory.mktemp("run")
-        yield run_ranks("on_ranks:adjoints", None, world_size=4, run_dir=folder, device="cpu", timeout=60.0, threads=1)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("run")
+    result: dict[str, Any] = run_ranks(
+        "tests.strategies.on_ranks:adjoints", None, world_size=4, run_dir=folder, device="cpu", timeout=60.0, threads=1
+    )
+    return result
 
 
 EXPECTED: dict[str, Callable[[list[Tensor], int], Tensor]] = {

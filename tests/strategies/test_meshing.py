@@ -73,7 +73,9 @@ def test_named_mesh_gives_the_first_run_of_unused_axes() -> None:
     # no run of whole axes is left: the first axis that can be split
     assert built.place((2, 2, 2)) == (("pp",), ("dp",), ("tp.0",))
     assert built.place((2,), taken=("pp", "dp")) == (("tp.0",),)
-    with pytest.raises(StrategyError, match=r"^here: the mesh of 16 devices \(2 x 2 x 2 x 2\) has no unused axes that make 4 slices"):
+    with pytest.raises(
+        StrategyError, match=r"^here: the mesh of 16 devices \(2 x 2 x 2 x 2\) has no unused axes that make 4 slices"
+    ):
         built.place((4,), taken=("pp", "tp.0", "tp.1"), where="here")
 
 
@@ -102,10 +104,18 @@ def test_layouts_without_a_named_mesh_refine() -> None:
 
 
 def test_explicit_matrices_without_a_common_refinement() -> None:
-    layouts = {"a": NamedMatrix((2, 12), ("x", "y")), "b": NamedMatrix((4, 6), ("u", "v")), "c": NamedMatrix((3, 8), ("s", "t"))}
-    with pytest.raises(StrategyError, match=r"^parallel.layouts.a \(2, 12\) and parallel.layouts.c \(3, 8\) have no common refinement"):
+    layouts = {
+        "a": NamedMatrix((2, 12), ("x", "y")),
+        "b": NamedMatrix((4, 6), ("u", "v")),
+        "c": NamedMatrix((3, 8), ("s", "t")),
+    }
+    with pytest.raises(
+        StrategyError, match=r"^parallel.layouts.a \(2, 12\) and parallel.layouts.c \(3, 8\) have no common refinement"
+    ):
         meshing(24, None, layouts, [])
-    with pytest.raises(StrategyError, match=r"^parallel.mesh \(3, 8\) and parallel.layouts.b \(4, 6\) have no common refinement"):
+    with pytest.raises(
+        StrategyError, match=r"^parallel.mesh \(3, 8\) and parallel.layouts.b \(4, 6\) have no common refinement"
+    ):
         meshing(24, (("x", 3), ("y", 8)), {"b": layouts["b"]}, [])
 
 
@@ -140,7 +150,11 @@ def test_merged_mesh_is_as_coarse_as_the_plan_allows() -> None:
     assert merged_axes(built, (a, b, c, d)) == (("d0", 16),)
     assert merged_axes(built, (a, b)) == (("d0", 4), ("d1", 4))
     assert merged_axes(built, (a, b), (b,)) == (("d0", 2), ("d1", 2), ("d2", 4))
-    assert merged_axes(built, (b, a), (c, d)) == (("d0", 2), ("d1", 2), ("d2", 4))  # an order that is not the mesh's stays
+    assert merged_axes(built, (b, a), (c, d)) == (
+        ("d0", 2),
+        ("d1", 2),
+        ("d2", 4),
+    )  # an order that is not the mesh's stays
     plan = merged(plan_on(built, (a, b), (c, d)))
     assert plan.operators["op1"].assignment == {"d0": ("d1",)}
     assert plan.inputs["0"] == Layout((("d0",), ()))

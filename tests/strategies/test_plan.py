@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import torch
-from tests.strategies.whole_model import TOLERANCE, Model
 from torch import nn
 
 from strategies.layout import Layout
@@ -14,6 +13,7 @@ from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan, layout_from_json, layout_to_json
 from strategies.planner import make_plan
 from strategies.request import NamedDims, NamedMatrix, Request, Wanted
+from tests.strategies.whole_model import TOLERANCE, Model
 
 
 def through_json(plan: Plan) -> Plan:
@@ -53,7 +53,10 @@ def test_planned_plans_survive_json() -> None:
 
 def test_order_of_axes_and_operators_is_kept() -> None:
     mesh = Mesh((("z", 2), ("a", 3)))
-    operators = {"b": OperatorPlan({"n": ("a", "z"), "m": ()}, "configured"), "a": OperatorPlan({}, "default", (Layout(()),))}
+    operators = {
+        "b": OperatorPlan({"n": ("a", "z"), "m": ()}, "configured"),
+        "a": OperatorPlan({}, "default", (Layout(()),)),
+    }
     plan = Plan(mesh, operators, {"x": Layout((("a",),))}, {"w": Layout(((),))}, {"algorithm": "none", "cost": None})
     back = through_json(plan)
     assert back == plan
@@ -64,8 +67,11 @@ def test_order_of_axes_and_operators_is_kept() -> None:
 def test_the_same_request_gives_the_same_plan() -> None:
     request = Request("auto", 8, strategies={"0": Wanted(((2, 4), (1, 4)), None)})
     first, second = (make_plan(small_model().graph, request) for _ in range(2))
-    assert (first.mesh, first.operators, first.inputs, first.tensors) == (second.mesh, second.operators, second.inputs, second.tensors)
+    assert (first.mesh, first.operators, first.inputs, first.tensors) == (
+        second.mesh,
+        second.operators,
+        second.inputs,
+        second.tensors,
+    )
     assert first.search["algorithm"] == "sharding_propagation"
     assert make_plan(small_model().graph, Request("semi_auto", 4)).search["algorithm"] == "semi_auto"
-
-

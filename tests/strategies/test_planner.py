@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models.ffn import FFN, MatMulNet
-from models.matmul import OneMatMul, ReduceMeanMatMul, TwoMatMul
-from tests.strategies.whole_model import TOLERANCE, Model
 from torch import Tensor, nn
 
+from models.ffn import FFN, MatMulNet
+from models.matmul import OneMatMul, ReduceMeanMatMul, TwoMatMul
 from strategies.capture import Objective, capture
 from strategies.engine.program import lower
 from strategies.errors import StrategyError
@@ -20,6 +19,7 @@ from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted
 from strategies.rules import rule_of
+from tests.strategies.whole_model import TOLERANCE, Model
 
 CUBE = NamedMatrix((2, 2, 2), ("dp", "sp", "mp"))
 LINE = NamedMatrix((8,), ("tp",))
@@ -77,7 +77,9 @@ def counts(graph: OperatorGraph, plan: Plan, name: str) -> list[tuple[int, ...]]
 def ranks_of_slices(plan: Plan, layout: Layout, dim: int) -> list[int]:
     """The lowest rank that holds each slice of a dim."""
     axes = layout.dims[dim]
-    return [min(r for r in range(plan.mesh.size) if plan.mesh.index(r, axes) == i) for i in range(plan.mesh.product(axes))]
+    return [
+        min(r for r in range(plan.mesh.size) if plan.mesh.index(r, axes) == i) for i in range(plan.mesh.product(axes))
+    ]
 
 
 # --- defaults
@@ -122,9 +124,18 @@ def test_batch_dim_is_followed_through_operators_that_keep_it_whole(tied: Model)
     assert counts(tied.graph, plan, "renorm")[0] == (1, 1)  # no rule
     assert counts(tied.graph, plan, "norm")[0] == (8, 1)
     torch.manual_seed(0)
-    model = Model(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Softmax(0), nn.Linear(8, 8)), nn.MSELoss(), (torch.randn(8, 8), torch.randn(8, 8)))
+    model = Model(
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Softmax(0), nn.Linear(8, 8)),
+        nn.MSELoss(),
+        (torch.randn(8, 8), torch.randn(8, 8)),
+    )
     plan = plan_of(model)
-    assert [counts(model.graph, plan, name)[0] for name in ("0", "1.batch_norm", "2", "3")] == [(8, 1), (1, 1), (1, 1), (8, 1)]
+    assert [counts(model.graph, plan, name)[0] for name in ("0", "1.batch_norm", "2", "3")] == [
+        (8, 1),
+        (1, 1),
+        (1, 1),
+        (8, 1),
+    ]
     assert model.difference(plan) < TOLERANCE
 
 
@@ -159,7 +170,10 @@ def test_counts_contract_over_neighbouring_ranks(two: Model) -> None:
     plan = plan_of(two, strategies={"matmul1": wanted((2, 4), (4, 1))})
     assert plan.mesh.axes == (("d0", 2), ("d1", 4))
     (first, *_) = [r for r in lower(two.graph, plan).redistributions if r.value.id == "matmul"]
-    assert [step.group(plan.mesh, rank) for step in first.forward[:1] for rank in (0, 4)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [step.group(plan.mesh, rank) for step in first.forward[:1] for rank in (0, 4)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
     assert two.difference(plan) < TOLERANCE
 
 
@@ -207,7 +221,9 @@ def test_explicit_layouts_fix_ranks() -> None:
     }
     plan = plan_of(model, layouts={"cube": CUBE, "line": LINE}, strategies=strategies)
     assert plan.mesh.axes == (("dp", 2), ("sp", 2), ("mp", 2))
-    operand = rule_of(model.graph.by_name["matmul1"], model.graph).operand_layouts(plan.operators["matmul1"].assignment)[0]
+    operand = rule_of(model.graph.by_name["matmul1"], model.graph).operand_layouts(
+        plan.operators["matmul1"].assignment
+    )[0]
     assert ranks_of_slices(plan, operand, 1) == [0, 4, 2, 6]
     assert ranks_of_slices(plan, operand, 0) == [0, 1]
     assert plan.tensors["matmul2.weight"] == Layout((("dp", "sp", "mp"), ()))
@@ -344,7 +360,10 @@ def test_equal_counts_agree_although_their_operators_place_them_differently(tied
 
 
 def test_equal_counts_on_other_ranks_disagree_if_layouts_fix_them(tied: Model) -> None:
-    strategies = {"dense1": wanted(cube(None, None), cube("dp", None)), "same": wanted(cube(None, None), cube("mp", None))}
+    strategies = {
+        "dense1": wanted(cube(None, None), cube("dp", None)),
+        "same": wanted(cube(None, None), cube("mp", None)),
+    }
     with pytest.raises(StrategyError, match=r"needs \(dp, -\), same .* needs \(mp, -\)"):
         plan_of(tied, layouts={"cube": CUBE}, strategies=strategies)
 
@@ -362,7 +381,9 @@ def test_a_parameter_of_which_no_user_is_configured_follows_its_first_user(tied:
 def test_evaluation_follows_the_training_plan() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (torch.randn(16, 8), torch.randn(16, 4)), training=True).graph
+    graph = capture(
+        Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (torch.randn(16, 8), torch.randn(16, 4)), training=True
+    ).graph
     plan = plan_of(graph, strategies={"0": wanted((2, 1), (4, 1))})
     for rows in (16, 12, 3):
         seen = capture(Objective(net, None, ("0",), ()), (torch.randn(rows, 8),), training=False).graph
@@ -399,7 +420,10 @@ BIG, SHORT = {"big": NamedMatrix((4, 4), ("a", "b"))}, {"big": NamedMatrix((4, 2
 FIRST = r"^parallel.strategies.dense1: .* on dense1 \(linear, strategies/test_planner.py:\d+\):? "
 DATA = r"^parallel.dataset_strategy"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no such path": ({"dense9": wanted((8, 1), (1, 1))}, "dense9 matches no operator of the model. .* Did you mean 'dense2'"),
+    "no such path": (
+        {"dense9": wanted((8, 1), (1, 1))},
+        "dense9 matches no operator of the model. .* Did you mean 'dense2'",
+    ),
     "no such glob": ({"*.nothing": wanted((8, 1), (1, 1))}, "matches no operator"),
     "no such call": ({"relu@2": wanted((8, 1))}, "relu@2 matches no operator .* Did you mean 'relu@1'"),
     "two paths": ({"dense1": wanted((2, 1), (4, 1)), "dense1.matmul": wanted((2, 1), (1, 2))}, "both configure dense1"),
@@ -407,54 +431,148 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "operand too many": ({"relu": wanted((8, 1), (8, 1))}, r"relu@0 .* gives 2 operands, but the operator has 1"),
     "dim too many": ({"dense1": wanted((8, 1, 1), (1, 1))}, FIRST + r"operand 0 has 2 dims .* the strategy gives 3"),
     "dim missing": ({"dense1": wanted((8,), (1, 1))}, FIRST + "operand 0 has 2 dims .* the strategy gives 1"),
-    "not of the devices": ({"dense1": wanted((3, 1), (1, 1))}, FIRST + "asks for 3 slices, which do not divide the 8 devices"),
+    "not of the devices": (
+        {"dense1": wanted((3, 1), (1, 1))},
+        FIRST + "asks for 3 slices, which do not divide the 8 devices",
+    ),
     "more than devices": ({"dense1": wanted((8, 2), (1, 2))}, FIRST + "asks for 16 slices"),
-    "dim does not divide": ({"dense1": wanted((5, 1), (1, 1))}, FIRST + "dim 0 of operand 0 .* into 5 equal slices; counts that fit: 1, 2, 3, 4, 6, 8"),
+    "dim does not divide": (
+        {"dense1": wanted((5, 1), (1, 1))},
+        FIRST + "dim 0 of operand 0 .* into 5 equal slices; counts that fit: 1, 2, 3, 4, 6, 8",
+    ),
     "zero slices": ({"dense1": wanted((0, 1), (1, 1))}, r"^parallel.strategies.dense1: \(0, 1\) has a count of 0"),
     "negative slices": ({"dense1": wanted((-2, 1), (1, 1))}, "has a count of -2"),
-    "loops disagree": ({"dense1": wanted((2, 4), (1, 2))}, FIRST + "dim 1 of operand 1 .* is the same loop as dim 1 of operand 0"),
-    "loops disagree, matmul": ({"dense1.matmul": wanted((2, 4), (2, 1))}, r"dim 0 of operand 1 \(shape \(16, 32\)\) is the same loop"),
-    "bias disagrees": ({"dense1": wanted((2, 1), (4, 1), (2,))}, FIRST + "dim 0 of operand 2 .* is the same loop as dim 0 of operand 1"),
-    "must stay whole": ({"norm": wanted((1, 8), (8,), (8,))}, r"dim 1 of operand 0 \(shape \(24, 16\)\) must stay whole for layer_norm"),
+    "loops disagree": (
+        {"dense1": wanted((2, 4), (1, 2))},
+        FIRST + "dim 1 of operand 1 .* is the same loop as dim 1 of operand 0",
+    ),
+    "loops disagree, matmul": (
+        {"dense1.matmul": wanted((2, 4), (2, 1))},
+        r"dim 0 of operand 1 \(shape \(16, 32\)\) is the same loop",
+    ),
+    "bias disagrees": (
+        {"dense1": wanted((2, 1), (4, 1), (2,))},
+        FIRST + "dim 0 of operand 2 .* is the same loop as dim 0 of operand 1",
+    ),
+    "must stay whole": (
+        {"norm": wanted((1, 8), (8,), (8,))},
+        r"dim 1 of operand 0 \(shape \(24, 16\)\) must stay whole for layer_norm",
+    ),
     "no rule": ({"renorm": wanted((8, 1))}, "operator renorm has no sharding rule"),
-    "result too many": ({"dense1": wanted((8, 1), (1, 1), out=((8, 1), (8, 1)))}, FIRST + "it gives 2 results, the operator has 1"),
-    "result of other rank": ({"dense1": wanted((8, 1), (1, 1), out=((8, 1, 1),))}, FIRST + r"\(8, 1, 1\) has 3 entries"),
-    "result of too many slices": ({"dense1": wanted((8, 1), (1, 1), out=((16, 1),))}, FIRST + ".* no unused axes for the 16 slices of dim 0"),
-    "result twice all devices": ({"dense1": wanted((8, 1), (1, 1), out=((8, 8),))}, FIRST + ".* no unused axes for the 8 slices of dim 1"),
-    "result does not divide": ({"dense2": wanted((1, 1), (1, 1), out=((1, 3),))}, "no unused axes for the 3 slices of dim 1"),
+    "result too many": (
+        {"dense1": wanted((8, 1), (1, 1), out=((8, 1), (8, 1)))},
+        FIRST + "it gives 2 results, the operator has 1",
+    ),
+    "result of other rank": (
+        {"dense1": wanted((8, 1), (1, 1), out=((8, 1, 1),))},
+        FIRST + r"\(8, 1, 1\) has 3 entries",
+    ),
+    "result of too many slices": (
+        {"dense1": wanted((8, 1), (1, 1), out=((16, 1),))},
+        FIRST + ".* no unused axes for the 16 slices of dim 0",
+    ),
+    "result twice all devices": (
+        {"dense1": wanted((8, 1), (1, 1), out=((8, 8),))},
+        FIRST + ".* no unused axes for the 8 slices of dim 1",
+    ),
+    "result does not divide": (
+        {"dense2": wanted((1, 1), (1, 1), out=((1, 3),))},
+        "no unused axes for the 3 slices of dim 1",
+    ),
     "result of a scalar": ({"loss.mse_loss": wanted((8, 1), (8, 1), out=((2,),))}, "the tensor of shape .. has 0 dims"),
-    "result alone": ({"dense1": wanted(out=((8, 1),))}, FIRST + "an output strategy needs the input strategy beside it"),
+    "result alone": (
+        {"dense1": wanted(out=((8, 1),))},
+        FIRST + "an output strategy needs the input strategy beside it",
+    ),
     "result with zero slices": ({"dense1": wanted((8, 1), (1, 1), out=((0, 1),))}, r"\(0, 1\) has a count of 0"),
-    "no such layout": ({"dense1": wanted(named("cub", "dp", None), cube(None, None))}, "layout 'cub' is not in parallel.layouts. .* Did you mean 'cube'"),
-    "no such layout, whole": ({"norm": wanted(named("cub", None, None), (1,), (1,))}, "layout 'cub' is not in parallel.layouts"),
-    "no such axis": ({"dense1": wanted(cube("dq", None), cube(None, None))}, "'dq' is not an axis of parallel.layouts.cube. Known: dp, sp, mp"),
+    "no such layout": (
+        {"dense1": wanted(named("cub", "dp", None), cube(None, None))},
+        "layout 'cub' is not in parallel.layouts. .* Did you mean 'cube'",
+    ),
+    "no such layout, whole": (
+        {"norm": wanted(named("cub", None, None), (1,), (1,))},
+        "layout 'cub' is not in parallel.layouts",
+    ),
+    "no such axis": (
+        {"dense1": wanted(cube("dq", None), cube(None, None))},
+        "'dq' is not an axis of parallel.layouts.cube. Known: dp, sp, mp",
+    ),
     "no such axis in a result": ({"dense1": wanted((1, 1), (1, 1), out=(cube("dq", None),))}, "'dq' is not an axis"),
-    "axis twice in a tensor": ({"dense1": wanted(cube("dp", "dp"), cube(None, "dp"))}, r"cube\(dp, dp\) uses axis 'dp' twice"),
+    "axis twice in a tensor": (
+        {"dense1": wanted(cube("dp", "dp"), cube(None, "dp"))},
+        r"cube\(dp, dp\) uses axis 'dp' twice",
+    ),
     "axis twice in a dim": ({"dense1": wanted(cube(("dp", "dp"), None), cube(None, None))}, "uses axis 'dp' twice"),
-    "axis on two loops": ({"dense1": wanted(cube("dp", None), cube("dp", None))}, FIRST + "a mesh axis slices two different loops"),
-    "layouts overlap": ({"dense1": wanted(cube("dp", None), named("line", "tp", None))}, FIRST + "a mesh axis slices two different loops"),
-    "layout entries": ({"dense1": wanted(cube("dp"), cube(None, None))}, FIRST + "operand 0 has 2 dims .* the strategy gives 1"),
+    "axis on two loops": (
+        {"dense1": wanted(cube("dp", None), cube("dp", None))},
+        FIRST + "a mesh axis slices two different loops",
+    ),
+    "layouts overlap": (
+        {"dense1": wanted(cube("dp", None), named("line", "tp", None))},
+        FIRST + "a mesh axis slices two different loops",
+    ),
+    "layout entries": (
+        {"dense1": wanted(cube("dp"), cube(None, None))},
+        FIRST + "operand 0 has 2 dims .* the strategy gives 1",
+    ),
     "layout of a whole dim": ({"norm": wanted(cube(None, "dp"))}, "must stay whole"),
-    "layout loops disagree": ({"dense1": wanted(cube("dp", "sp"), cube(None, "mp"))}, FIRST + "dim 1 of operand 1 .* is the same loop"),
-    "layout does not divide": ({"dense1": wanted(named("line", None, None), named("line", None, "tp"))}, FIRST + "dim 1 of operand 1 .* is the same loop"),
-    "layouts and counts disagree": ({"dense1": wanted(cube(None, "dp"), (1, 2))}, FIRST + "dim 1 of operand 1 .* is the same loop"),
+    "layout loops disagree": (
+        {"dense1": wanted(cube("dp", "sp"), cube(None, "mp"))},
+        FIRST + "dim 1 of operand 1 .* is the same loop",
+    ),
+    "layout does not divide": (
+        {"dense1": wanted(named("line", None, None), named("line", None, "tp"))},
+        FIRST + "dim 1 of operand 1 .* is the same loop",
+    ),
+    "layouts and counts disagree": (
+        {"dense1": wanted(cube(None, "dp"), (1, 2))},
+        FIRST + "dim 1 of operand 1 .* is the same loop",
+    ),
 }
 WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "layout of another size": ({"strategies": {"relu": wanted(named("big", "a", None))}, "layouts": BIG}, r"parallel.layouts.big \(4, 4\) has 16 devices"),
-    "layout without names": ({"strategies": {"relu": wanted(named("big", "a", None))}, "layouts": SHORT}, "must name each of the 2 axes"),
+    "layout of another size": (
+        {"strategies": {"relu": wanted(named("big", "a", None))}, "layouts": BIG},
+        r"parallel.layouts.big \(4, 4\) has 16 devices",
+    ),
+    "layout without names": (
+        {"strategies": {"relu": wanted(named("big", "a", None))}, "layouts": SHORT},
+        "must name each of the 2 axes",
+    ),
     "layout that does not divide": (
-        {"strategies": {"relu": wanted(named("wide", ("a", "b"), None))}, "world_size": 16, "layouts": {"wide": NamedMatrix((4, 4), ("a", "b"))}},
+        {
+            "strategies": {"relu": wanted(named("wide", ("a", "b"), None))},
+            "world_size": 16,
+            "layouts": {"wide": NamedMatrix((4, 4), ("a", "b"))},
+        },
         r"^parallel.strategies.relu: .* on relu@0 .* a dim of size 24 cannot be cut into 16 equal slices",
     ),
-    "no module": ({"set_data_parallel": ("nothing",)}, "^parallel.set_data_parallel: 'nothing' matches no module of the model. Known: dense1, "),
+    "no module": (
+        {"set_data_parallel": ("nothing",)},
+        "^parallel.set_data_parallel: 'nothing' matches no module of the model. Known: dense1, ",
+    ),
     "module glob": ({"set_data_parallel": ("dense1", "dense*.x")}, "'dense.*.x' matches no module"),
     "dataset entries": ({"dataset_strategy": ((8, 1),)}, DATA + r" gives 1 entries, the batch has 2 \(0, 1\)"),
-    "dataset dims": ({"dataset_strategy": ((8, 1), (8, 1, 1))}, DATA + r" for batch entry '1': \(8, 1, 1\) has 3 entries"),
-    "dataset devices": ({"dataset_strategy": ((16, 1), (1, 1))}, DATA + " for batch entry '0': .* no unused axes that make 16 slices"),
-    "dataset does not divide": ({"dataset_strategy": ((16, 1), (1, 1)), "world_size": 16}, DATA + " for batch entry '0': dim 0 .* into 16 equal slices"),
+    "dataset dims": (
+        {"dataset_strategy": ((8, 1), (8, 1, 1))},
+        DATA + r" for batch entry '1': \(8, 1, 1\) has 3 entries",
+    ),
+    "dataset devices": (
+        {"dataset_strategy": ((16, 1), (1, 1))},
+        DATA + " for batch entry '0': .* no unused axes that make 16 slices",
+    ),
+    "dataset does not divide": (
+        {"dataset_strategy": ((16, 1), (1, 1)), "world_size": 16},
+        DATA + " for batch entry '0': dim 0 .* into 16 equal slices",
+    ),
     "dataset zero": ({"dataset_strategy": ((0, 1), (1, 1))}, DATA + r": \(0, 1\) has a count of 0"),
-    "dataset layout": ({"dataset_strategy": (named("nocube", "dp", None), (1, 1)), "layouts": LAYOUTS}, DATA + ": layout 'nocube' is not in"),
-    "dataset axis twice": ({"dataset_strategy": (cube("dp", "dp"), (1, 1)), "layouts": LAYOUTS}, DATA + ".*uses axis 'dp' twice"),
+    "dataset layout": (
+        {"dataset_strategy": (named("nocube", "dp", None), (1, 1)), "layouts": LAYOUTS},
+        DATA + ": layout 'nocube' is not in",
+    ),
+    "dataset axis twice": (
+        {"dataset_strategy": (cube("dp", "dp"), (1, 1)), "layouts": LAYOUTS},
+        DATA + ".*uses axis 'dp' twice",
+    ),
     "mesh of another size": ({"mesh": (("dp", 3),)}, r"^parallel.mesh \(3,\) has 3 devices, but world_size is 8"),
     "mesh axis twice": ({"mesh": (("dp", 2), ("dp", 4))}, "^parallel.mesh must name each of the 2 axes"),
     "mesh of nothing": ({"mesh": (("dp", 0), ("tp", 4))}, "has an axis of size 0"),
@@ -467,14 +585,26 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         r"^parallel.layouts.a \(3, 8\) and parallel.layouts.b \(8, 3\) have no common refinement",
     ),
     "nothing configured": ({"mode": "auto"}, "none is configured"),
-    "later search": ({"mode": "auto", "search": "dynamic_programming"}, "^parallel.search = 'dynamic_programming' is not available"),
+    "later search": (
+        {"mode": "auto", "search": "dynamic_programming"},
+        "^parallel.search = 'dynamic_programming' is not available",
+    ),
     "no plan": ({"mode": "hybrid"}, "^parallel.mode = hybrid has no plan"),
     "no device": ({"world_size": 0}, "^world_size = 0"),
     "data_parallel, batch": ({"mode": "data_parallel", "world_size": 16}, "has 24 samples .* take a multiple of 16"),
-    "data_parallel, strategies": ({"mode": "data_parallel", "strategies": {"relu": wanted((8, 1))}}, "data_parallel would ignore it"),
+    "data_parallel, strategies": (
+        {"mode": "data_parallel", "strategies": {"relu": wanted((8, 1))}},
+        "data_parallel would ignore it",
+    ),
     "data_parallel, mesh": ({"mode": "data_parallel", "mesh": (("dp", 8),)}, "data_parallel would ignore it"),
-    "data_parallel, marks": ({"mode": "data_parallel", "set_data_parallel": ("relu",)}, "data_parallel would ignore it"),
-    "data_parallel, full_batch": ({"mode": "data_parallel", "dataset_strategy": "full_batch"}, "data_parallel would ignore it"),
+    "data_parallel, marks": (
+        {"mode": "data_parallel", "set_data_parallel": ("relu",)},
+        "data_parallel would ignore it",
+    ),
+    "data_parallel, full_batch": (
+        {"mode": "data_parallel", "dataset_strategy": "full_batch"},
+        "data_parallel would ignore it",
+    ),
 }
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from models.ffn import FFN
-from models.quickstart import Net as Quickstart
-from tests.strategies.whole_model import TOLERANCE, Model
 from torch import Tensor, nn
 
+from models.ffn import FFN
+from models.quickstart import Net as Quickstart
 from strategies.capture import Objective, capture
 from strategies.engine.program import lower
 from strategies.errors import StrategyError
@@ -24,6 +23,7 @@ from strategies.request import Operand, Request, Wanted
 from strategies.rules import rule_of
 from strategies.search.problem import Problem
 from strategies.search.propagation import MOST_CANDIDATES, candidates
+from tests.strategies.whole_model import TOLERANCE, Model
 
 
 class Body(nn.Module):
@@ -73,7 +73,11 @@ def test_quickstart() -> None:
     assert plan.mesh.axes == (("d0", 2), ("d1", 4))
     assert counts(model, plan, "relu") == [(2, 4)]
     assert counts(model, plan, "matmul2") == [(2, 4), (4, 1)]
-    assert [plan.operators[name].origin for name in ("matmul", "relu", "matmul2")] == ["configured", "propagated", "propagated"]
+    assert [plan.operators[name].origin for name in ("matmul", "relu", "matmul2")] == [
+        "configured",
+        "propagated",
+        "propagated",
+    ]
     program = lower(model.graph, plan)
     (before_relu,) = [r for r in program.redistributions if r.operator == "relu"]
     assert [str(step) for step in before_relu.forward] == ["reduce_scatter dim 1 over d1"]
@@ -92,15 +96,25 @@ def test_relu_is_the_cheapest_of_all_that_use_every_device() -> None:
     prices = {}
     for first, second in product(range(3), repeat=2):  # an axis slices dim 0, dim 1 or nothing
         assignment = {f"d{dim}": tuple(a for a, d in (("d0", first), ("d1", second)) if d == dim) for dim in (0, 1)}
-        other = Plan(plan.mesh, {**plan.operators, "relu": OperatorPlan({k: v for k, v in assignment.items() if v}, "configured")}, plan.inputs, plan.tensors)
+        other = Plan(
+            plan.mesh,
+            {**plan.operators, "relu": OperatorPlan({k: v for k, v in assignment.items() if v}, "configured")},
+            plan.inputs,
+            plan.tensors,
+        )
         if first < 2 and second < 2:
             prices[first, second] = sent(model.graph, other, "relu")
-    assert chosen == min(prices.values()) == prices[0, 1] == prices[0, 0]  # (2, 4) and (8, 1) tie: the smaller counts win
+    assert (
+        chosen == min(prices.values()) == prices[0, 1] == prices[0, 0]
+    )  # (2, 4) and (8, 1) tie: the smaller counts win
 
 
 def test_nothing_configured() -> None:
     model = model_of(lambda net, x: net.a(x))
-    with pytest.raises(StrategyError, match=r"^parallel.search = sharding_propagation starts from configured operators, and none is configured"):
+    with pytest.raises(
+        StrategyError,
+        match=r"^parallel.search = sharding_propagation starts from configured operators, and none is configured",
+    ):
         plan_of(model)
 
 
@@ -161,7 +175,12 @@ def test_what_nothing_leads_to_gets_the_default() -> None:
 
     model = Model(Watched(), nn.MSELoss(), (torch.randn(16, 16), torch.randn(16, 16)))
     plan = plan_of(model, strategies={"a": wanted((1, 8), (1, 8))})
-    assert [plan.operators[name].origin for name in ("exp", "amax", "copy_", "a")] == ["default", "default", "no rule", "configured"]
+    assert [plan.operators[name].origin for name in ("exp", "amax", "copy_", "a")] == [
+        "default",
+        "default",
+        "no rule",
+        "configured",
+    ]
     assert counts(model, plan, "exp") == [(8, 1)]
     assert model.difference(plan) < TOLERANCE
 
@@ -178,7 +197,9 @@ def test_configured_operators_are_never_changed() -> None:
     model = model_of(lambda net, x: net.c(net.b(net.a(x))))
     strategies = {"a": wanted((8, 1), (1, 1)), "b": wanted((1, 2), (4, 2)), "c": wanted((1, 8), (1, 8))}
     plan = plan_of(model, strategies=strategies)
-    assert {name: tuple(counts(model, plan, name)) for name in strategies} == {n: w.inputs for n, w in strategies.items()}
+    assert {name: tuple(counts(model, plan, name)) for name in strategies} == {
+        n: w.inputs for n, w in strategies.items()
+    }
     assert model.difference(plan) < TOLERANCE
 
 
@@ -207,8 +228,13 @@ def test_cumulative_sums_follow(dim: int, strategy: tuple[int, ...], follows: tu
     assert counts(model, plan, "cumsum") == [follows]
 
 
-@pytest.mark.parametrize(("counted", "devices", "index", "follows"), [((2, 4, 8, 16), 1024, None, (2, 4, 8, 16)), ((1, 1, 1, 16), 16, 0, (1, 1, 16))])
-def test_many_devices_are_followed(counted: tuple[int, ...], devices: int, index: int | None, follows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("counted", "devices", "index", "follows"),
+    [((2, 4, 8, 16), 1024, None, (2, 4, 8, 16)), ((1, 1, 1, 16), 16, 0, (1, 1, 16))],
+)
+def test_many_devices_are_followed(
+    counted: tuple[int, ...], devices: int, index: int | None, follows: tuple[int, ...]
+) -> None:
     class Selected(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,13 +271,19 @@ def test_candidates_use_as_many_devices_as_the_dims_allow_and_are_all_legal() ->
 def test_any_start_gives_a_plan_that_trains(seed: int, draw: Any) -> None:
     """Random strategies on a few operators of a small net, everything else propagated."""
     torch.manual_seed(seed)
-    net = nn.Sequential(FFN([8, 16, 8]), nn.LayerNorm(8), nn.Unflatten(1, (2, 4)), nn.Softmax(-1), nn.Flatten(), nn.Linear(8, 8))
+    net = nn.Sequential(
+        FFN([8, 16, 8]), nn.LayerNorm(8), nn.Unflatten(1, (2, 4)), nn.Softmax(-1), nn.Flatten(), nn.Linear(8, 8)
+    )
     model = Model(net, nn.CrossEntropyLoss(), (torch.randn(24, 8), torch.randint(0, 8, (24,))))
     source, mesh, strategies = draw(seed), Mesh((("p", 2), ("q", 2), ("r", 3))), {}
     for operator in source.rng.sample(model.graph.operators, 3):
         sharding = rule_of(operator, model.graph)
         assignment = source.assignment(sharding, mesh)
-        strategies[operator.name] = Wanted(tuple(layout.counts(mesh) for layout in sharding.operand_layouts(assignment)), None)
+        strategies[operator.name] = Wanted(
+            tuple(layout.counts(mesh) for layout in sharding.operand_layouts(assignment)), None
+        )
     plan = plan_of(model, 12, strategies=strategies)
-    assert {name: tuple(counts(model, plan, name)) for name in strategies} == {n: w.inputs for n, w in strategies.items()}
+    assert {name: tuple(counts(model, plan, name)) for name in strategies} == {
+        n: w.inputs for n, w in strategies.items()
+    }
     assert model.difference(plan) < TOLERANCE

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.whole_model import Model
 from torch import Tensor, nn
 
 from strategies.engine import weights
 from strategies.engine.program import Program, lower
 from strategies.engine.simulate import assemble
+from tests.strategies.whole_model import Model
 
 
 class Net(nn.Module):
@@ -62,7 +62,12 @@ def test_slices_make_up_the_whole(model: Model, file: Path, draw: Any, seed: int
 
 def test_kinds_are_kept(model: Model, file: Path, draw: Any) -> None:
     found = weights.read_slices(file, program_of(model, draw, 0), 3, "cpu")
-    assert {name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)} == {"emb.weight", "head.bias", "scale", "turned"}
+    assert {name for name, tensor in found.items() if isinstance(tensor, nn.Parameter)} == {
+        "emb.weight",
+        "head.bias",
+        "scale",
+        "turned",
+    }
     assert [name for name, tensor in found.items() if tensor.requires_grad] == ["scale", "turned", "emb.weight"]
     assert found["scale"].shape == found["shift"].shape == ()
     assert found["order"].dtype == torch.int64

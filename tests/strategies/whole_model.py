@@ -27,7 +27,11 @@ class Model:
     """
 
     def __init__(
-        self, net: nn.Module, loss: nn.Module | None, batch: Sequence[Tensor] | dict[str, Tensor], targets: Sequence[str] = ()
+        self,
+        net: nn.Module,
+        loss: nn.Module | None,
+        batch: Sequence[Tensor] | dict[str, Tensor],
+        targets: Sequence[str] = (),
     ) -> None:
         names = tuple(batch) if isinstance(batch, dict) else tuple(map(str, range(len(batch))))
         tensors = batch.values() if isinstance(batch, dict) else batch
@@ -37,7 +41,9 @@ class Model:
         self.net = net
         self.captured: Captured = capture(self.objective, self.batch, training=True)
         # before the eager run, which changes buffers
-        self.values = {k: v.clone() for k, v in self.captured.tensors.items()} | dict(zip(names, self.batch, strict=True))
+        self.values = {k: v.clone() for k, v in self.captured.tensors.items()} | dict(
+            zip(names, self.batch, strict=True)
+        )
         self.loss, self.gradients = self._eager()
 
     @property
@@ -72,18 +78,23 @@ class Model:
         for operator in self.graph.operators:
             assignment = source_of.assignment(rule_of(operator, self.graph), mesh)
             outputs = tuple(source_of.layout(spec.shape, mesh) for spec in operator.results)
-            operators[operator.name] = OperatorPlan(assignment, "configured", outputs if source_of.rng.random() < 0.25 else None)
+            operators[operator.name] = OperatorPlan(
+                assignment, "configured", outputs if source_of.rng.random() < 0.25 else None
+            )
         layouts = {source.name: source_of.layout(source.spec.shape, mesh) for source in self.graph.sources}
         inputs = {source.name: layouts[source.name] for source in self.graph.of_kind("input")}
         # a rank writes to its own copy of a buffer, so buffers are whole, as in every plan that the planner makes
         tensors = {s.name: layouts[s.name] for s in self.graph.of_kind("parameter")}
-        tensors |= {s.name: layouts[s.name].replicated(len(s.spec.shape)) for s in self.graph.of_kind("buffer", "constant")}
+        tensors |= {
+            s.name: layouts[s.name].replicated(len(s.spec.shape)) for s in self.graph.of_kind("buffer", "constant")
+        }
         return Plan(mesh, operators, inputs, tensors)
 
     def worst(self, draw: Callable[[int], Any], seeds: int = 6) -> float:
         """`difference` over random plans, every second one as for a sharded optimizer."""
         return max(
-            self.difference(self.random_plan(draw, seed), Options(sharded_optimizer=seed % 2 == 1)) for seed in range(seeds)
+            self.difference(self.random_plan(draw, seed), Options(sharded_optimizer=seed % 2 == 1))
+            for seed in range(seeds)
         )
 
 
