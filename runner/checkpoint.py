@@ -111,8 +111,7 @@ def load(path: Path, content: Content) -> int:
     Raises StrategyError if the run is not the one that was saved (naming what differs), ConfigError if `path` is no
     checkpoint or a damaged one.
     """
-    header = _read_header(path)
-    check_same(path, header, plan=content.plan, config=content.config, fingerprint=content.fingerprint)
+    step = check(path, plan=content.plan, config=content.config, fingerprint=content.fingerprint)
     with _damaged(path):
         stored = _stored(path)
         mine = {content.place(source): source for source in content.sources}
@@ -142,6 +141,14 @@ def load(path: Path, content: Content) -> int:
     if content.scheduler is not None and plain["scheduler"] is not None:
         content.scheduler.load_state_dict(plain["scheduler"])
     _set_random(plain["random"])
+    return step
+
+
+def check(path: Path, *, plan: Mapping[str, Any], config: Mapping[str, Any], fingerprint: str) -> int:
+    """The optimizer step after which `path` was saved, if the run with this plan, config and fingerprint may continue
+    it; nothing but the header is read. Raises as `load`."""
+    header = _read_header(path)
+    check_same(path, header, plan=plan, config=config, fingerprint=fingerprint)
     return int(header["step"])
 
 
@@ -161,6 +168,17 @@ def locate(path: Path) -> Path:
             f"train.resume = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
         )
     return found
+
+
+def to_continue(resume: str | None, folder: Path) -> Path | None:
+    """The checkpoint that `train.resume` means for a run whose checkpoints are in `folder`, which is cleaned; None to start afresh.
+
+    Raises ConfigError for a path that leads to none.
+    """
+    clean(folder)
+    if resume is None:
+        return None
+    return newest(folder) if resume == "auto" else locate(Path(resume))
 
 
 def clean(folder: Path) -> None:

@@ -125,6 +125,7 @@ def _job(composed: DictConfig) -> float | None:
     """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
     context = HydraConfig.get()
     run_dir, overrides = Path(context.runtime.output_dir), _overrides()
+    before = (run_dir / CONFIG_FILE).read_text(encoding="utf-8") if (run_dir / CONFIG_FILE).exists() else None
     try:
         checked = config.load(composed, Origins(overrides))
         (run_dir / CONFIG_FILE).write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -139,7 +140,10 @@ def _job(composed: DictConfig) -> float | None:
             _tell([f"{job}: {paragraph}" for paragraph in failure.paragraphs])
             raise SweepFailed(job) from error
         if failure.code == 2:
-            _remove_if_unused(run_dir)
+            if before is None:
+                _remove_if_unused(run_dir)
+            else:  # the run that wanted to go on here is refused, and the folder is that of the run before
+                (run_dir / CONFIG_FILE).write_text(before, encoding="utf-8")
         else:
             _record(failure, run_dir)
         hint = f" The traceback is in {run_dir / ERROR_FILE}." if failure.traceback else ""

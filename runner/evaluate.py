@@ -1,38 +1,31 @@
-"""Evaluation: the loss and a metric over every sample of the evaluation data exactly once.
+"""Evaluation: loss and metric over every sample of the evaluation data exactly once.
 
-All ranks run the evaluation program on padded batches; rank 0 drops the padding and computes. A metric is `accuracy` (share of samples
-whose largest output is at the target class) or any function (outputs, target) -> number, averaged over samples.
+All ranks run the evaluation program (or the user's own module) on their parts of padded batches; rank 0 drops the
+padding and measures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree
 
-from runner import targets
-from runner.data.loader import Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
+from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
+from runner.eager import hybrid_inputs, loss_of
 from runner.errors import ConfigError
-from runner.execution import Eager, Execution, loss_of
+from runner.execution import Execution, whole
 from runner.prepare import DTYPES, Prepared, build_loss, cast, evaluation_rows
+from runner.scores import Scores, scores
 from runner.worker import RankContext
-from strategies.capture import Objective
-from strategies.engine.program import Program
-
-Metric = Callable[[Tensor, Tensor], float]
-
-
-def accuracy(outputs: Tensor, target: Tensor) -> float:
-    """Share of rows of `outputs` [n, classes, ...] whose largest class is `target` [n, ...]."""
-    if outputs.dim() != target.dim() + 1:
-        raise ConfigError(
-            f"evaluate.metric = accuracy needs class scores [n, classes] and class indices [n]; the model returns {list(outputs.shape)} for "
-            f"targets {list(target.shape)}."
-        )
-    return float((outputs.argmax(1) == target).double().mean())
+from strategies.graph import Source
+from strategies.layout import Layout
+from strategies.redistribution import chain
+from strategies.rules.random import mix
 
 
 @dataclass
@@ -44,77 +37,139 @@ class Evaluator:
     rank: RankContext
     dataset: MapDataset
     collate: Collate | None
-    loss: nn.Module | None
-    metric: Metric | None
+    scores: Scores
+    weight: Callable[[str], Tensor]
+    """This rank's slice of a parameter (collective)."""
+    size: int
+    """Rows of one batch."""
+    _batches: dict[int, LocalBatches] = field(default_factory=dict)
 
+    @torch.no_grad()
     def run(self) -> dict[str, float]:
+        """Averages over all samples by name: `loss`, and the metric under its own name."""
+        self._update_loss()
         totals: dict[str, float] = {}
-        counted = 0
-        for rows in eval_rows(len(self.dataset), min(evaluation_rows(self.prepared.config), len(self.dataset))):
-            with torch.no_grad():
-                outputs = self._outputs(rows)
+        for number, rows in enumerate(eval_rows(len(self.dataset), self.size)):
+            # training steps count from 1, so these random numbers are nobody else's
+            output = self._output(rows, mix(self.prepared.config.train.seed, 0, number))
             if self.rank.rank == 0:
-                for name, value in self._results(rows, outputs).items():
+                for name, value in self.scores.of(output, self._target(rows)).items():
                     totals[name] = totals.get(name, 0.0) + value * len(rows)
-                counted += len(rows)
-        return {name: total / counted for name, total in totals.items()} if counted else {}
+        return {name: total / len(self.dataset) for name, total in totals.items()}
 
-    def _outputs(self, rows: list[int]) -> Any:
-        """What the model returns for `rows`: one tensor or several, without the rows that only fill the batch."""
-        if not self.execution.evaluations:
-            return self._eager(rows)
+    def _update_loss(self) -> None:
+        """Give the loss the trained values of its own parameters and buffers."""
+        if self.scores.loss is None:
+            return
+        sources = {source.name: source for source in self.execution.program.sources}
+        for name, tensor in (*self.scores.loss.named_parameters(), *self.scores.loss.named_buffers()):
+            source = sources.get(f"loss.{name}")
+            if source is not None:
+                tensor.copy_(self._whole(source))
+
+    def _whole(self, source: Source) -> Tensor:
+        mine = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+        return whole(source, mine, self.execution.program, self.execution.communicator)
+
+    def _output(self, rows: list[int], key: int) -> Any:
+        """What the model returns for `rows`, without the rows that only fill the batch."""
+        if self.prepared.config.parallel.mode == "stand_alone":
+            return self.execution.module(*self._whole_batch(rows), key=key, outputs=True)
+        if self.prepared.config.parallel.mode == "hybrid":
+            return self._hybrid(rows, key)
         sizes = self.execution.evaluations
         size = len(rows) if len(rows) in sizes else max(sizes)
         module, program = sizes[size]
         filled, valid = padded(rows, size)
-        entries = self._entries(program, filled)
-        found = module(*entries)
+        if size not in self._batches:
+            sources = [source for source in program.sources if source.kind == "input"]
+            blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, self.rank.rank) for s in sources}
+            self._batches[size] = self._loader(blocks)
+        wanted = [name for name in self.prepared.names if name not in self.prepared.targets]
+        entries = self._entries(self._batches[size], filled, wanted)
+        found = module(*entries, key) if program.random else module(*entries)
         tensors = found if isinstance(found, tuple) else (found,)
-        return tuple(tensor[:valid] if tensor.dim() and tensor.shape[0] == size else tensor for tensor in tensors)
+        return self.prepared.evaluations[size].structure.filled([_first(t, valid, size) for t in tensors])
 
-    def _entries(self, program: Program, rows: Sequence[int]) -> list[Tensor]:
-        sources = [source for source in program.sources if source.kind == "input"]
-        own = {source.name: program.layouts[source.id].block(source.spec.shape, program.mesh, self.rank.rank) for source in sources}
-        # entries that only the loss takes are not needed here: an empty block of rows reads nothing
-        blocks = [own.get(name, ((0, 1), *((0, size) for size in shape[1:]))) for name, shape in zip(self.prepared.names, self.prepared.shapes, strict=True)]
-        loaded = LocalBatches(self.dataset, self.collate, blocks, names=self.prepared.names, shapes=self.prepared.shapes).load(rows)
-        chosen = [tensor for name, tensor in zip(self.prepared.names, loaded, strict=True) if name in own]
-        return [tensor.to(self.rank.device) for tensor in cast(chosen, DTYPES[self.prepared.config.train.precision])]
+    def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
+        """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""
+        span = next(iter(blocks.values()))[0]
+        shapes = zip(self.prepared.names, self.prepared.shapes, strict=True)
+        every = [blocks.get(name, (span, *((0, size) for size in shape[1:]))) for name, shape in shapes]
+        return LocalBatches(self.dataset, self.collate, every, names=self.prepared.names)
 
-    def _eager(self, rows: list[int]) -> Any:
-        module = self.execution.module
-        assert isinstance(module, Eager)
-        (step,) = module.step
-        _, tensors = flatten_batch(whole_batch(self.dataset, self.collate, rows))
-        entries = [tensor.to(self.rank.device) for tensor in cast(tensors, DTYPES[self.prepared.config.train.precision])]
-        kept = [(n, t) for n, t in zip(step.names, entries, strict=True) if n not in step.targets]
-        step.model.eval()
-        found = Objective(step.model, None, [n for n, _ in kept], ())(*(t for _, t in kept))
-        step.model.train()
-        return found if isinstance(found, tuple) else (found,)
+    def _entries(self, batches: LocalBatches, rows: Sequence[int], wanted: Sequence[str]) -> list[Tensor]:
+        loaded = dict(zip(self.prepared.names, batches.load(rows), strict=True))
+        return self._here([loaded[name] for name in wanted])
 
-    def _results(self, rows: list[int], outputs: Any) -> dict[str, float]:
-        if self.loss is None:
-            return {"loss": float(loss_of(next(t for t in outputs if t.dim() == 0) if isinstance(outputs, tuple) else outputs))}
-        names, tensors = flatten_batch(whole_batch(self.dataset, self.collate, rows))
-        batch = dict(zip(names, cast(tensors, DTYPES[self.prepared.config.train.precision]), strict=True))
-        wanted = [batch[name].to(self.rank.device) for name in names if name in self.prepared.targets]
-        results = {"loss": float(self.loss(outputs[0], *wanted))}
-        if self.metric is not None:
-            results[self._metric_name()] = float(self.metric(outputs[0], wanted[0]))
-        return results
+    def _whole_batch(self, rows: Sequence[int]) -> list[Tensor]:
+        return self._here(flatten_batch(whole_batch(self.dataset, self.collate, rows))[1])
 
-    def _metric_name(self) -> str:
-        return str(self.prepared.config.evaluate.metric).rpartition(".")[2]
+    def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        precision = DTYPES[self.prepared.config.train.precision]
+        return [tensor.to(self.rank.device) for tensor in cast(tensors, precision)]
+
+    def _target(self, rows: list[int]) -> list[Tensor]:
+        """Whole targets of `rows`."""
+        pairs = zip(self.prepared.names, self._whole_batch(rows), strict=True)
+        return [tensor for name, tensor in pairs if name in self.prepared.targets]
+
+    def _hybrid(self, rows: list[int], key: int) -> Any:
+        """The module computes its loss from local outputs and local targets, so outputs lie as the first target does;
+        a loss that it returns is the mean over the ranks."""
+        program, communicator = self.execution.program, self.execution.communicator
+        filled, valid = padded(rows, self.size)
+        layouts = hybrid_inputs(self.prepared, program.mesh, self.size)
+        if self.size not in self._batches:
+            shapes = zip(self.prepared.names, self.prepared.shapes, strict=True)
+            whole_shapes = {name: (self.size, *sizes) for name, (_, *sizes) in shapes}
+            blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in whole_shapes.items()}
+            self._batches[self.size] = self._loader(blocks)
+        entries = self._entries(self._batches[self.size], filled, self.prepared.names)
+        found = self.execution.module(*entries, key=key, outputs=True)
+        if self.scores.loss is None:
+            if valid < self.size:
+                raise ConfigError(
+                    f"evaluate.batch_size = {self.size} does not divide the {len(self.dataset)} samples, and a hybrid "
+                    "model that returns its loss cannot be given a short batch; choose a divisor."
+                )
+            total = loss_of(found).double()
+            if program.mesh.size > 1:
+                dist.all_reduce(total)
+            return total / program.mesh.size
+        target = layouts[self.prepared.targets[0]]
+
+        def joined(piece: Any) -> Any:
+            if not isinstance(piece, Tensor):
+                return piece
+            dims = (*target.dims, *((),) * piece.dim())[: piece.dim()]
+            counts = [program.mesh.product(axes) for axes in dims]
+            shape = tuple(size * count for size, count in zip(piece.shape, counts, strict=True))
+            steps = chain(Layout(dims), Layout.replicated(len(shape)), shape, program.mesh)
+            communicator.prepare(step.axes for step in steps)
+            return _first(communicator.carrier(steps)(piece), valid, self.size)
+
+        return _pytree.tree_map(joined, found)
+
+
+def _first(tensor: Tensor, valid: int, size: int) -> Tensor:
+    """The first `valid` rows of a tensor of `size` rows; others have no rows to drop."""
+    return tensor[:valid] if tensor.dim() and tensor.shape[0] == size else tensor
 
 
 def evaluator(
-    prepared: Prepared, execution: Execution, rank: RankContext, dataset: MapDataset, collate: Collate | None
+    prepared: Prepared,
+    execution: Execution,
+    rank: RankContext,
+    dataset: MapDataset,
+    collate: Collate | None,
+    weight: Callable[[str], Tensor],
 ) -> Evaluator:
-    """The evaluator of a run. Raises ConfigError for a metric that cannot be found or does not go with the mode."""
-    name = prepared.config.evaluate.metric
-    metric: Metric | None = None
-    if name is not None:
-        metric = accuracy if name == "accuracy" else targets.resolve(name, "evaluate.metric")
-    loss = build_loss(prepared.config)
-    return Evaluator(prepared, execution, rank, dataset, collate, None if loss is None else loss.to(rank.device), metric)
+    """The evaluator of a run. Raises ConfigError for a metric that cannot be found."""
+    config = prepared.config
+    loss = build_loss(config)
+    measured = scores(config.evaluate.metric, None if loss is None else loss.to(rank.device).eval())
+    size = evaluation_rows(config)
+    if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
+        size = min(size, len(dataset))
+    return Evaluator(prepared, execution, rank, dataset, collate, measured, weight, size)

@@ -1,7 +1,8 @@
-"""What the parent does once per run: build data and model, capture, plan, write the initial weights. The ranks get the result.
+"""What the parent does once per run: build data and model, capture, plan, write the initial weights. The ranks get the
+result.
 
-Everything that can be wrong with the user's model, loss, data or strategies is found here, before any rank starts, and ends as one
-paragraph (exit code 2).
+What can be wrong with the user's model, loss, data, optimizer or strategies is found here, before any rank starts, and
+ends as one paragraph (exit code 2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from runner import optimizers, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.schema import Config
-from strategies.capture import Captured, LossFunction, Objective, capture
+from runner.scores import Structure, scores, tried
+from strategies.capture import LossFunction, Objective, capture
 from strategies.engine import weights
 from strategies.engine.program import Options
 from strategies.graph import OperatorGraph
@@ -35,17 +37,20 @@ WEIGHTS = "initial.pt"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation graph of one batch size, its plan, and the batch entries that flow into it."""
+    """The evaluation graph of one batch size, its plan, and how the model's output is made of the graph's results."""
 
     graph: OperatorGraph
     plan: Plan
+    structure: Structure
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a rank needs beside its number; plain data. `graph` and `plan` are None for modes that run the user's module itself.
+    """What a rank needs beside its number; plain data. `graph` and `plan` are None for modes that run the user's module
+    itself.
 
-    `names` and `shapes` describe the global micro-batch, `targets` the entries that only the loss takes; `evaluations` by rows.
+    `names` and `shapes` describe the global micro-batch, `targets` the entries that only the loss takes; `evaluations`
+    are by rows.
     """
 
     config: Config
@@ -59,15 +64,23 @@ class Prepared:
     plan: Plan | None
     evaluations: dict[int, Evaluation]
     digest: str
+    steps: int
+    """The number of the last optimizer step, counted from 1."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
+        plan = {} if self.plan is None else self.plan.to_json()
+        return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
 
 
 def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
-    """Training data, evaluation data (None without a reason to evaluate), and the user's collate."""
+    """Training data, evaluation data (None where nothing under `evaluate` asks for one), and the user's collate."""
     collate = targets.resolve(config.data.collate, "data.collate") if config.data.collate else None
     training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
-    if config.evaluate.metric is None and not config.evaluate.args:
+    wanted = config.evaluate
+    if wanted.metric is None and wanted.every is None and wanted.batch_size is None and not wanted.args:
         return training, None, collate
-    args = config.data.args | config.evaluate.args
+    args = config.data.args | wanted.args
     return training, build_dataset(config.data.target, args, config.data.path, what="data"), collate
 
 
@@ -85,12 +98,13 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-def build_model(config: Config, target: str | None = None, args: dict[str, Any] | None = None, what: str = "model") -> nn.Module:
-    """The user's model (or another one that takes its place), from the seed, in the precision of training."""
+def build_model(config: Config) -> nn.Module:
+    """The user's model, from the seed, in the precision of training."""
     torch.manual_seed(config.train.seed)
-    model = targets.build(target or config.model.target, config.model.args if args is None else args, what)
+    model = targets.build(config.model.target, config.model.args, "model")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{what}.target = {target or config.model.target!r} makes a {type(model).__name__}; a torch.nn.Module is needed.")
+        kind = type(model).__name__
+        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
     for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
         model.get_parameter(name).requires_grad_(False)
     return model.to(DTYPES[config.train.precision])
@@ -115,23 +129,24 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
     if all(name.isdigit() for name in names):
         if len(names) < 2:
             raise ConfigError(
-                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs a target beside the "
-                "model's input; return (input, target), or set loss.target=null if the model returns its loss."
+                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
+                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
+                "returns its loss."
             )
         return (names[-1],)
     taken = [name for name in names if targets.accepts(model.forward, name)]
     left = tuple(name for name in names if name not in taken)
     if not left:
         raise ConfigError(
-            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left for loss.target = "
-            f"{config.loss.target!r}; set loss.target=null if the model returns its loss."
+            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
+            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
         )
     return left
 
 
-def objective(config: Config, names: Sequence[str], model: nn.Module | None = None) -> Objective:
+def objective(config: Config, names: Sequence[str]) -> Objective:
     """The user's model and loss as one module, eager and untouched."""
-    model = model or build_model(config)
+    model = build_model(config)
     return Objective(model, build_loss(config), names, target_names(config, model, names))
 
 
@@ -143,8 +158,8 @@ def device_of(config: Config) -> tuple[str, int]:
     if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
         if gpus < (wanted or 1):
             raise ConfigError(
-                f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set world_size={max(gpus, 1)} "
-                "or device=cpu."
+                f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
+                f"world_size={max(gpus, 1)} or device=cpu."
             )
         return "cuda", wanted or gpus
     return "cpu", wanted or 8
@@ -185,53 +200,91 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
-        say(f"data: {order.dropped} of {len(training)} samples fill no whole batch of {config.data.batch_size}; every epoch drops as many.")
+        say(
+            f"data: {order.dropped} of {len(training)} samples fill no whole batch of {config.data.batch_size}; "
+            "every epoch drops as many."
+        )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    prepared = Prepared(config, world_size, device, names, shapes, (), rows, None, None, {}, "")
-    if config.parallel.mode == "hybrid":
-        return replace(prepared, digest=digest(config.model, config.loss, shapes))
     step = objective(config, names)
-    prepared = replace(prepared, targets=tuple(name for name in names if name in step.targets))
-    if config.parallel.mode == "stand_alone":
-        capture(step, tensors, training=True)  # for its checks: forward runs, the loss is a scalar
-        if folder is not None:
-            weights.write(folder / WEIGHTS, dict(step.model.state_dict()))
-        return replace(prepared, digest=digest(config.model, config.loss, shapes))
-    captured = capture(step, tensors, training=True)
-    plan = make_plan(captured.graph, request_of(config, world_size))
+    _check_training(config, step.model)
+    targeted = tuple(name for name in names if name in step.targets)
+    told = digest(config.model, config.loss, shapes)
+    steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
+    prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
+    if config.parallel.mode == "hybrid":
+        return prepared
+    captured = capture(step, tensors, training=True)  # stand_alone: for its checks alone
+    plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
+    values = dict(captured.tensors)
+    if config.parallel.mode != "stand_alone":
+        plan = make_plan(captured.graph, request_of(config, world_size))
+        told = digest(captured.graph.signature(), json.dumps({**plan.to_json(), "search": None}))
     if evaluating is not None:
-        captured, evaluations = _evaluations(config, step, captured, plan, evaluating, collate)
+        evaluations, more = _evaluations(config, step, plan, evaluating, collate)
+        values = more | values
     if folder is not None:
-        weights.write(folder / WEIGHTS, captured.tensors)
-    told = digest(captured.graph.signature(), json.dumps({**plan.to_json(), "search": None}))
-    return replace(
-        prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=told
-    )
+        weights.write(folder / WEIGHTS, values)
+    if plan is None:
+        return prepared
+    return replace(prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=told)
+
+
+def _check_training(config: Config, model: nn.Module) -> None:
+    """Make optimizer, scheduler and metric once, so that a wrong config starts no rank. Raises ConfigError."""
+    names = [name for name, _ in model.named_parameters()]
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {key: value for key, value in group.items() if key != "names"} | {"params": [nn.Parameter(torch.zeros(1, 1))]}
+        for group in optimizers.parameter_groups(names, trainable, config.optimizer)
+    ]
+    factory = optimizers.optimizer_factory(config.optimizer)
+    if groups:
+        optimizers.scheduler(config.optimizer.scheduler, factory(groups))
+    if config.evaluate.metric is not None and config.loss.target is None:
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} compares outputs with a target, but loss.target is null, so "
+            "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null."
+        )
+    scores(config.evaluate.metric, None)
 
 
 def _evaluations(
-    config: Config, step: Objective, captured: Captured, plan: Plan, dataset: MapDataset, collate: Collate | None
-) -> tuple[Captured, dict[int, Evaluation]]:
-    """Evaluation graphs by rows: one for whole batches (the last one is padded); a model that returns its own loss cannot be padded,
-    so its short last batch gets a graph of its own."""
+    config: Config, step: Objective, plan: Plan | None, dataset: MapDataset, collate: Collate | None
+) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
+    """Evaluation graphs by rows, and the tensors in them: one graph for whole batches (the last one is padded); a model
+    that returns its own loss cannot be padded, so its short last batch gets a graph of its own. Loss and metric are
+    tried. Without a plan (stand_alone) only that."""
     rows = min(evaluation_rows(config), len(dataset))
     sizes = {rows} if step.loss is not None else {rows, len(dataset) % rows} - {0}
     wanted = [name for name in step.names if name not in step.targets]
     model = Objective(step.model, None, wanted, ())
-    tensors, found = dict(captured.tensors), {}
+    tensors: dict[str, Tensor] = {}
+    found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
         names, batch = flatten_batch(whole_batch(dataset, collate, range(size)))
-        chosen = [tensor for name, tensor in zip(names, cast(batch, DTYPES[config.train.precision]), strict=True) if name in wanted]
-        seen = capture(model, chosen, training=False)
-        found[size] = Evaluation(seen.graph, follow(plan, seen.graph))
-        tensors |= {name: tensor for name, tensor in seen.tensors.items() if name not in tensors}
-    return replace(captured, tensors=tensors), found
+        if names != step.names:
+            raise ConfigError(
+                f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
+                f"{', '.join(step.names)}."
+            )
+        entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
+        structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
+        if plan is not None:
+            seen = capture(model, [entries[name] for name in wanted], training=False)
+            found[size] = Evaluation(seen.graph, follow(plan, seen.graph), structure)
+            tensors |= seen.tensors
+    return found, tensors
 
 
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
     return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
+
+
+def evaluation_options(config: Config) -> Options:
+    """How an evaluation graph is lowered."""
+    return Options(config.train.random == "exact")
 
 
 def digest(*parts: object) -> str:

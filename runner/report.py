@@ -25,7 +25,7 @@ def program_of(prepared: Prepared) -> Program | None:
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
-    """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; modes without a plan write none."""
+    """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; None for modes without."""
     program = program_of(prepared)
     if program is None:
         return None
@@ -34,7 +34,9 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     optimizer = config.optimizer.target.rpartition(".")[2]
     states = STATES.get(optimizer, 2.0) if optimizer != "SGD" or config.optimizer.args.get("momentum") else 0.0
     machine = GPU if prepared.device == "cuda" else LAPTOP
-    content = describe(prepared.graph, prepared.plan, program, stage=config.parallel.zero.stage, states=states, machine=machine)
+    content = describe(
+        prepared.graph, prepared.plan, program, stage=config.parallel.zero.stage, states=states, machine=machine
+    )
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
@@ -56,8 +58,12 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         origins = Counter(operator.origin for operator in plan.operators.values())
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
-        lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s")
-        bare = [operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"]
+        lines.append(
+            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
+        )
+        bare = [
+            operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
+        ]
         if bare:
             lines.append(f"plan: no sharding rule for {', '.join(bare)}: every rank computes these whole")
     return "\n".join(lines)
@@ -75,29 +81,24 @@ def table(content: dict[str, Any]) -> str:
     """One line per operator, and one per redistribution below the operator that needs it."""
     rows = [("operator", "shapes", "slices", "result", "chosen", "source")]
     for operator in content["operators"]:
-        rows.append(
-            (
-                operator["name"], _shapes(operator["shapes"]), _shapes(operator["in_strategy"]), _shapes(operator["out_strategy"]),
-                operator["origin"], operator["source"],
-            )
-        )  # fmt: skip
+        shapes = (_shapes(operator[key]) for key in ("shapes", "in_strategy", "out_strategy"))
+        rows.append((operator["name"], *shapes, operator["origin"], operator["source"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    show = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()  # noqa: E731
+
+    def show(row: tuple[str, ...]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
     lines = [f"mesh {content['mesh']}", show(rows[0])]
     for row, operator in zip(rows[1:], content["operators"], strict=True):
         for entry in operator["redistributions"]:
             whom = f"operand {entry['operand']}" if entry["operand"] >= 0 else "result"
             for way in ("forward", "backward"):
                 for step in entry[way]:
-                    lines.append(f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {_bytes(step['bytes'])}")
+                    lines.append(
+                        f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {_bytes(step['bytes'])}"
+                    )
         lines.append(show(row))
     return "\n".join(lines)
-
-
-def ending(result: dict[str, Any], run_dir: Path) -> str:
-    """The last line of a training run."""
-    told = [f"loss {result['loss']:.6g}"] + [f"test {name} {value:.4g}" for name, value in result["evaluation"].items()]
-    return f"done: {result['steps']} steps, {', '.join(told)}; results in {_shown(run_dir)}"
 
 
 def _shapes(shapes: list[list[int]]) -> str:

@@ -1,12 +1,15 @@
 """Training on one rank: rows of the step -> loss -> gradients -> update, with evaluation, checkpoints and metrics.
 
-Everything that a step does follows from the step number (rows, random keys), so a resumed run repeats what an uninterrupted one does.
+Everything that a step does follows from the step number (rows, random keys), so a resumed run repeats what an
+uninterrupted one does.
 """
 
 from __future__ import annotations
 
 import random as python_random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,7 @@ from strategies.rules.random import mix
 
 @dataclass(frozen=True)
 class Job:
-    """What the parent sends to every rank. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
+    """What every rank is sent. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
 
     prepared: Prepared
     folder: Path
@@ -61,10 +64,12 @@ class Trainer:
         self.batches = LocalBatches(
             training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
         )
+        self.updates: Updates = self._updates()
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
-            self.evaluator = evaluator(self.prepared, self.execution, rank, evaluating, self.collate)
-        self.updates: Updates = self._updates()
+            self.evaluator = evaluator(
+                self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
+            )
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
@@ -95,35 +100,36 @@ class Trainer:
             zero_options=config.parallel.zero.options,
         )
 
-    @property
-    def total_steps(self) -> int:
-        steps = self.config.train.steps
-        return steps if steps is not None else (self.config.train.epochs or 0) * self.order.steps_per_epoch
-
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
         self.marks = marked(self.marks, "program and data")
         loss, results = float("nan"), {}
-        with _metrics(self, first) as metrics:
-            for step in range(first, self.total_steps + 1):
+        with _metrics(self, first) as metrics, _found_in_training():
+            for step in range(first, self.prepared.steps + 1):
                 started = time.perf_counter()
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss = self._micro_batches(step)
+                if not numpy.isfinite(loss):
+                    raise FloatingPointError(
+                        f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
+                    )
                 self.updates.reduce()
                 if self.job.record is not None:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
-                norm = self.updates.update(measure=step % self.config.train.log_every == 0 or step == self.total_steps)
+                norm = self.updates.update(
+                    measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
+                )
                 self._schedule(step)
-                if not numpy.isfinite(loss):
-                    raise FloatingPointError(f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help.")
                 if metrics is not None:
                     seconds = time.perf_counter() - started
                     if step == first and self.job.marks:
                         metrics.say(told(marked(self.marks, "step")))
-                    metrics.step(step, loss=loss, lr=lr, seconds=seconds, samples=self.config.data.batch_size, grad_norm=norm)
+                    metrics.step(
+                        step, loss=loss, lr=lr, seconds=seconds, samples=self.config.data.batch_size, grad_norm=norm
+                    )
                 if self.evaluator is not None and self._due(step):
                     results = self.evaluator.run()
                     if metrics is not None:
@@ -131,14 +137,22 @@ class Trainer:
                 self._save(step)
         if self.job.record is not None:
             self._write(self._weights(), "weights.pt")
-        return {"loss": loss, "evaluation": results, "sent": dict(self.execution.communicator.sent), "steps": self.total_steps}
+        return {
+            "loss": loss,
+            "evaluation": results,
+            "sent": dict(self.execution.communicator.sent),
+            "steps": self.prepared.steps,
+        }
 
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
         for micro in range(self.config.train.accumulate):
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
-            entries = [tensor.to(self.rank.device) for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])]
+            entries = [
+                tensor.to(self.rank.device)
+                for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
+            ]
             loss = self.execution.forward(self.updates.module, entries, mix(self.config.train.seed, step, micro))
             self.updates.backward(loss)
             total += loss.detach().double()
@@ -159,7 +173,7 @@ class Trainer:
         every = self.config.evaluate.every
         if every is None and self.config.train.epochs is not None:
             every = self.order.steps_per_epoch
-        return step == self.total_steps or every is not None and step % every == 0
+        return step == self.prepared.steps or (every is not None and step % every == 0)
 
     def _content(self) -> checkpoint.Content:
         return checkpoint.Content(
@@ -168,26 +182,19 @@ class Trainer:
             tensors=self.execution.tensors,
             updates=self.updates,
             scheduler=self.scheduler,
-            plan=self.prepared.plan.to_json() if self.prepared.plan is not None else {},
-            config=self.config.model_dump(mode="json"),
-            fingerprint=self.prepared.digest,
+            **self.prepared.identity(),
         )
 
     def _restore(self) -> int:
         """The first step to run, after loading the checkpoint that the job names."""
         if self.job.resume is None:
             return 1
-        done = checkpoint.load(self.job.resume, self._content())
-        if done >= self.total_steps:
-            raise ConfigError(
-                f"train.resume: {self.job.resume.name} has {done} steps done, and train.steps (or epochs) asks for {self.total_steps}; "
-                "ask for more."
-            )
-        return done + 1
+        return checkpoint.load(self.job.resume, self._content()) + 1
 
     def _save(self, step: int) -> None:
         wanted = self.config.checkpoint
-        if wanted.every is not None and step % wanted.every == 0 or wanted.at_end and step == self.total_steps:
+        due = wanted.every is not None and step % wanted.every == 0
+        if due or (wanted.at_end and step == self.prepared.steps):
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
 
     def _weights(self) -> dict[str, Tensor]:
@@ -195,7 +202,11 @@ class Trainer:
         found = {}
         for source in self.execution.program.sources:
             if source.kind in ("parameter", "buffer"):
-                piece = self.updates.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+                piece = (
+                    self.updates.weight(source.name)
+                    if source.kind == "parameter"
+                    else self.execution.tensors[source.name]
+                )
                 found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
         return found
 
@@ -220,7 +231,7 @@ class Trainer:
             torch.save(content, self.job.record / name)
 
     def _follow(self, step: int) -> None:
-        """Give the optimizer the gradients of the run that this one is compared with, so that rounding does not compound."""
+        """Give the optimizer the gradients of the run that this one is compared with; rounding does not compound."""
         assert self.job.follow is not None
         given = torch.load(self.job.follow / f"step-{step}.pt", weights_only=True)["gradients"]
         for name, own in self.updates.gradients():
@@ -228,14 +239,27 @@ class Trainer:
                 own.copy_(given[name])
 
 
+@contextmanager
+def _found_in_training() -> Iterator[None]:
+    """A wrong input that only training could find is a failed run: there is something to look at by then."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 def _metrics(trainer: Trainer, first: int) -> Any:
     if trainer.rank.rank > 0:
         return _Nothing()
     report = trainer.config.report
     return Metrics(
-        trainer.rank.run_dir, log_every=trainer.config.train.log_every, total_steps=trainer.total_steps, first_step=first,
-        progress=report.progress, tensorboard=report.tensorboard,
-    )  # fmt: skip
+        trainer.rank.run_dir,
+        log_every=trainer.config.train.log_every,
+        total_steps=trainer.prepared.steps,
+        first_step=first,
+        progress=report.progress,
+        tensorboard=report.tensorboard,
+    )
 
 
 class _Nothing:
@@ -263,4 +287,3 @@ def _agree(digest: str) -> None:
 def train(rank: RankContext, job: Job) -> dict[str, Any]:
     """The entry of a rank."""
     return Trainer(rank, job).run()
-

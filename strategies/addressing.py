@@ -1,7 +1,8 @@
 """Which operators a path in the config means, and what its strategy says about their factors.
 
-An operator answers to its plan name `module.path[.op][@k]`, to `module.path.op` in any case, and to both without `@k` (then all of
-them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k], w [k, n].
+An operator answers to its plan name `module.path[.op][@k]`, to `module.path.op` in any case, and to both without `@k`
+(then all of them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k], w
+[k, n].
 """
 
 from __future__ import annotations
@@ -61,21 +62,24 @@ def in_module(pattern: str, operator: Operator) -> bool:
 def configured(
     graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]
 ) -> dict[str, Configured]:
-    """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob before an earlier
-    one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for a strategy that does not fit.
+    """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob
+    before an earlier one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for
+    a strategy that does not fit.
     """
     found: dict[str, tuple[int, str, str]] = {}
     for path in strategies:
         rank = 0 if any(mark in path for mark in "*?[") else 2 if "@" in path else 1
         hits = [(operator, address) for operator in graph.operators if (address := matches(path, operator))]
         if not hits:
-            names = [address for operator in graph.operators for address in (operator.name, *addresses(operator))]
+            names = [operator.name for operator in graph.operators]
+            names += [address for operator in graph.operators for address in addresses(operator)]
             raise StrategyError(f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}")
         for operator, address in hits:
             before = found.get(operator.id, (0, "", ""))
             if rank and rank == before[0] and (strategies[path], address) != (strategies[before[1]], before[2]):
                 raise StrategyError(
-                    f"parallel.strategies.{before[1]} and parallel.strategies.{path} both configure {operator.where}; keep one of them."
+                    f"parallel.strategies.{before[1]} and parallel.strategies.{path} both configure {operator.where}; "
+                    "keep one of them."
                 )
             if rank >= before[0]:
                 found[operator.id] = (rank, path, address)
@@ -90,7 +94,8 @@ def configured(
 def _read(
     graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: Wanted
 ) -> Configured:
-    """Slices per factor. Every operand's dims are compared with the shape and with what other operands say of the same factor."""
+    """Slices per factor. Every operand's dims are compared with the shape and with what other operands say of the
+    same factor."""
     where = f"parallel.strategies.{path}: {wanted} on {operator.where}"
     if wanted.inputs is None:
         return Configured(path, wanted, {})
@@ -104,7 +109,8 @@ def _read(
     shapes = [spec.shape for spec in graph.operand_specs(operator)]
     if len(wanted.inputs) > len(shapes):
         raise StrategyError(
-            f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes {_shapes(shapes)})."
+            f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes "
+            f"{_shapes(shapes)})."
         )
     for position, operand in enumerate(wanted.inputs):
         dims, shape = sharding.operands[position], shapes[position]
@@ -113,7 +119,8 @@ def _read(
         entries: Sequence[int | tuple[str, ...]] = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(shape):
             raise StrategyError(
-                f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives {len(entries)}."
+                f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives "
+                f"{len(entries)}."
             )
         for dim, (factor, entry) in enumerate(zip(dims, entries, strict=True)):
             slicing: Slicing = entry if isinstance(entry, int) else (operand.layout, entry)  # type: ignore[union-attr]

@@ -1,30 +1,27 @@
 """From a torch module to an `OperatorGraph`, by torch.export on an example batch.
 
-torch.export is used without `run_decompositions` (which loses no_grad regions and breaks batch-norm in training). Own passes:
-metadata asserts are dropped, no-grad regions are inlined behind `detach`, in-place operators on fresh values become functional,
-tied weights become one source, baked constants become sources, what the loss does not need is dropped. The module and the
-batch are left as they were. Export looks through backwards that the user wrote, so a model that has some is refused.
+torch.export is used without `run_decompositions`, which loses no_grad regions and breaks batch-norm in training. What
+the loss does not need is dropped. The module and the batch are left as they were. Export looks through backwards that
+the user wrote, so a model that has some is refused.
 """
 
 from __future__ import annotations
 
-import operator as python_operator
-import re
-import sysconfig
 import traceback
-from collections import Counter
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree
 
 from strategies.errors import StrategyError
-from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.exported import BUFFER_WRITES, dtype_of, in_library, read, short
+from strategies.graph import OperatorGraph
+from strategies.rules.random import draws
 
 HIDDEN_WRITES = frozenset({"batch_norm"})
 """Operators that write a buffer although their schema does not say so."""
@@ -41,7 +38,8 @@ class Captured:
 class Objective(nn.Module):
     """The model and its loss as one module: flat batch tensors in, the loss (training) or the outputs (evaluation) out.
 
-    With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by name.
+    With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
+    name.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module | None, names: Sequence[str], targets: Sequence[str]) -> None:
@@ -85,7 +83,10 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     objective.train(training)
     hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
     try:
-        exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
+        with warnings.catch_warnings():
+            # recurrent layers store their weights anew under export, which does no harm
+            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
+            exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
     except StrategyError:
         raise
     except Exception as error:  # whatever the user's forward raises, told as one paragraph
@@ -99,7 +100,8 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
 
 
 def loss_in(output: object) -> object:
-    """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object, or all of it."""
+    """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object,
+    or all of it."""
     found = output[0] if isinstance(output, (tuple, list)) and output else output
     if isinstance(found, Mapping):
         return found.get("loss", found)
@@ -114,7 +116,8 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
         raise StrategyError(
-            f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or under the name "
+            f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or "
+            "under the name "
             "loss). A reduction such as .mean() is missing?"
         )
     if not loss.requires_grad:
@@ -123,18 +126,20 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
         )
     for node in _backward_nodes(loss):
         if isinstance(node, BackwardCFunction):
-            raise StrategyError(_own_backward(node.name().removesuffix("Backward")))
+            raise StrategyError(_own_backward(type(node).__name__.removesuffix("Backward")))
     return loss
 
 
 def _own_backward(name: str) -> str:
     if name == "CheckpointFunction":
         return (
-            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is captured; "
+            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is "
+            "captured; "
             "call it with use_reentrant=False."
         )
     return (
-        f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is captured (only its forward is "
+        f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is captured (only "
+        "its forward is "
         "seen); write it with differentiable torch operators."
     )
 
@@ -164,34 +169,30 @@ def _told(output: object) -> str:
     if isinstance(output, (tuple, list)):
         return f"{type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
     if isinstance(output, Mapping):
-        return f"{type(output).__name__} of {', '.join(f'{key}: {_told(value)}' for key, value in output.items()) or 'nothing'}"
+        entries = [f"{key}: {_told(value)}" for key, value in output.items()]
+        return f"{type(output).__name__} of {', '.join(entries) or 'nothing'}"
     return "None" if output is None else f"a {type(output).__name__}"
 
 
 def _needed(graph: OperatorGraph) -> OperatorGraph:
-    """The graph without operators whose results the loss does not need. Those that write buffers or draw random numbers stay."""
+    """The graph without operators whose results the loss does not need. Those that write buffers or draw random
+    numbers stay."""
     wanted, kept = {ref.id for ref in graph.outputs}, []
     for operator in reversed(graph.operators):
-        if operator.id in wanted or operator.op in BUFFER_WRITES | HIDDEN_WRITES or _draws(operator):
+        if operator.id in wanted or operator.op in BUFFER_WRITES | HIDDEN_WRITES or draws(operator):
             kept.append(operator)
             wanted.update(ref.id for ref in operator.operands)
     return replace(graph, operators=tuple(reversed(kept)))
 
 
-def _draws(operator: Operator) -> bool:
-    space, name, overload = operator.target.split(".")
-    return torch.Tag.nondeterministic_seeded in getattr(getattr(getattr(torch.ops, space), name), overload).tags
-
-
 def _capture_failure(error: BaseException) -> str:
-    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    lines = [text.strip().rstrip(".") for text in str(error).splitlines() if text.strip()]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not in_library(frame.filename)]
     where = f" at {short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     if isinstance(error, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
         return (
-            f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one graph; use torch.where or "
-            "another operator in place of the branch."
+            f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
+            "graph; use torch.where or another operator in place of the branch."
         )
-    return (
-        f"The model's forward failed on the example batch{where} ({type(error).__name__}: {' '.join(lines[:1])[:300]})."
-    )
+    what = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    return f"The model or its loss failed on the example batch{where} ({what})."

@@ -1,9 +1,10 @@
 """Differentiable collectives for modules that do their own communication (`parallel.mode=hybrid`).
 
-Every collective has its true adjoint, so the gradient of J = mean over ranks of the ranks' losses is exact for any composition:
-(1 / world size) times the sum, over a parameter's replica group, of what the ranks compute. The runner takes that sum and factor.
-`axes` name mesh axes (`parallel.mesh`; without one all ranks form the axis `world`). Calls are collective: every rank makes the
-same calls in the same order. Outside a hybrid run there is one rank, and every collective returns its input.
+Every collective has its true adjoint, so the gradient of J = mean over ranks of the ranks' losses is exact for any
+composition: (1 / world size) times the sum, over a parameter's replica group, of what the ranks compute. The runner
+takes that sum and factor. `axes` name mesh axes (`parallel.mesh`; without one all ranks form the axis `world`). Calls
+are collective: every rank makes the same calls in the same order. Outside a hybrid run there is one rank, and every
+collective returns its input.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def use(communicator: Communicator | None) -> None:
 def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Parameter:
     """The rank's slice of a whole parameter along `dim`, as a parameter that declares how it is sliced.
 
-    From the declaration follow the gradient reduction, checkpoints and the comparison with a reference. Raises StrategyError if
-    the dim is not there or does not divide.
+    From the declaration follow the gradient reduction, checkpoints and the comparison with a reference. Raises
+    StrategyError if the dim is not there or does not divide.
     """
     names, sliced = _known(axes), _dim(parameter, dim)
     layout = Layout(tuple(names if d == sliced else () for d in range(parameter.dim())))
@@ -71,7 +72,8 @@ def reduce_scatter(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axes: Axes, split: int, join: int) -> Tensor:
-    """Slices along dim `split` go to the ranks along `axes`; what arrives is joined along dim `join`. Adjoint: the way back."""
+    """Slices along dim `split` go to the ranks along `axes`; what arrives is joined along dim `join`. Adjoint: the
+    way back."""
     split, join = _divided(x, axes, split), _dim(x, join)
     return _run(x, _step(ALL_TO_ALL, axes, split, join), _step(ALL_TO_ALL, axes, join, split))
 
@@ -83,7 +85,8 @@ def split(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
 
 
 def broadcast(x: Tensor, axes: Axes, source: int = 0) -> Tensor:
-    """The tensor of rank `source` (its index along `axes`), on each of them. Adjoint: the sum of the gradients at the source."""
+    """The tensor of rank `source` (its index along `axes`), on each of them. Adjoint: the sum of the gradients at
+    the source."""
     mine = _current.mesh.index(_current.rank, _known(axes)) == source
     # zeros that still depend on x, so that every rank takes part in backward (x * 0 would let infinities through)
     return all_reduce(x if mine else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0), axes)
@@ -122,7 +125,8 @@ def _known(axes: Axes) -> tuple[str, ...]:
     for name in names:
         if name not in _current.mesh.sizes:
             raise StrategyError(
-                f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to name axes."
+                f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to "
+                "name axes."
             )
     return names
 

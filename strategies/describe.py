@@ -1,4 +1,5 @@
-"""What a plan means, told: the entries of plan.json, predicted bytes, memory and time. Derived from graph, plan and program alone."""
+"""What a plan means, told: the entries of plan.json, predicted bytes, memory and time. Derived from graph, plan and
+program alone."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def operator_entry(
 
 
 def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:
-    """One redistribution: for which operand, its steps with the group of rank 0, and the bytes that the busiest rank sends."""
+    """One redistribution: for which operand, its steps with the group of rank 0, and the bytes that the busiest
+    rank sends."""
     return {
         "value": redistribution.value.id,
         "operand": redistribution.operand,

@@ -25,7 +25,8 @@ DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_guards_fn"})
 BUFFER_WRITES = frozenset({"add_", "copy_", "mul_", "fill_"})
 """In-place operators that may write a buffer; they run replicated on the rank's own copy."""
 PASSING = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"})
-"""Operators (x, probability, training) that return x itself where they drop nothing, although their schema does not say so."""
+"""Operators (x, probability, training) that return x itself where they drop nothing, although their schema does not
+say so."""
 ROOT = Path(__file__).parent.parent
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
 STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
@@ -52,8 +53,8 @@ def _spec(value: Tensor) -> TensorSpec:
 def read(
     exported: torch.export.ExportedProgram, objective: nn.Module, names: Sequence[str], mode: str
 ) -> tuple[OperatorGraph, dict[str, Tensor]]:
-    """The graph of an exported objective, and the tensors of its sources by name (not copied). `names` are those of the batch
-    entries; `mode` marks constants, which are numbered anew in every graph."""
+    """The graph of an exported objective, and the tensors of its sources by name (not copied). `names` are those of the
+    batch entries; `mode` marks constants, which are numbered anew in every graph."""
     reader = _Reader(exported, objective, names, mode)
     return reader.graph, reader.tensors
 
@@ -88,7 +89,8 @@ class _Reader:
         self.graph = OperatorGraph(tuple(self.sources), _named(self.operators), outputs, order)
 
     def _owners(self, exported: torch.export.ExportedProgram) -> dict[str, tuple[str, Tensor]]:
-        """Placeholder name -> (canonical name, tensor). Tied weights have several placeholders and one canonical name."""
+        """Placeholder name -> (canonical name, tensor). Tied weights have several placeholders and one canonical
+        name."""
         objective = self.objective
         tensors = dict(objective.named_parameters(remove_duplicate=False)) | dict(
             objective.named_buffers(remove_duplicate=False)
@@ -99,7 +101,8 @@ class _Reader:
         }
         if clash:
             raise StrategyError(
-                f"The loss and the model both have a tensor called {min(clash)}: the loss is known as `loss`, so the model's own child "
+                f"The loss and the model both have a tensor called {min(clash)}: the loss is known as `loss`, so the "
+                "model's own child "
                 "`loss` needs another name."
             )
         owners = {}
@@ -162,17 +165,27 @@ class _Reader:
         args, kwargs = self._plain(node.args), self._plain(dict(node.kwargs))
         self.operators.append(
             Operator(
-                node.name, "", paths[-1] if paths else "", op, str(target), args, tuple(kwargs.items()), results, multiple, _source(node),
-                _relative(paths),
+                id=node.name,
+                name="",
+                module=paths[-1] if paths else "",
+                op=op,
+                target=str(target),
+                args=args,
+                kwargs=tuple(kwargs.items()),
+                results=results,
+                multiple=multiple,
+                source=_source(node),
+                path=_relative(paths),
             )
-        )  # fmt: skip
+        )
         self.values[node] = [Ref(node.name, i) for i in range(len(results))] if multiple else Ref(node.name)
         if target is not node.target:  # later uses of the overwritten value see the new one, under whichever name
             for same in self._names_of(node.args[0]):
                 self.values[same] = self.values[node]
 
     def _functional(self, node: fx.Node, op: str) -> torch._ops.OpOverload:
-        """The operator that returns what an in-place one writes. Raises StrategyError where that would change the meaning."""
+        """The operator that returns what an in-place one writes. Raises StrategyError where that would change the
+        meaning."""
         base = node.args[0]
         assert isinstance(node.target, torch._ops.OpOverload)
         if not isinstance(base, fx.Node):
@@ -192,7 +205,8 @@ class _Reader:
                 else "memory that is read later under another name"
             )
             raise StrategyError(
-                f"{op}{_at(node)} writes in place to {what}, which cannot be captured yet; use an operator that returns a new tensor "
+                f"{op}{_at(node)} writes in place to {what}, which cannot be captured yet; use an operator that "
+                "returns a new tensor "
                 f"({op.rstrip('_')}, torch.where, torch.cat ...)."
             )
         twin = getattr(getattr(torch.ops.aten, op.removesuffix("_"), None), node.target._overloadname, None)
@@ -263,7 +277,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
                 elif part.op == "output":
                     results = [copied[value] for value in part.args[0]]
                 else:
-                    copied[part] = module.graph.node_copy(part, lambda old: copied[old])
+                    copied[part] = module.graph.node_copy(part, copied.__getitem__)
             if not enabled:
                 results = [_detached(module.graph, value) for value in results]
         for user in list(node.users):

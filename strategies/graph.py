@@ -1,7 +1,9 @@
-"""A model as an operator graph: one frozen node per operator, in execution order, with shapes, module path and source line.
+"""A model as an operator graph: one frozen node per operator, in execution order, with shapes, module path and source
+line.
 
-The graph is plain data (it pickles without torch objects beyond small constants), so capture happens once per run and every rank
-lowers the same graph. Values are named by `Ref`s; sources are what flows in (batch, parameters, buffers, constants).
+The graph is plain data (it pickles without torch objects beyond small constants), so capture happens once per run and
+every rank lowers the same graph. Values are named by `Ref`s; sources are what flows in (batch, parameters, buffers,
+constants).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Source:
-    """A value that flows into the graph. `name` is the input's name or the fully qualified name of the tensor in the model."""
+    """A value that flows into the graph. `name` is the input's name or the fully qualified name of the tensor in
+    the model."""
 
     id: str
     kind: Kind
@@ -65,8 +68,8 @@ class Source:
 class Operator:
     """One call of a torch operator on the global tensors.
 
-    `args` and `kwargs` are plain data with `Ref`s in place of tensors; `name` is the unique plan name `module.path[.op][@k]`;
-    `path` are the nested module calls that lead here, each relative to the one before.
+    `args` and `kwargs` are plain data with `Ref`s in place of tensors; `name` is the unique plan name
+    `module.path[.op][@k]`; `path` are the nested module calls that lead here, each relative to the one before.
     """
 
     id: str

@@ -1,7 +1,8 @@
-"""The one mesh of a plan: the common refinement of every device matrix in it, in prime steps while planning, merged at the end.
+"""The one mesh of a plan: the common refinement of every device matrix in it, in prime steps while planning, merged at
+the end.
 
-Names are local to where they are given: layouts, counts and `parallel.mesh` live together, and each name stands for a run of the
-plan's axes. Counts say how many slices, not which ranks; explicit layouts fix ranks.
+Names are local to where they are given: layouts, counts and `parallel.mesh` live together, and each name stands for a
+run of the plan's axes. Counts say how many slices, not which ranks; explicit layouts fix ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from strategies.request import NamedMatrix
 
 Axes = tuple[str, ...]
 UNNAMED = "#"
-"""Between the letters and the number of an axis that nobody named (`d#0`), so that no user's name can be taken for one."""
+"""Between the letters and the number of an axis that nobody named (`d#0`), so that no user's name can be taken for
+one."""
 
 
 @dataclass(frozen=True)
 class Meshing:
-    """`mesh` has prime axes; `named[layout][axis]` is the run of axes that a name stands for (the mesh that the user named is
-    `parallel.mesh`); `fixed` are the axes of that mesh, each as its run (empty while the mesh is open)."""
+    """`mesh` has prime axes; `named[layout][axis]` is the run of axes that a name stands for (the mesh that the user
+    named is `parallel.mesh`); `fixed` are the axes of that mesh, each as its run (empty while the mesh is open)."""
 
     mesh: Mesh
     named: Mapping[str, Mapping[str, Axes]]
@@ -35,9 +37,9 @@ class Meshing:
     def place(self, counts: Sequence[int], taken: Iterable[str] = (), where: str = "") -> tuple[Axes, ...]:
         """Axes for each count, not using `taken`.
 
-        Mesh open: the row-major device matrix of the counts, if the mesh has its boundaries. Otherwise, and for a named mesh: the
-        first contiguous run of unused (named) axes with that product, else the first axis that can be split, else any axes.
-        Raises StrategyError if the mesh cannot give the counts.
+        Mesh open: the row-major device matrix of the counts, if the mesh has its boundaries. Otherwise, and for a named
+        mesh: the first contiguous run of unused (named) axes with that product, else the first axis that can be split,
+        else any axes. Raises StrategyError if the mesh cannot give the counts.
         """
         used = set(taken)
         if not self.fixed and not used and (row_major := self._row_major(counts)) is not None:
@@ -48,7 +50,8 @@ class Meshing:
             if axes is None:
                 sizes = " x ".join(str(size) for _, size in self.mesh.axes)
                 raise StrategyError(
-                    f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} slices."
+                    f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} "
+                    "slices."
                 )
             used |= set(axes)
             placed.append(axes)
@@ -101,10 +104,11 @@ def meshing(
     counts: Iterable[Sequence[int]],
     spare: str = "d",
 ) -> Meshing:
-    """The mesh for the given named mesh, layouts and count matrices (each in row-major order, without the devices left over).
+    """The mesh for the given named mesh, layouts and count matrices (each in row-major order, without the devices left
+    over).
 
-    Raises StrategyError where a device matrix does not multiply to `world_size` or does not name each of its axes once, and where two
-    explicit ones have no common refinement.
+    Raises StrategyError where a device matrix does not multiply to `world_size` or does not name each of its axes once,
+    and where two explicit ones have no common refinement.
     """
     explicit: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
     if mesh is not None:
@@ -113,7 +117,8 @@ def meshing(
     for name, (matrix, axes) in explicit.items():
         if len(axes) != len(matrix) or len(set(axes)) != len(axes):
             raise StrategyError(
-                f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives {', '.join(axes) or 'no names'}."
+                f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives "
+                f"{', '.join(axes) or 'no names'}."
             )
         if min(matrix, default=1) < 1:
             raise StrategyError(f"{name} {tuple(matrix)} has an axis of size {min(matrix)}; a size is at least 1.")
@@ -127,7 +132,8 @@ def meshing(
         if finer is None:
             other = next(o for o, (m, _) in explicit.items() if o != name and common_refinement(m, matrix) is None)
             raise StrategyError(
-                f"{other} {tuple(explicit[other][0])} and {name} {tuple(matrix)} have no common refinement: cut one axis so that the products "
+                f"{other} {tuple(explicit[other][0])} and {name} {tuple(matrix)} have no common refinement: cut one "
+                "axis so that the products "
                 "from the left divide one another."
             )
         refined = finer
@@ -166,8 +172,8 @@ def _names(fine: Sequence[int], matrix: Sequence[int], axes: Sequence[str]) -> t
 
 
 def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
-    """The same plan on the coarsest mesh: neighbouring axes that always occur side by side become one axis, except across the ends
-    of `explicit` runs, the axes that a user named."""
+    """The same plan on the coarsest mesh: neighbouring axes that always occur side by side become one axis, except
+    across the ends of `explicit` runs, the axes that a user named."""
     ends = {run[-1] for run in explicit if run}
     sequences = {tuple(axes) for operator in plan.operators.values() for axes in operator.assignment.values()}
     layouts = [
@@ -178,9 +184,13 @@ def merged(plan: Plan, explicit: Iterable[Axes] = ()) -> Plan:
     sequences |= {dim for layout in layouts for dim in layout.dims}
     groups: list[list[str]] = []
     for name in plan.mesh.names:
-        if groups and groups[-1][-1] not in ends and all(_together(sequence, groups[-1][-1], name) for sequence in sequences) and not any(
-            (groups[-1][-1] in layout.partial) != (name in layout.partial) for layout in layouts
-        ):  # fmt: skip
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None
+            and last not in ends
+            and all(_together(sequence, last, name) for sequence in sequences)
+            and all((last in layout.partial) == (name in layout.partial) for layout in layouts)
+        ):
             groups[-1].append(name)
         else:
             groups.append([name])
@@ -195,7 +205,8 @@ def _together(sequence: Axes, first: str, second: str) -> bool:
 
 
 def _merged_names(groups: Sequence[Sequence[str]]) -> list[str]:
-    """All the parts of `tp` together are `tp` again, else the groups are `tp.0`, `tp.1`, ...; unnamed axes are numbered anew."""
+    """All the parts of `tp` together are `tp` again, else the groups are `tp.0`, `tp.1`, ...; unnamed axes are
+    numbered anew."""
     plain = [re.split(rf"[.{UNNAMED}]", group[0])[0] for group in groups]
     if UNNAMED in groups[0][0]:
         return plain if plain == ["dp"] else [f"{name}{i}" for i, name in enumerate(plain)]

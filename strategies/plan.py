@@ -1,5 +1,5 @@
-"""The plan: for every operator which mesh axes slice which factor, for every source how it lies. Search, explanation, engine and
-checkpoints meet at this type; it is plain data, JSON in and out.
+"""The plan: for every operator which mesh axes slice which factor, for every source how it lies. Search, explanation,
+engine and checkpoints meet at this type; it is plain data, JSON in and out.
 
 Invariant: together with the operator graph it determines the program of every rank.
 """
@@ -18,8 +18,8 @@ Origin = Literal["configured", "data_parallel", "propagated", "default", "no rul
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """`assignment`: factor -> axes. `outputs`: layouts in which the results are handed on, None for as they come (reduced at the
-    first use). `origin` says who chose."""
+    """`assignment`: factor -> axes. `outputs`: layouts in which the results are handed on, None for as they come
+    (reduced at the first use). `origin` says who chose."""
 
     assignment: Mapping[str, tuple[str, ...]]
     origin: Origin

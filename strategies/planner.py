@@ -1,4 +1,5 @@
-"""From an operator graph and a request to a plan: rules, configured strategies, mesh, search, parameter layouts, checks."""
+"""From an operator graph and a request to a plan: rules, configured strategies, mesh, search, parameter layouts,
+checks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from strategies.search.propagation import propagate
 
 
 def make_plan(graph: OperatorGraph, request: Request) -> Plan:
-    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
+    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the
+    mesh or one another."""
     check(request)
     return _Planning(graph, request).plan()
 
@@ -77,7 +79,8 @@ class _Planning:
             if not any(in_module(pattern, operator) for operator in self.graph.operators):
                 modules = {operator.module for operator in self.graph.operators if operator.module}
                 raise StrategyError(
-                    f"parallel.set_data_parallel: {pattern!r} matches no module of the model.{closest(pattern, sorted(modules))}"
+                    f"parallel.set_data_parallel: {pattern!r} matches no module of the "
+                    f"model.{closest(pattern, sorted(modules))}"
                 )
         return [
             o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)
@@ -92,7 +95,8 @@ class _Planning:
             asked = math.prod(counts)
             if world % asked:
                 raise StrategyError(
-                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} slices, "
+                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} "
+                    "slices, "
                     f"which do not divide the {world} devices."
                 )
             if len(counts) == len(entry.factors) and asked > 1:
@@ -127,14 +131,16 @@ class _Planning:
         for factor, axes in assignment.items():
             if sharding.sizes[factor] % self.mesh.product(axes):
                 raise StrategyError(
-                    f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} equal slices."
+                    f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} "
+                    "equal slices."
                 )
         return assignment
 
     def _as_stored(
         self, operator: Operator, counted: Mapping[str, int], taken: Sequence[str], fixed: Mapping[str, Assignment]
     ) -> dict[str, Axes]:
-        """Counts do not say which ranks: a parameter that an operator configured before slices into as many pieces keeps its axes."""
+        """Counts do not say which ranks: a parameter that an operator configured before slices into as many pieces
+        keeps its axes."""
         found: dict[str, Axes] = {}
         for position, ref in enumerate(operator.operands):
             source = self.graph.by_id[ref.id]
@@ -162,7 +168,8 @@ class _Planning:
         entries = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(spec.shape):
             raise StrategyError(
-                f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has {len(spec.shape)} dims."
+                f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has "
+                f"{len(spec.shape)} dims."
             )
         if isinstance(operand, NamedDims):
             layout = Layout(tuple(self._named(operand.layout, dim) for dim in operand.dims))
@@ -178,8 +185,8 @@ class _Planning:
         return layout
 
     def _keeping(self, counts: tuple[int, ...], natural: Layout, where: str) -> Layout:
-        """Counts of a result: a dim keeps its axes as far as the count goes, and takes more from those that are partial, else from
-        those that are free."""
+        """Counts of a result: a dim keeps its axes as far as the count goes, and takes more from those that are
+        partial, else from those that are free."""
         dims = []
         for have, count in zip(natural.dims, counts, strict=True):
             keep = next(have[:end] for end in range(len(have), -1, -1) if count % self.mesh.product(have[:end]) == 0)
@@ -190,7 +197,8 @@ class _Planning:
             axes = self.meshing.run(more, set(self.mesh.names) - natural.partial | used) or self.meshing.run(more, used)
             if axes is None:
                 raise StrategyError(
-                    f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim {dim} of the result."
+                    f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim "
+                    f"{dim} of the result."
                 )
             dims[dim] += axes
         return Layout(tuple(dims))
@@ -216,8 +224,10 @@ class _Planning:
             count = largest_fit(source.spec.shape[0], self.request.world_size)
             if self.request.mode == "data_parallel" and count != self.request.world_size:
                 raise StrategyError(
-                    f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a micro-batch has "
-                    f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of {self.request.world_size}."
+                    f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a "
+                    "micro-batch has "
+                    f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
+                    f"{self.request.world_size}."
                 )
             (axes,) = self.meshing.place([count])
             found[source.name] = Layout((axes,) + ((),) * (rank - 1))
@@ -244,8 +254,14 @@ class _Planning:
         if self.request.mode == "auto":
             return propagate(problem, self.meshing)
         return {
-            o.id: (problem.fixed.get(o.id, batch_parallel(problem, self.meshing, o)), False) for o in self.graph.operators
-        }  # fmt: skip
+            operator.id: (
+                problem.fixed[operator.id]
+                if operator.id in problem.fixed
+                else batch_parallel(problem, self.meshing, operator),
+                False,
+            )
+            for operator in self.graph.operators
+        }
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:
@@ -257,8 +273,8 @@ class _Planning:
         return "propagated" if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
-        """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError where configured
-        users disagree. Buffers and constants are held whole."""
+        """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError
+        where configured users disagree. Buffers and constants are held whole."""
         found = {}
         for source in self.graph.sources:
             if source.kind == "input":
@@ -279,9 +295,11 @@ class _Planning:
                     texts = [layout.counts(self.mesh) for layout in (wanted, layout)]
                     needs = texts if texts[0] != texts[1] else (wanted, layout)  # as many slices, on other ranks
                     raise StrategyError(
-                        f"Parameter {source.name} is used by two operators whose strategies slice it differently: {first.where} has "
+                        f"Parameter {source.name} is used by two operators whose strategies slice it differently: "
+                        f"{first.where} has "
                         f"{self.configured[first.id].wanted} and needs {needs[0]}, {operator.where} has "
-                        f"{self.configured[operator.id].wanted} and needs {needs[1]}. Give both the same slices of it, or leave one of "
+                        f"{self.configured[operator.id].wanted} and needs {needs[1]}. Give both the same slices of it, "
+                        "or leave one of "
                         "them without a strategy."
                     )
             if asked or uses:
@@ -298,8 +316,9 @@ def _flat(dims: Mapping[str, Axes]) -> set[str]:
 
 
 def follow(plan: Plan, graph: OperatorGraph) -> Plan:
-    """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it is legal,
-    others slice nothing; parameters lie as in `plan`; batch entries as in `plan` where they divide, else whole."""
+    """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it
+    is legal, others slice nothing; parameters lie as in `plan`; batch entries as in `plan` where they divide, else
+    whole."""
     operators, shardings = {}, {operator.name: rule_of(operator, graph) for operator in graph.operators}
     for operator in graph.operators:
         sharding = shardings[operator.name]

@@ -1,4 +1,5 @@
-"""What a user asks of the planner, as plain frozen data: mode, mesh, strategies by operator path, layouts, the dataset's strategy."""
+"""What a user asks of the planner, as plain frozen data: mode, mesh, strategies by operator path, layouts, the
+dataset's strategy."""
 
 from __future__ import annotations
 

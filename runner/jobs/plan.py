@@ -8,7 +8,7 @@ from runner.schema import Config
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Write plan.json (and the IR with parallel.dump_ir) and print a summary. Returns the predicted seconds per step."""
+    """Write plan.json (and the IR with parallel.dump_ir), print a summary. Returns the predicted seconds per step."""
     from runner import report
     from runner.prepare import prepare
 

@@ -1,54 +1,35 @@
-"""`run train`: prepare once in the parent, start the ranks, train."""
+"""`run train`: prepare once, start the ranks, train."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from runner import launch
+from runner.refusal import without_trace
 from runner.schema import Config
+from runner.start import make_ready, start
 from runner.timeline import begin, marked
 
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input) and RunFailed (a rank failed)."""
     marks = marked(begin(), "config")
-    launch.warm()  # the ranks' server imports torch while this process does
-    from runner import report
-    from runner.prepare import prepare
-    from runner.trainer import Job
-
-    marks = marked(marks, "imports")
-    with tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder:
-        prepared = prepare(config, Path(folder))
-        report.write_plan(prepared, run_dir)
-        print(report.headline(prepared, run_dir), flush=True)
-        resume = _resume(config, run_dir)
-        result = launch.run_ranks(
-            "runner.trainer:train",
-            Job(prepared, Path(folder).absolute(), resume, marks=marked(marks, "capture and plan")),
-            world_size=prepared.world_size,
-            run_dir=run_dir,
-            device=prepared.device,
-            timeout=config.launch.timeout,
-            threads=config.launch.threads,
-        )
-    print(report.ending(result, run_dir), flush=True)
+    launch.warm()
+    with without_trace(run_dir), tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder:
+        ready = make_ready(config, run_dir, Path(folder).absolute())
+        marks = marked(marks, "imports, capture and plan")
+        payload = {"folder": str(Path(folder).absolute()), "marks": marks}
+        result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
+    print(ending(result, run_dir), flush=True)
     loss: float = result["loss"]
     return loss
 
 
-def _resume(config: Config, run_dir: Path) -> Path | None:
-    """The checkpoint to continue from. Raises ConfigError where train.resume names none."""
-    from runner import checkpoint
-
-    folder = run_dir / "checkpoints"
-    checkpoint.clean(folder)
-    if config.train.resume is None:
-        return None
-    found = checkpoint.newest(folder) if config.train.resume == "auto" else checkpoint.locate(Path(config.train.resume))
-    if found is None:
-        print(f"resume: no checkpoint in {folder} yet, so this run starts from the beginning", flush=True)
-        return None
-    print(f"resume: continuing from {found}", flush=True)
-    return found.absolute()
+def ending(result: dict[str, Any], run_dir: Path) -> str:
+    """The last line of a training run."""
+    told = [f"loss {result['loss']:.6g}"] + [f"test {name} {value:.4g}" for name, value in result["evaluation"].items()]
+    here = Path.cwd()
+    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"

@@ -1,9 +1,9 @@
-"""`run verify`: the same steps sharded and on one process, from the same weights and data; loss and every gradient compared.
+"""`run verify`: the same steps sharded and on one process, from the same weights and data; loss and gradients compared.
 
-The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors at every
-step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps. The reference's
-optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not compound (Adam turns noise
-around zero into whole steps); a wrong update shows in the weights.
+The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors
+at every step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps.
+The reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
+compound (Adam turns noise around zero into whole steps); a wrong update shows in the weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
+from runner.refusal import without_trace
 from runner.schema import Config
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2}
@@ -56,10 +57,14 @@ class Comparison:
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Compare, write verify.json, print the worst offenders. Returns the largest difference. Raises RunFailed beyond tolerance."""
+    """Compare, write verify.json, print the worst offenders. Returns the largest difference.
+
+    Raises RunFailed beyond tolerance.
+    """
     if config.parallel.mode == "hybrid" and config.verify.reference.target is None:
         raise ConfigError(
-            "parallel.mode = hybrid: verify needs the one-device module to compare with; set verify.reference.target (and its args)."
+            "parallel.mode = hybrid: verify needs the one-device module to compare with; set verify.reference.target "
+            "(and its args)."
         )
     launch.warm()
     from runner import report
@@ -67,7 +72,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.trainer import Job
 
     sharded = _changed(config, train={"random": "exact"})
-    with tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch:
+    with without_trace(run_dir), tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch:
         folder = Path(scratch).absolute()
         ours, theirs = folder / "sharded", folder / "reference"
         ours.mkdir()
@@ -83,7 +88,10 @@ def run(config: Config, run_dir: Path) -> float | None:
             threads=config.launch.threads,
         )
         start(Job(prepared, folder, None, ours), world_size=prepared.world_size, run_dir=run_dir)
-        print(f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process", flush=True)
+        print(
+            f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process",
+            flush=True,
+        )
         reference = prepare(_reference(sharded), None)
         (run_dir / "reference").mkdir(exist_ok=True)
         start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
@@ -92,17 +100,17 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(table(comparison))
     if not comparison.passed:
         raise RunFailed(
-            f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above and "
-            f"{run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
+            f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above "
+            f"and {run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
         )
     return comparison.worst
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
-    """`config` with the steps of verification and `sections` changed; no evaluation, checkpoints or early console lines."""
+    """`config` with the steps of verification and `sections` changed; without evaluation and checkpoints."""
     content = config.model_dump(mode="json")
     content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
-    content["evaluate"] |= {"metric": None, "args": {}}
+    content["evaluate"] |= {"metric": None, "every": None, "args": {}, "batch_size": None}
     content["checkpoint"] |= {"every": None, "at_end": False}
     content["report"] |= {"tensorboard": False, "progress": False}
     for name, values in sections.items():
@@ -144,11 +152,16 @@ def _differences(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, floa
     """Per tensor: max |found - truth| / max |truth|; 0 where both are zero."""
     missing = sorted(set(found) ^ set(truth))
     if missing:
-        raise ConfigError(f"verify: the two models have different parameters: {', '.join(missing)} in only one of them.")
+        raise ConfigError(
+            f"verify: the two models have different parameters: {', '.join(missing)} in only one of them."
+        )
     values = {}
     for name, expected in truth.items():
         if expected.shape != found[name].shape:
-            raise ConfigError(f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the reference.")
+            raise ConfigError(
+                f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the "
+                "reference."
+            )
         gap = (found[name].double() - expected.double()).abs().max().item() if expected.numel() else 0.0
         largest = expected.double().abs().max().item() if expected.numel() else 0.0
         values[name] = 0.0 if gap == 0 else _finite(gap / largest if largest else math.inf)
@@ -166,7 +179,9 @@ def table(comparison: Comparison) -> str:
     worst = sorted(comparison.grad_max_rel_diff.items(), key=lambda item: -item[1])[:WORST]
     width = max(len(name) for name, _ in worst) if worst else 0
     lines = [f"verify {verdict}: {comparison.steps} steps, tolerance {comparison.tolerance:g} relative"]
-    lines.append(f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({comparison.loss_max_rel_diff:.2e} relative)")
+    lines.append(
+        f"  loss: largest difference {comparison.loss_max_abs_diff:.2e} ({comparison.loss_max_rel_diff:.2e} relative)"
+    )
     lines.append(f"  gradients of {len(comparison.grad_max_rel_diff)} parameters, the worst:")
     lines += [f"    {name:<{width}}  {value:.2e}" for name, value in worst]
     name, value = max(comparison.weight_max_rel_diff.items(), key=lambda item: item[1])

@@ -31,7 +31,14 @@ from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
-PRELOAD: tuple[str, ...] = ("torch", "torch.distributed", "torch._dynamo", "runner.worker", "runner.trainer")
+PRELOAD: tuple[str, ...] = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.export._trace",
+    "runner.worker",
+    "runner.entries",
+)
 """What every rank imports; the fork server imports it once for all of them."""
 
 SERVER_ENVIRONMENT = {

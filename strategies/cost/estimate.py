@@ -1,4 +1,5 @@
-"""A first price of a plan: work over a flop rate, bytes over a bandwidth, calls times a latency; bytes of memory by part.
+"""A first price of a plan: work over a flop rate, bytes over a bandwidth, calls times a latency; bytes of memory by
+part.
 
 The machine's constants are rough on purpose: they order plans, and are not a promise of seconds.
 """
@@ -54,7 +55,8 @@ def seconds(
 
 
 def memory(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, states: float) -> dict[str, int]:
-    """Bytes per rank by part: parameters, gradients, optimizer states (ZeRO-aware) and the activations that backward may need.
+    """Bytes per rank by part: parameters, gradients, optimizer states (ZeRO-aware) and the activations that backward
+    may need.
 
     `states` are the optimizer's states per parameter element.
     """

@@ -1,7 +1,8 @@
-"""Collectives of one rank: process groups by mesh axes, and the steps of a redistribution carried out on a local tensor.
+"""Collectives of one rank: process groups by mesh axes, and the steps of a redistribution carried out on a local
+tensor.
 
-A process group is created once per distinct set of ranks. Every byte sent is counted by collective, in the same way in which plans
-predict it. One code path serves gloo and nccl.
+A process group is created once per distinct set of ranks. Every byte sent is counted by collective, in the same way in
+which plans predict it. One code path serves gloo and nccl.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ Carrier = Callable[[Tensor], Tensor]
 class Communicator:
     """The collectives of `rank` on `mesh`. `sent` counts bytes and `calls` counts calls, by collective.
 
-    Constructing it is collective: every rank names the same sets of axes, in the same order. The default process group must exist if
-    the mesh has more than one rank.
+    Constructing it is collective: every rank names the same sets of axes, in the same order. The default process group
+    must exist if the mesh has more than one rank.
     """
 
     def __init__(self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]] = ()) -> None:
@@ -164,7 +165,7 @@ class Communicator:
             result = tensor.new_empty(shape)
             if rank in put:
                 result[put[rank]] = tensor[take[rank]]
-            for peer, piece in zip(peers, received.split(get), strict=True):
+            for peer, piece in zip(peers, torch.split(received, get), strict=True):
                 if piece.numel():
                     result[put[peer]] = piece.view(result[put[peer]].shape)
             return result

@@ -1,4 +1,5 @@
-"""The program as text: before slicing (every operator with its strategies) and after (local shapes, collectives and their cause)."""
+"""The program as text: before slicing (every operator with its strategies) and after (local shapes, collectives and
+their cause)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
             f"%{operator.id} = {operator.target}({_arguments(operator.args, dict(operator.kwargs))}) : {results}"
         )
         lines.append(
-            f"    name {operator.name}  module {operator.module or '-'}  in_strategy {_counts(into)}  out_strategy {_counts(out)}"
+            f"    name {operator.name}  module {operator.module or '-'}  in_strategy {_counts(into)}  out_strategy "
+            f"{_counts(out)}"
         )
         lines.append(f"    chosen {chosen.origin}  source {operator.source or '-'}")
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in graph.outputs)}")
@@ -36,10 +38,12 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
 
 
 def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
-    """`step_parallel_end.ir` of `rank`: what it runs, with local shapes; collectives name their group and the operator behind them."""
+    """`step_parallel_end.ir` of `rank`: what it runs, with local shapes; collectives name their group and the
+    operator behind them."""
     mesh = program.mesh
     lines = [
-        f"# rank {rank} of {mesh.size}, mesh {dict(mesh.axes)}, coordinate {tuple(mesh.coordinate(rank, a) for a in mesh.names)}"
+        f"# rank {rank} of {mesh.size}, mesh {dict(mesh.axes)}, coordinate "
+        f"{tuple(mesh.coordinate(rank, a) for a in mesh.names)}"
     ]
     for source in program.sources:
         shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)
@@ -106,13 +110,14 @@ def _steps(way: str, chain: Chain, spec: TensorSpec, mesh: Mesh, rank: int) -> l
 
 
 def _arguments(args: Any, kwargs: dict[str, Any]) -> str:
-    show = lambda leaf: (
-        f"%{leaf.id}" + (f".{leaf.index}" if leaf.index else "") if isinstance(leaf, Ref) else repr(leaf)
-    )
-    words = [_text(rewrite(arg, lambda leaf: _Word(show(leaf)))) for arg in args]
-    return ", ".join(
-        words + [f"{name}={_text(rewrite(value, lambda leaf: _Word(show(leaf))))}" for name, value in kwargs.items()]
-    )
+    words = [repr(rewrite(arg, _word)) for arg in args]
+    return ", ".join([*words, *(f"{name}={rewrite(value, _word)!r}" for name, value in kwargs.items())])
+
+
+def _word(leaf: Any) -> _Word:
+    if isinstance(leaf, Ref):
+        return _Word(f"%{leaf.id}" + (f".{leaf.index}" if leaf.index else ""))
+    return _Word(repr(leaf))
 
 
 class _Word(str):
@@ -122,10 +127,6 @@ class _Word(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _text(value: Any) -> str:
-    return repr(value)
 
 
 def _spec(spec: TensorSpec) -> str:

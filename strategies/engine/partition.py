@@ -1,9 +1,9 @@
 """The program of one rank as a tree of torch.fx GraphModules that follows the user's module tree.
 
-A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules that own
-parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers parameters module by
-module, and a flat graph would gather the whole model at once. A use of a parameter that another module owns becomes a unit of its
-own, under which the same Parameter object is registered again.
+A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules
+that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers
+parameters module by module, and a flat graph would gather the whole model at once. A use of a parameter that another
+module owns becomes a unit of its own, under which the same Parameter object is registered again.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
 def build(
     program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device | str
 ) -> fx.GraphModule:
-    """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant by name
-    (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs, then the random
-    key if the program draws random numbers, and returns the outputs (the bare one if there is only one).
+    """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant
+    by name (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs,
+    then the random key if the program draws random numbers, and returns the outputs (the bare one if there is only
+    one).
     """
     return _Tree(program, tensors, communicator, torch.device(device)).root
 
@@ -262,7 +263,7 @@ def _reorder(module: nn.Module, prefix: str, order: Sequence[str]) -> None:
             rank.setdefault(name[len(prefix) :].split(".")[0], position)
     for table in (module._modules, module._parameters, module._buffers):
         items = sorted(table.items(), key=lambda item: rank.get(item[0], len(order)))
-        table.clear()  # type: ignore[attr-defined]
+        table.clear()
         table.update(items)  # type: ignore[arg-type]
     for name, child in module._modules.items():
         if child is not None:

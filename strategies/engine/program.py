@@ -1,9 +1,9 @@
 """Lowering: operator graph + plan -> one program for all ranks, a list of local computations and redistributions.
 
-Rank programs differ only in numbers that depend on the rank (`RankValue`), so one program serves the real engine and the lockstep
-simulator. Between a value (layout A) and its use (layout B) stands one redistribution: forward A -> B, backward (B, partial over
-the operator's other axes) -> A. A parameter's gradient may stay partial over its replica axes: that sum is left to the
-optimizer parallel, and each use carries the factor that makes the sum right.
+Rank programs differ only in numbers that depend on the rank (`RankValue`), so one program serves the real engine and
+the lockstep simulator. Between a value (layout A) and its use (layout B) stands one redistribution: forward A -> B,
+backward (B, partial over the operator's other axes) -> A. A parameter's gradient may stay partial over its replica
+axes: that sum is left to the optimizer parallel, and each use carries the factor that makes the sum right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class RankValue:
 
 @dataclass(frozen=True)
 class Compute:
-    """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of modules."""
+    """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
+    modules."""
 
     id: str
     target: str
@@ -53,7 +54,8 @@ class Compute:
 class Redistribute:
     """Carry `value` along `forward`; its gradient is multiplied by `scale` and carried along `backward`.
 
-    `operand` is the position at the operator for which it happens (-1: the operator's own result, or an output of the graph).
+    `operand` is the position at the operator for which it happens (-1: the operator's own result, or an output of the
+    graph).
     """
 
     id: str
@@ -73,8 +75,9 @@ Instruction = Compute | Redistribute
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable parameter's
-    gradient must still be added after backward, by name; `loss_axes` those over which the returned loss must still be added."""
+    """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
+    parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
+    must still be added."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -93,9 +96,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Options:
-    """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups to ZeRO, with
-    the factor (world size / replicas that are complete) that its averaging over the world undoes; `partial_loss` returns the loss
-    as the ranks have it, so that backward need not wait for its sum."""
+    """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
+    to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
+    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum."""
 
     exact: bool = False
     sharded_optimizer: bool = False
@@ -108,7 +111,8 @@ def lower(graph: OperatorGraph, plan: Plan, options: Options = Options()) -> Pro
 
 
 def _returning(graph: OperatorGraph) -> frozenset[str]:
-    """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or detach."""
+    """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
+    detach."""
     wanted, found = set(graph.outputs), set()
     for operator in reversed(graph.operators):
         results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
@@ -248,8 +252,8 @@ class _Lowering:
         return Ref(fresh)
 
     def _left(self, have: Layout, returned: Layout) -> frozenset[str]:
-        """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is one, and
-        those that slice the end of a dim at the use (there the gradient is padded with zeros)."""
+        """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is
+        one, and those that slice the end of a dim at the use (there the gradient is padded with zeros)."""
         replica = set(have.replica_axes(self.mesh))
         left = set(returned.partial) & replica
         for dim in returned.dims:
@@ -260,7 +264,8 @@ class _Lowering:
         return frozenset(left)
 
     def _reductions(self) -> dict[str, tuple[str, ...]]:
-        """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a sharded optimizer)."""
+        """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a
+        sharded optimizer)."""
         found = {}
         for source in self.graph.of_kind("parameter"):
             if not source.trainable:
@@ -279,8 +284,8 @@ class _Lowering:
         return found
 
     def _scale(self, name: str, have: Layout, left: frozenset[str]) -> float:
-        """What makes the later sum right: axes over which this use's gradient is already complete are counted once, and a sharded
-        optimizer's division by the world size is undone."""
+        """What makes the later sum right: axes over which this use's gradient is already complete are counted once, and
+        a sharded optimizer's division by the world size is undone."""
         complete = self.mesh.product(axis for axis in self.reductions[name] if axis not in left)
         return self.mesh.size / complete if self.options.sharded_optimizer else 1 / complete
 

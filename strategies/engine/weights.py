@@ -1,7 +1,8 @@
-"""Initial weights: the parent builds the model once and writes every tensor to one file; ranks map it and copy only their slices.
+"""Initial weights: the parent builds the model once and writes every tensor to one file; ranks map it and copy only
+their slices.
 
-So every parallel run starts from exactly the weights of the single-process run with the same seed, whatever order constructors
-draw in, and no rank ever holds a whole parameter.
+So every parallel run starts from exactly the weights of the single-process run with the same seed, whatever order
+constructors draw in, and no rank ever holds a whole parameter.
 """
 
 from __future__ import annotations

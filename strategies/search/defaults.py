@@ -1,4 +1,5 @@
-"""The strategy of operators that nobody configured: the dim that carries the batch over all devices, or over as many as fit."""
+"""The strategy of operators that nobody configured: the dim that carries the batch over all devices, or over as
+many as fit."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from strategies.rules.sharding import Assignment, Sharding
 
 @dataclass(frozen=True)
 class Problem:
-    """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs` the layouts in
-    which configured operators hand on their results."""
+    """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
+    the layouts in which configured operators hand on their results."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -36,9 +36,11 @@ class Problem:
 
     @cached_property
     def batch_factors(self) -> dict[str, str]:
-        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every input.
+        """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every
+        input.
 
-        Where an operator keeps that dim whole (or has no rule), a result with the same size in the same place carries the batch on.
+        Where an operator keeps that dim whole (or has no rule), a result with the same size in the same place carries
+        the batch on.
         """
         dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
         found: dict[str, str] = {}
@@ -82,7 +84,8 @@ class Problem:
         return forward * spec.item_bytes, backward * spec.item_bytes
 
     def own(self, operator: Operator, assignment: Assignment) -> tuple[int, float]:
-        """Bytes that the operator itself causes (sums of results, sums of parameter gradients), and its work per rank."""
+        """Bytes that the operator itself causes (sums of results, sums of parameter gradients), and its work per
+        rank."""
         sharding = self.shardings[operator.id]
         sent = 0
         for layout, spec in zip(sharding.result_layouts(assignment), operator.results, strict=True):

@@ -1,9 +1,11 @@
-"""Sharding propagation: from the configured operators outward, each neighbour takes the strategy with the least redistribution.
+"""Sharding propagation: from the configured operators outward, each neighbour takes the strategy with the least
+redistribution.
 
-Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are decided; what
-still waits when nothing else is left decides with what it knows. Choice: least forward bytes on decided edges, then backward bytes,
-then the operator's own communication, its own work, and the lexicographically smallest counts. Source: MindSpore's
-sharding_propagation, with our byte counts. Cost: operators x candidates x edges, with chains cached.
+Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
+decided; what still waits when nothing else is left decides with what it knows. Choice: least forward bytes on decided
+edges, then backward bytes, then the operator's own communication, its own work, and the lexicographically smallest
+counts. Source: MindSpore's sharding_propagation, with our byte counts. Cost: operators x candidates x edges, with
+chains cached.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def propagate(problem: Problem, meshing: Meshing) -> dict[str, tuple[Assignment,
     """An assignment for every operator by id, and whether propagation reached it (else it is the default)."""
     if not problem.fixed:
         raise StrategyError(
-            "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at least one entry in "
+            "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
+            "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
     return _Propagation(problem).run(meshing)
@@ -121,16 +124,17 @@ class _Propagation:
 def candidates(
     sharding: Sharding, problem: Problem, neighbours: Sequence[tuple[tuple[str | None, ...], Layout]] = ()
 ) -> list[Assignment]:
-    """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's axes in its order."""
+    """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's
+    axes in its order."""
     mesh = problem.mesh
     found: dict[tuple[tuple[str, tuple[str, ...]], ...], Assignment] = {}
     starts: list[Assignment] = [{}]
     for dims, layout in neighbours:
-        start = {factor: axes for factor, axes in zip(dims, layout.dims, strict=True) if factor is not None and axes}
+        start: Assignment = {f: axes for f, axes in zip(dims, layout.dims, strict=True) if f is not None and axes}
         if all(sharding.sizes[factor] % mesh.product(axes) == 0 for factor, axes in start.items()):
             starts.append(start)
-    for start in starts:
-        for assignment in _extensions(sharding, problem, start):
+    for begun in starts:
+        for assignment in _extensions(sharding, problem, begun):
             found.setdefault(tuple(assignment.items()), assignment)
     most = max(mesh.product(sharding.used(assignment)) for assignment in found.values())
     return [assignment for assignment in found.values() if mesh.product(sharding.used(assignment)) == most]

@@ -35,7 +35,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The loss, whole gradients, names of the parameters in order, and bytes by rank and collective: predicted and sent."""
+    """The loss, whole gradients, names of the parameters in order, and bytes by rank and collective: predicted and
+    sent."""
 
     loss: float
     gradients: dict[str, Tensor]

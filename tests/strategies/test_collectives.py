@@ -1,4 +1,5 @@
-"""Collectives of hybrid modules: on four ranks every one returns what it says and has its true adjoint; alone it changes nothing."""
+"""Collectives of hybrid modules: on four ranks every one returns what it says and has its true adjoint; alone it
+changes nothing."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from tests.strategies.whole_model import TOLERANCE, Model
 
 
 class Awkward(nn.Module):
-    """Comparisons, no_grad, a tied and a frozen weight, a foreign weight, several results, a buffer that is written, an operator
-    without a rule, a module called twice."""
+    """Comparisons, no_grad, a tied and a frozen weight, a foreign weight, several results, a buffer that is written, an
+    operator without a rule, a module called twice."""
 
     def __init__(self) -> None:
         super().__init__()

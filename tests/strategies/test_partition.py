@@ -36,8 +36,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Registered in another order than used; tied, foreign, unused and frozen parameters, one on the root; names with underscores
-    that read like paths; a module called twice, functions between."""
+    """Registered in another order than used; tied, foreign, unused and frozen parameters, one on the root; names with
+    underscores that read like paths; a module called twice, functions between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,9 @@ def whole_plan(graph: OperatorGraph) -> Plan:
     return Plan(ALONE, {o.name: OperatorPlan({}, "default") for o in graph.operators}, inputs, layouts)
 
 
-def built(
-    graph: OperatorGraph, values: dict[str, Tensor], options: Options = Options()
-) -> tuple[fx.GraphModule, Program]:
+def built(graph: OperatorGraph, values: dict[str, Tensor]) -> tuple[fx.GraphModule, Program]:
     """The module of the one rank, on its own copies of the tensors."""
-    program, tensors = lower(graph, whole_plan(graph), options), {}
+    program, tensors = lower(graph, whole_plan(graph)), {}
     for source in program.sources:
         if source.kind != "input":
             copy = values[source.name].clone()

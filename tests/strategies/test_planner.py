@@ -26,7 +26,8 @@ LINE = NamedMatrix((8,), ("tp",))
 
 
 class Tied(nn.Module):
-    """Everything that errors need: a tied weight, an operator without a rule, one whose last dim stays whole, a module called twice."""
+    """Everything that errors need: a tied weight, an operator without a rule, one whose last dim stays whole, a
+    module called twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A whole model captured, planned and run on simulated ranks, beside its eager self: loss and every gradient in fp64."""
+"""A whole model captured, planned and run on simulated ranks, beside its eager self: loss and every gradient in
+fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture, loss_in
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Options, lower
 from strategies.engine.simulate import Simulation
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh
@@ -23,7 +24,8 @@ TOLERANCE = 1e-10
 class Model:
     """A model with its loss and one batch, in double precision; the capture and the eager truth.
 
-    `batch` is a tuple (the last entry is the target if there is a loss) or a dict (`targets` names what only the loss takes).
+    `batch` is a tuple (the last entry is the target if there is a loss) or a dict (`targets` names what only the loss
+    takes).
     """
 
     def __init__(
@@ -59,12 +61,12 @@ class Model:
         assert names == {name for name, p in found.items() if p.requires_grad}
         return loss.detach(), {n: torch.zeros_like(found[n]) if found[n].grad is None else found[n].grad for n in names}
 
-    def difference(self, plan: Plan, options: Options = Options()) -> float:
+    def difference(self, plan: Plan, options: Options | None = None) -> float:
         """The largest difference of the loss on any rank, and of any gradient relative to its largest element."""
-        simulation = Simulation(lower(self.graph, plan, options), self.values)
+        simulation = Simulation(lower(self.graph, plan, options or Options()), self.values)
         (losses,) = simulation.run()
         simulation.backward(losses)
-        size = plan.mesh.size if options.sharded_optimizer else 1
+        size = plan.mesh.size if options and options.sharded_optimizer else 1
         gaps = [abs(loss.item() - self.loss.item()) for loss in losses]
         for name, found in simulation.gradients().items():
             truth = self.gradients[name]
@@ -72,7 +74,8 @@ class Model:
         return max(gaps)
 
     def random_plan(self, draw: Callable[[int], Any], seed: int, mesh: Mesh = MESH) -> Plan:
-        """A random strategy on every operator (a quarter with random layouts of the results), random layouts of all sources."""
+        """A random strategy on every operator (a quarter with random layouts of the results), random layouts of all
+        sources."""
         source_of = draw(seed)
         operators = {}
         for operator in self.graph.operators:
@@ -100,11 +103,3 @@ class Model:
 
 def _parameters(module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     return [] if module is None else list(module.named_parameters())
-
-
-def describe_program(program: Program) -> list[str]:
-    """Every redistribution as `value: steps | back: steps`."""
-    return [
-        f"{r.value.id}: {' then '.join(map(str, r.forward)) or 'keep'} | back: {' then '.join(map(str, r.backward)) or 'keep'}"
-        for r in program.redistributions
-    ]

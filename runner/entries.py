@@ -1,0 +1,46 @@
+"""What forks of the warm server run for `runner.start`: the preparation, and each rank's training."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner import checkpoint, report
+from runner.errors import ConfigError
+from runner.prepare import Prepared, prepare
+from runner.schema import Config
+from runner.trainer import Job, train
+from runner.worker import RankContext
+
+
+def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, Any]:
+    """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
+    config = Config.model_validate_json(payload["config"])
+    prepared = prepare(config, Path(payload["folder"]))
+    resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
+    if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
+        raise ConfigError(
+            f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; ask "
+            "for more."
+        )
+    report.write_plan(prepared, rank.run_dir)
+    print(report.headline(prepared, rank.run_dir), flush=True)
+    if config.train.resume is not None:
+        told = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
+        print(f"resume: {told}", flush=True)
+    return {
+        "world_size": prepared.world_size,
+        "device": prepared.device,
+        "prepared": pickle.dumps(prepared),
+        "resume": None if resume is None else str(resume.absolute()),
+    }
+
+
+def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on one rank from a pickled preparation."""
+    resume = payload["resume"]
+    prepared: Prepared = pickle.loads(payload["prepared"])
+    job = Job(prepared, Path(payload["folder"]), None if resume is None else Path(resume), marks=payload["marks"])
+    return train(rank, job)

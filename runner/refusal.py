@@ -1,0 +1,30 @@
+"""What a refused run leaves behind: nothing.
+
+A wrong input may show only after the first files are written, because some of it is found in the ranks. Invariant:
+after ConfigError or StrategyError the run folder holds what it held before.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner.errors import ConfigError
+from strategies.errors import StrategyError
+
+
+@contextmanager
+def without_trace(run_dir: Path) -> Iterator[None]:
+    """Remove what is new in `run_dir` if the block refuses its input."""
+    before = set(run_dir.iterdir())
+    try:
+        yield
+    except (ConfigError, StrategyError):
+        for path in set(run_dir.iterdir()) - before:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        raise

@@ -1,0 +1,55 @@
+"""From a config to running ranks, with one import of torch on the whole machine.
+
+Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once; a fork of
+it builds, captures and plans, the ranks are forks of it, and the parent, which talks to the user, never imports torch at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner import launch
+from runner.schema import Config
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What `runner.entries.prepare_alone` found: the ranks to start, and the pickled `Prepared` for them."""
+
+    world_size: int
+    device: str
+    prepared: bytes
+    resume: str | None
+
+
+def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
+    """Prepare in a process of the fork server; initial weights go to `folder`, plan.json to `run_dir`. The headline is printed.
+
+    Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
+    """
+    payload = {"config": config.model_dump_json(), "folder": str(folder)}
+    found = launch.run_ranks(
+        "runner.entries:prepare_alone",
+        payload,
+        world_size=1,
+        run_dir=run_dir,
+        device="cpu",
+        timeout=config.launch.timeout,
+        threads=config.launch.threads,
+    )
+    return Ready(**found)
+
+
+def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
+    """Run `entry` on all ranks with `payload` and the pickled preparation; returns what rank 0 returns."""
+    return launch.run_ranks(
+        entry,
+        payload | {"prepared": ready.prepared, "resume": ready.resume},
+        world_size=ready.world_size,
+        run_dir=run_dir,
+        device=ready.device,
+        timeout=config.launch.timeout,
+        threads=config.launch.threads,
+    )
