@@ -171,7 +171,8 @@ def locate(path: Path) -> Path:
 
 
 def to_continue(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint that `train.resume` means for a run whose checkpoints are in `folder`, which is cleaned; None to start afresh.
+    """The checkpoint that `train.resume` means for a run whose checkpoints are in `folder`, which is cleaned; None to
+    start afresh.
 
     Raises ConfigError for a path that leads to none.
     """

@@ -82,7 +82,7 @@ class Metrics:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         screen = console()
         if progress is True or (progress == "auto" and screen.isatty()):
-            from tqdm import tqdm  # type: ignore[import-untyped]
+            from tqdm import tqdm
 
             done = max(0, first_step - 1)
             self._bar = tqdm(total=total_steps, initial=done, file=screen, unit="step", dynamic_ncols=True)

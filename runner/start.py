@@ -1,7 +1,9 @@
 """From a config to running ranks, with one import of torch on the whole machine.
 
-Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once; a fork of
-it builds, captures and plans, the ranks are forks of it, and the parent, which talks to the user, never imports torch at all.
+Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once;
+a fork of it builds, captures and plans, the ranks are forks of it, and the parent, which talks to the user, never
+imports torch
+at all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Ready:
 
 
 def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
-    """Prepare in a process of the fork server; initial weights go to `folder`, plan.json to `run_dir`. The headline is printed.
+    """Prepare in a process of the fork server; initial weights go to `folder`, plan.json to `run_dir`. The headline is
+    printed.
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """

@@ -1,6 +1,8 @@
-"""Where the time before the first step goes: marks of wall time, from the start of the command to the first optimizer step.
+"""Where the time before the first step goes: marks of wall time, from the start of the command to the first optimizer
+step.
 
-The parent marks the ends of its phases, hands the marks to the ranks, and rank 0 tells the rest. Nothing is imported here.
+The parent marks the ends of its phases, hands the marks to the ranks, and rank 0 tells the rest. Nothing is imported
+here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 class StrategyError(Exception):
-    """A model, layout, strategy or plan that cannot be carried out. The text is one paragraph: what, where, what would be right."""
+    """A model, layout, strategy or plan that cannot be carried out. The text is one paragraph: what, where, what would
+    be right.
+    """
 
 
 def closest(word: str, options: Iterable[str]) -> str:

@@ -1,1 +1,3 @@
-"""From graph and plan to the program that each rank runs: lowering, the tree of modules, collectives, gradients, DeepSpeed."""
+"""From graph and plan to the program that each rank runs: lowering, the tree of modules, collectives, gradients,
+DeepSpeed.
+"""

@@ -17,10 +17,12 @@ from strategies.rules.sharding import Local, Sharding, sharding
 def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total: int) -> Tensor:
     """Rows of a vocabulary slice: table [v/n, e], global indices [...] -> [..., e], zeros for rows of other slices.
 
-    Raises IndexError on the CPU for an index outside the `total` rows, as the whole table would (a GPU would have to wait for it).
+    Raises IndexError on the CPU for an index outside the `total` rows, as the whole table would (a GPU would have to
+    wait for it).
     """
     if indices.device.type == "cpu" and indices.numel() and not (0 <= indices.min() and indices.max() < total):
-        raise IndexError(f"embedding: an index lies outside the table of {total} rows (smallest {indices.min()}, largest {indices.max()}).")
+        found = f"smallest {indices.min()}, largest {indices.max()}"
+        raise IndexError(f"embedding: an index lies outside the table of {total} rows ({found}).")
     own = indices - start
     inside = (own >= 0) & (own < table.shape[0])
     # the row padding_idx gets no gradient; if another slice has it, no row of this one is exempt
@@ -39,7 +41,9 @@ def _embedding(operator: Operator, local: Local) -> Ref:
     table, indices = local.args[:2]
     rows = local.operand_shape(0)[0]
     padding = _options(operator).get("padding_idx", -1)
-    return local.call("local.lookup_slice", table, indices, local.position("v", rows), padding, rows * local.slices("v"))
+    return local.call(
+        "local.lookup_slice", table, indices, local.position("v", rows), padding, rows * local.slices("v")
+    )
 
 
 @rule("embedding")
