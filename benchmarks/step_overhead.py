@@ -30,8 +30,7 @@ class Shape:
 
 
 def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
-    """Seconds per step of both versions on this rank, and the largest difference between their weights after all steps.
-    """
+    """Seconds per step of both versions on this rank, and the largest difference between their weights at the end."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -135,7 +135,7 @@ def _job(composed: DictConfig) -> float | None:
         _tell_traceback(error)
         failure = Failure.of(error)
         if context.mode == RunMode.MULTIRUN:
-            job = f"job #{context.job.num} ({' '.join(overrides)})"
+            job = f"job #{context.job.num} ({_shown(overrides)})"
             _record(failure, run_dir)
             _tell([f"{job}: {paragraph}" for paragraph in failure.paragraphs])
             raise SweepFailed(job) from error
@@ -153,6 +153,11 @@ def _job(composed: DictConfig) -> float | None:
 def _overrides() -> tuple[str, ...]:
     composed = HydraConfig.instance().cfg
     return given(composed) if isinstance(composed, DictConfig) else ()
+
+
+def _shown(overrides: Sequence[str]) -> str:
+    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings."""
+    return " ".join(override.removeprefix("++") for override in overrides)
 
 
 class CheckConfig(Callback):
@@ -179,7 +184,7 @@ class CheckConfig(Callback):
                 found = _faults(loader.load_sweep_config(config, list(overrides)))
             except COMPOSITION_ERRORS as error:
                 found = tuple(map(str, reword(error, list(overrides)).args))
-            faults += [f"job #{number} ({' '.join(overrides)}): {fault}" for fault in found]
+            faults += [f"job #{number} ({_shown(overrides)}): {fault}" for fault in found]
         if faults:
             _leave(faults, 2)
 

@@ -95,7 +95,7 @@ class Communicator:
         if step.kind == SLICE:
             return lambda tensor: tensor.chunk(n, step.dim)[index].contiguous()
         if step.kind == PAD:
-            return lambda tensor: _padded(tensor, step.dim, n, index)
+            return lambda tensor: padded(tensor, step.dim, n, index)
         assert step.kind not in LOCAL
         group = self.group(step.axes)
         order = mesh.group(rank, step.axes)  # the ranks in the order of the slices; process groups are sorted
@@ -185,7 +185,8 @@ def _within(block: Block, held: Block) -> tuple[slice, ...]:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, held, strict=True))
 
 
-def _padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
+def padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
+    """Slice `index` of `n` in a tensor of zeros, n times as large along `dim`."""
     shape = list(tensor.shape)
     shape[dim] *= n
     wide = tensor.new_zeros(shape)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.engine.communicator import padded
 from strategies.engine.program import KEY, Compute, Program, RankValue, Redistribute
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
@@ -56,7 +57,7 @@ def carry_out(step: Step, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]
     if step.kind == SLICE:
         return [t.chunk(n, step.dim)[mesh.index(rank, step.axes)] for rank, t in enumerate(tensors)]
     if step.kind == PAD:
-        return [_padded(t, step.dim, n, mesh.index(rank, step.axes)) for rank, t in enumerate(tensors)]
+        return [padded(t, step.dim, n, mesh.index(rank, step.axes)) for rank, t in enumerate(tensors)]
     if step.kind == EXCHANGE:
         return [_exchanged(step, tensors, mesh, rank) for rank in range(mesh.size)]
     results: list[Tensor] = [tensors[0]] * mesh.size
@@ -83,14 +84,6 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] *= n
-    wide = tensor.new_zeros(shape)
-    wide.narrow(dim, index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
-    return wide
 
 
 def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> Tensor:

@@ -1,16 +1,29 @@
-"""The command, called in this process as the console script would be called in an empty folder."""
+"""The command, called in this process as the console script would be called in an empty folder; and its jobs alone.
 
+A job called in this process shares the fork server, and so the import of torch, with all the others.
+"""
+
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import hydra
 import pytest
 
+from runner import config, launch, recipes, words
 from runner.cli import main
+from runner.origins import Origins
 from runner.verbs import VERBS, Verb
+
+# The fork server imports the project for all ranks at once; before python 3.12 it does not get this process's path.
+ROOT = str(Path(__file__).parents[2])
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -38,9 +51,9 @@ def command(tmp_path, monkeypatch, capsys) -> Iterator[Callable[..., Done]]:
         monkeypatch.delenv(name, raising=False)
     root, handlers, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
 
-    def call(*words: str, **environment: str) -> Done:
+    def call(*typed: str, **environment: str) -> Done:
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["run", *words])
+            patch.setattr(sys, "argv", ["run", *typed])
             for name, value in (("HYDRA_FULL_ERROR", "0"), *environment.items()):
                 patch.setenv(name, value)
             try:
@@ -73,3 +86,63 @@ def job(monkeypatch) -> Callable[[Callable[..., float | None]], None]:
 def left(tmp_path) -> Callable[[], list[Path]]:
     """What a command left behind in its folder."""
     return lambda: sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a job left: its folder, its value, and what rank 0 returned each time that ranks were started."""
+
+    folder: Path
+    value: float | None
+    results: list[Any] = field(default_factory=list)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return json.loads((self.folder / "plan.json").read_text())
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return json.loads((self.folder / "verify.json").read_text())
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    @property
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        return {record["step"]: record["evaluation"] for record in self.records if "evaluation" in record}
+
+
+def compose_config(*overrides: str) -> config.Config:
+    given = words.for_hydra(None, overrides)
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        return config.load(hydra.compose("config", given), Origins(given))
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch) -> Callable[..., Ended]:
+    """`start("+recipe=x", "train.steps=2", verb="verify", folder="a")` does that job in `tmp_path/a`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # for `networks`, as a user's working directory
+    run_ranks = launch.run_ranks
+
+    def call(*overrides: str, verb: str = "train", folder: str = "run") -> Ended:
+        ended: list[Any] = []
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            ended.append(run_ranks(*args, **kwargs))
+            return ended[-1]
+
+        place = tmp_path / folder
+        place.mkdir(parents=True, exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "run_ranks", remembered)
+            value = VERBS[verb].function()(compose_config(*overrides, f"job={verb}"), place)
+        return Ended(place, value, ended)
+
+    return call

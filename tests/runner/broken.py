@@ -1,0 +1,51 @@
+"""Quickstart data that come with a mistake in Meshwright itself: wherever the dataset is made, a rule or the captured
+graph is wrong from then on. So the mistake reaches every process that plans or runs the program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from runner import prepare
+from runner.data.synthetic import Quickstart
+from strategies.capture import Captured
+from strategies.graph import Operator, Ref
+from strategies.rules.registry import RULES
+from strategies.rules.sharding import Local
+
+
+class Broken(Quickstart):
+    """`mistake`: "sum", a product that forgets that its contraction leaves partial sums; "mean", a loss that forgets to
+    divide by its slices; "gradient", a relu whose backward gives half; "operator", another operator in the graph."""
+
+    def __init__(self, mistake: str, rows: int = 64) -> None:
+        super().__init__(rows)
+        if mistake == "sum":
+            _wrap("matmul", sums=frozenset())
+        elif mistake == "mean":
+            _wrap("mse_loss", local=None)
+        elif mistake == "gradient":
+            _wrap("relu", local=_half)
+        else:
+            found = prepare.capture
+
+            def capture(*args: Any, **options: Any) -> Captured:
+                return _swapped(found(*args, **options), "relu", "aten.silu.default")
+
+            prepare.capture = capture  # type: ignore[assignment]
+
+
+def _wrap(operator: str, **changes: Any) -> None:
+    right = RULES[operator]
+    RULES[operator] = lambda *args: replace(right(*args), **changes)  # type: ignore[type-var]
+
+
+def _half(operator: Operator, local: Local) -> Ref:
+    value = local.call(operator.target, *local.args)
+    twice = local.call("aten.add.Tensor", value, local.call("aten.detach.default", value))
+    return local.call("aten.div.Tensor", twice, 2)
+
+
+def _swapped(captured: Captured, op: str, target: str) -> Captured:
+    operators = tuple(replace(o, target=target) if o.op == op else o for o in captured.graph.operators)
+    return replace(captured, graph=replace(captured.graph, operators=operators))

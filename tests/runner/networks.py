@@ -1,0 +1,208 @@
+"""What a user brings: models, losses, datasets, a collate and metrics, small enough to be trained in a test.
+
+A module of its own, because ranks find everything by its dotted name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from strategies import collectives
+
+FEATURES, CLASSES = 12, 4
+
+
+class Points:
+    """Samples (x [12], class); as a dict {"x", "label"} with `keys`. The class is that of the largest of 4 sums."""
+
+    def __init__(self, rows: int = 64, seed: int = 0, keys: bool = False) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(rows, FEATURES, generator=draw)
+        self.y = self.x.unflatten(1, (CLASSES, -1)).sum(2).argmax(1)
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.x[index], self.y[index]
+        return {"x": x, "label": y} if self.keys else (x, y)
+
+
+class Classifier(nn.Module):
+    """x [rows, 12] -> [rows, 4]."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False, hidden: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, hidden)
+        self.norm = nn.BatchNorm1d(hidden) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.outer = nn.Linear(hidden, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
+
+
+@dataclass
+class Answer:
+    """What `Whole` returns."""
+
+    loss: Tensor
+    scores: Tensor
+
+
+class Whole(nn.Module):
+    """Returns its loss itself, in one of several forms, from a sample with or without keys."""
+
+    def __init__(self, form: str = "dict") -> None:
+        super().__init__()
+        self.net = Classifier()
+        self.form = form
+
+    def forward(self, x: Tensor, label: Tensor) -> Any:
+        scores = self.net(x)
+        loss = functional.cross_entropy(scores, label)
+        forms = {"dict": {"scores": scores, "loss": loss}, "tuple": (loss, scores), "object": Answer(loss, scores)}
+        return forms.get(self.form, loss)
+
+
+class TwoHeads(nn.Module):
+    """Returns {"first", "second"}: two [rows, 4], and holds what is not in its state dict and what nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("slope", torch.full((FEATURES,), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"first": self.first(x * self.slope), "second": self.second(x)}
+
+
+class WeighedLoss(nn.Module):
+    """Cross-entropy of both heads, weighed by a parameter and a buffer of the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance = nn.Parameter(torch.tensor([0.25]))
+        self.register_buffer("factor", torch.tensor([2.0]))
+
+    def forward(self, output: dict[str, Tensor], label: Tensor) -> Tensor:
+        first = functional.cross_entropy(output["first"], label)
+        second = functional.cross_entropy(output["second"], label)
+        return (self.balance * first + self.factor * second + self.balance.square()).sum()
+
+
+class Tied(nn.Module):
+    """One matrix used twice: x [rows, 12] -> [rows, 12] -> [rows, 4] of the first classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.leave = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.enter(x)))[:, :CLASSES]
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in many ways, also where it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.1 * torch.randn_like(x)
+        x = functional.dropout(x, 0.0, self.training)
+        x = self.inner(functional.dropout(x, 0.25, True))
+        x = functional.alpha_dropout(x, 0.2, self.training)
+        x = x * torch.bernoulli(torch.full_like(x, 0.9)) + 0.1 * torch.rand(x.shape, dtype=x.dtype)
+        return self.outer(functional.dropout(x, 0.5, self.training))
+
+
+class Hybrid(nn.Module):
+    """A `Classifier` without dropout, whose hidden units are sliced over the axis `tp` and whose batch is sliced over
+    `dp`; `forgets` leaves out the all-reduce."""
+
+    def __init__(self, forgets: bool = False, returns_loss: bool = False, axes: str = "tp") -> None:
+        super().__init__()
+        whole, self.axes, self.forgets, self.returns_loss = Classifier(), axes, forgets, returns_loss
+        self.inner, self.outer = nn.Module(), nn.Module()
+        self.inner.weight = collectives.shard_parameter(whole.inner.weight, 0, axes)
+        self.inner.bias = collectives.shard_parameter(whole.inner.bias, 0, axes)
+        self.outer.weight = collectives.shard_parameter(whole.outer.weight, 1, axes)
+        self.outer.bias = whole.outer.bias
+
+    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
+        hidden = functional.gelu(functional.linear(x, self.inner.weight, self.inner.bias))
+        scores = functional.linear(hidden, self.outer.weight)
+        if not self.forgets:
+            scores = collectives.all_reduce(scores, self.axes)
+        scores = scores + self.outer.bias
+        return scores if label is None else functional.cross_entropy(scores, label)
+
+
+class Words:
+    """Samples (list of 1 to 6 numbers, class): only `padded` makes tensors of them."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[list[float], int]:
+        return [float(index + k) / 32 for k in range(1 + index % 6)], index % CLASSES
+
+
+def padded(samples: list[tuple[list[float], int]]) -> tuple[Tensor, Tensor]:
+    x = torch.zeros(len(samples), FEATURES)
+    for row, (numbers, _) in enumerate(samples):
+        x[row, : len(numbers)] = torch.tensor(numbers)
+    return x, torch.tensor([label for _, label in samples])
+
+
+def halves(step: int) -> float:
+    """A schedule for LambdaLR."""
+    return 0.5**step
+
+
+def share_of_first(output: Tensor, target: Tensor) -> Tensor:
+    """A metric: how many rows are taken for class 0."""
+    return (output.argmax(1) == 0).double().mean()
+
+
+def disagreement(output: dict[str, Tensor], target: Tensor) -> float:
+    """A metric of a model with several outputs."""
+    return float((output["first"].argmax(1) != output["second"].argmax(1)).double().mean())
+
+
+class Trouble(Points):
+    """Points that go wrong from row 40 on, in one of several ways."""
+
+    def __init__(self, way: str, rows: int = 64) -> None:
+        super().__init__(rows)
+        self.way = way
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        if index < 40:
+            return x, y
+        if self.way == "shape":
+            return x[:-1], y
+        if self.way == "names":
+            return {"x": x, "label": y}
+        if self.way == "nan":
+            return x * float("nan"), y
+        if self.way == "class":
+            return x, y + CLASSES
+        if self.way == "kill":
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise LookupError(f"row {index} is not to be had")
