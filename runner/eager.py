@@ -45,9 +45,10 @@ class Eager(nn.Module):
         with ExactRandom(key):
             if not outputs:
                 return loss_of(step(*entries))
-            kept = [name for name in step.names if name not in step.targets]
+            pairs = zip(step.names, entries, strict=True)
+            kept = {name: tensor for name, tensor in pairs if name not in step.targets}
             step.model.eval()
-            found = Objective(step.model, None, kept, ())(*entries)
+            found = Objective(step.model, None, tuple(kept), ())(*kept.values())
             step.model.train()
             return found
 

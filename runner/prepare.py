@@ -23,7 +23,7 @@ from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatte
 from runner.errors import ConfigError
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
-from strategies.capture import LossFunction, Objective, capture
+from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import weights
 from strategies.engine.program import Options
 from strategies.graph import OperatorGraph
@@ -213,21 +213,24 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
     if config.parallel.mode == "hybrid":
         return prepared
-    captured = capture(step, tensors, training=True)  # stand_alone: for its checks alone
+    graph: OperatorGraph | None = None
     plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
-    values = dict(captured.tensors)
-    if config.parallel.mode != "stand_alone":
-        plan = make_plan(captured.graph, request_of(config, world_size))
-        told = digest(captured.graph.signature(), json.dumps({**plan.to_json(), "search": None}))
+    if config.parallel.mode == "stand_alone":
+        run_once(step, tensors)
+        own = (*step.named_parameters(), *step.named_buffers())
+        values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
+    else:
+        captured = capture(step, tensors, training=True)
+        graph, values = captured.graph, dict(captured.tensors)
+        plan = make_plan(graph, request_of(config, world_size))
+        told = digest(graph.signature(), json.dumps({**plan.to_json(), "search": None}))
     if evaluating is not None:
         evaluations, more = _evaluations(config, step, plan, evaluating, collate)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values)
-    if plan is None:
-        return prepared
-    return replace(prepared, graph=captured.graph, plan=plan, evaluations=evaluations, digest=told)
+    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told)
 
 
 def _check_training(config: Config, model: nn.Module) -> None:

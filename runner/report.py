@@ -35,7 +35,13 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     states = STATES.get(optimizer, 2.0) if optimizer != "SGD" or config.optimizer.args.get("momentum") else 0.0
     machine = GPU if prepared.device == "cuda" else LAPTOP
     content = describe(
-        prepared.graph, prepared.plan, program, stage=config.parallel.zero.stage, states=states, machine=machine
+        prepared.graph,
+        prepared.plan,
+        program,
+        stage=config.parallel.zero.stage,
+        states=states,
+        machine=machine,
+        accumulate=config.train.accumulate,
     )
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -94,6 +94,8 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _opened(word: str, mappings: tuple[str, ...]) -> str:
-    key = word.partition("=")[0]
+    key, _, value = word.partition("=")
     inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in mappings)
-    return f"++{word}" if inside and "=" in word else word
+    # a whole section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
+    around = value.startswith("{") and any(mapping.startswith(f"{key}.") for mapping in mappings)
+    return f"++{word}" if "=" in word and (inside or around) else word

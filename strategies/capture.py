@@ -7,6 +7,7 @@ the user wrote, so a model that has some is refused.
 
 from __future__ import annotations
 
+import copy
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +82,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     """
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
-    hook = objective.register_forward_hook(_checked_loss if training else _plain_outputs)
+    hook = objective.register_forward_hook(_capturable_loss if training else _plain_outputs)
     try:
         with warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
@@ -99,6 +100,19 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     return Captured(_needed(graph) if training else graph, tensors)
 
 
+def run_once(objective: Objective, batch: Sequence[Tensor]) -> None:
+    """Run a copy of `objective` eagerly on `batch`, for what `capture` would find wrong where nothing need be captured.
+
+    Raises StrategyError if the module does not run or does not return a scalar loss that depends on a parameter.
+    """
+    try:
+        _checked_loss(objective, None, copy.deepcopy(objective).train()(*(tensor.detach().clone() for tensor in batch)))
+    except StrategyError:
+        raise
+    except Exception as error:  # as above
+        raise StrategyError(_capture_failure(error)) from error
+
+
 def loss_in(output: object) -> object:
     """The loss in what a module returns: the first entry of a tuple or list, the entry `loss` of a dict or object,
     or all of it."""
@@ -109,7 +123,7 @@ def loss_in(output: object) -> object:
 
 
 def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
-    """Runs inside the capture, where autograd still knows what the user wrote."""
+    """The scalar loss in `output`. Raises StrategyError if there is none, or nothing to train."""
     assert isinstance(objective, Objective)
     own = objective.loss is None
     loss = loss_in(output) if own else output
@@ -117,13 +131,18 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
         raise StrategyError(
             f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or "
-            "under the name "
-            "loss). A reduction such as .mean() is missing?"
+            "under the name loss). A reduction such as .mean() is missing?"
         )
     if not loss.requires_grad:
         raise StrategyError(
             "The loss depends on no trainable parameter (all are frozen, unused or behind no_grad): nothing to train."
         )
+    return loss
+
+
+def _capturable_loss(objective: nn.Module, inputs: Any, output: Any) -> Tensor:
+    """Runs inside the capture, where autograd still knows what the user wrote."""
+    loss = _checked_loss(objective, inputs, output)
     for node in _backward_nodes(loss):
         if isinstance(node, BackwardCFunction):
             raise StrategyError(_own_backward(type(node).__name__.removesuffix("Backward")))
@@ -134,13 +153,11 @@ def _own_backward(name: str) -> str:
     if name == "CheckpointFunction":
         return (
             "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is "
-            "captured; "
-            "call it with use_reentrant=False."
+            "captured; call it with use_reentrant=False."
         )
     return (
         f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is captured (only "
-        "its forward is "
-        "seen); write it with differentiable torch operators."
+        "its forward is seen); write it with differentiable torch operators."
     )
 
 

@@ -2,6 +2,8 @@
 
 The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors
 at every step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps.
+A gradient that cancels out (a bias before a batch norm) is nothing but rounding, so gradients are measured at least on
+the scale on which rounding of the model's largest gradient would stay within tolerance.
 The reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
 compound (Adam turns noise around zero into whole steps); a wrong update shows in the weights.
 """
@@ -22,6 +24,8 @@ from runner.refusal import without_trace
 from runner.schema import Config
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2}
+ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2}
+"""Ten times the distance of neighbouring numbers at 1."""
 WORST = 5
 
 
@@ -95,7 +99,9 @@ def run(config: Config, run_dir: Path) -> float | None:
         reference = prepare(_reference(sharded), None)
         (run_dir / "reference").mkdir(exist_ok=True)
         start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
-        comparison = compare(ours, theirs, config.verify.tolerance or TOLERANCE[config.train.precision])
+        precision = config.train.precision
+        tolerance = config.verify.tolerance or TOLERANCE[precision]
+        comparison = compare(ours, theirs, tolerance, floor=min(1.0, ROUNDING[precision] / tolerance))
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
     print(table(comparison))
     if not comparison.passed:
@@ -131,8 +137,11 @@ def _reference(config: Config) -> Config:
     return Config.model_validate(content)
 
 
-def compare(ours: Path, theirs: Path, tolerance: float) -> Comparison:
-    """Compare the records of two runs. Raises ConfigError where the models have different parameters."""
+def compare(ours: Path, theirs: Path, tolerance: float, floor: float) -> Comparison:
+    """Compare the records of two runs; gradients at least on the scale `floor` times the largest gradient.
+
+    Raises ConfigError where the models have different parameters.
+    """
     import torch
 
     losses, relative, steps = 0.0, 0.0, 0
@@ -141,15 +150,16 @@ def compare(ours: Path, theirs: Path, tolerance: float) -> Comparison:
         truth, found = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
         difference = abs(found["loss"] - truth["loss"])
         losses, relative = max(losses, difference), max(relative, _finite(difference / max(abs(truth["loss"]), 1e-30)))
-        for name, value in _differences(found["gradients"], truth["gradients"]).items():
+        scale = floor * max((_largest(one) for one in truth["gradients"].values()), default=0.0)
+        for name, value in _differences(found["gradients"], truth["gradients"], scale).items():
             gradients[name] = max(gradients.get(name, 0.0), value)
         steps += 1
     found, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
     return Comparison(losses, relative, gradients, _differences(found, truth), tolerance, steps)
 
 
-def _differences(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, float]:
-    """Per tensor: max |found - truth| / max |truth|; 0 where both are zero."""
+def _differences(found: dict[str, Any], truth: dict[str, Any], scale: float = 0.0) -> dict[str, float]:
+    """Per tensor: max |found - truth| / max(max |truth|, scale); 0 where both are equal, infinities included."""
     missing = sorted(set(found) ^ set(truth))
     if missing:
         raise ConfigError(
@@ -162,10 +172,15 @@ def _differences(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, floa
                 f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the "
                 "reference."
             )
-        gap = (found[name].double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-        largest = expected.double().abs().max().item() if expected.numel() else 0.0
+        gaps = (found[name].double() - expected.double()).masked_fill(found[name] == expected, 0.0)
+        gap, largest = _largest(gaps), max(_largest(expected), scale)
         values[name] = 0.0 if gap == 0 else _finite(gap / largest if largest else math.inf)
     return values
+
+
+def _largest(tensor: Any) -> float:
+    """max |tensor|; 0 for an empty one."""
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def _finite(value: float) -> float:

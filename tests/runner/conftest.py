@@ -21,8 +21,11 @@ from runner.cli import main
 from runner.origins import Origins
 from runner.verbs import VERBS, Verb
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for what lies in a user's folder
+
 # The fork server imports the project for all ranks at once; before python 3.12 it does not get this process's path.
-ROOT = str(Path(__file__).parents[2])
+ROOT = str(HERE.parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -128,7 +131,6 @@ def compose_config(*overrides: str) -> config.Config:
 @pytest.fixture
 def start(tmp_path, monkeypatch) -> Callable[..., Ended]:
     """`start("+recipe=x", "train.steps=2", verb="verify", folder="a")` does that job in `tmp_path/a`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # for `networks`, as a user's working directory
     run_ranks = launch.run_ranks
 
     def call(*overrides: str, verb: str = "train", folder: str = "run") -> Ended:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.capture import LossFunction, Objective, capture
+from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.errors import StrategyError
 from tests.strategies.whole_model import TOLERANCE, Model
 
@@ -435,3 +435,30 @@ def test_names_paths_and_source_lines() -> None:
     line = Block.forward.__code__.co_firstlineno + 1
     assert graph.by_name["layers.1.dense"].source == f"strategies/test_capture.py:{line}"
     assert graph.by_name["layers.0"].where == f"layers.0 (add, strategies/test_capture.py:{line})"
+
+
+def test_without_a_capture_any_backward_will_do() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            doubled: Tensor = Doubled.apply(self.dense(x))
+            return doubled.mean() if x.shape[0] else doubled
+
+    step, batch = Objective(Net(), None, ("0",), ()), [torch.randn(4, 4)]
+    run_once(step, batch)
+    with pytest.raises(StrategyError, match="Doubled"):
+        capture(step, batch, training=True)
+    with pytest.raises(StrategyError, match="scalar"):
+        run_once(step, [torch.randn(0, 4)])

@@ -1,0 +1,166 @@
+"""Evaluation counts every sample exactly once, in every mode, with every form of model, loss and metric."""
+
+import networks
+import pytest
+import torch
+from small import ALONE, HYBRID, MODES, SMALL
+from torch.nn import functional
+
+from runner.errors import ConfigError
+
+STILL = ("optimizer.args.lr=0.0", "train.steps=1")
+"""Training that changes nothing: the evaluated weights are the initial ones."""
+
+
+@pytest.fixture
+def evaluate(start):
+    """`evaluate("auto", ...)` gives the evaluations, by step, of a training of the small classifier."""
+
+    def call(mode, *overrides):
+        return start(*SMALL, *(HYBRID if mode == "hybrid" else MODES[mode]), *overrides).evaluations
+
+    return call
+
+
+def truth(rows, seed=1):
+    torch.manual_seed(0)
+    model, data = networks.Classifier(), networks.Points(rows, seed)
+    with torch.no_grad():
+        scores = model(data.x)
+    accuracy = (scores.argmax(1) == data.y).double().mean().item()
+    return {"loss": functional.cross_entropy(scores, data.y).item(), "accuracy": accuracy}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "hybrid"])
+@pytest.mark.parametrize("size", ["null", 12])
+def test_every_sample_once_with_a_short_last_batch(evaluate, mode, size):
+    found = evaluate(
+        mode, *STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", f"evaluate.batch_size={size}"
+    )
+    assert found == {1: pytest.approx(truth(50), rel=1e-6)}
+
+
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_batch_that_ranks_cannot_share(evaluate, size):
+    found = evaluate(
+        "semi_auto",
+        *STILL,
+        "evaluate.metric=accuracy",
+        "evaluate.args={rows: 50, seed: 1}",
+        f"evaluate.batch_size={size}",
+    )
+    assert found == {1: pytest.approx(truth(50), rel=1e-6)}
+
+
+WHOLE = ("data.batch_size=64", "evaluate.batch_size=64", "evaluate.every=1", "train.steps=4", "optimizer.args.lr=0.1")
+"""Every step trains on all samples, so what evaluation finds after one step is the training loss of the next."""
+
+
+def check_against_the_next_step(ended):
+    assert list(ended.evaluations) == [1, 2, 3, 4]
+    assert [ended.evaluations[step]["loss"] for step in (1, 2, 3)] == pytest.approx(ended.losses[1:], rel=1e-5)
+    assert len(set(ended.losses)) == 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["semi_auto", "hybrid"])
+def test_trained_weights_are_evaluated(start, mode, stage):
+    options = HYBRID if mode == "hybrid" else MODES[mode]
+    check_against_the_next_step(start(*SMALL, *options, *WHOLE, f"parallel.zero.stage={stage}"))
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "object", "alone"])
+def test_models_that_return_their_loss(start, form):
+    options = ("model.target=networks.Whole", f"model.args.form={form}", "loss.target=null", "parallel=data_parallel")
+    check_against_the_next_step(start(*SMALL, *WHOLE, *options))
+
+
+def test_models_that_return_their_loss_with_a_short_batch(evaluate):
+    own = ("model.target=networks.Whole", "loss.target=null", *STILL, "evaluate.args={rows: 50, seed: 1}")
+    found = evaluate("data_parallel", *own)
+    assert found == {1: pytest.approx({"loss": truth(50)["loss"]}, rel=1e-6)}
+    assert evaluate("stand_alone", *own) == {1: pytest.approx(found[1], rel=1e-6)}
+
+
+def test_hybrid_models_that_return_their_loss(start):
+    own = ("model.args={returns_loss: true}", "loss.target=null")
+    check_against_the_next_step(start(*SMALL, *HYBRID, *WHOLE, *own))
+
+
+TWO = ("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", "data.args.keys=true")
+
+
+SEVERAL = [ALONE, ("parallel=data_parallel",), ("parallel=data_parallel", "parallel.zero.stage=1")]
+
+
+@pytest.mark.parametrize("options", SEVERAL)
+def test_several_outputs_and_a_loss_that_learns(start, options):
+    ended = start(*SMALL, *options, *WHOLE, *TWO, "evaluate.metric=networks.disagreement")
+    check_against_the_next_step(ended)
+    assert all(0 < found["disagreement"] < 1 for found in ended.evaluations.values())
+
+
+def test_metric_by_name(evaluate):
+    found = evaluate("auto", *STILL, "evaluate.metric=networks.share_of_first", "evaluate.args={rows: 50, seed: 1}")
+    torch.manual_seed(0)
+    model = networks.Classifier()
+    share = (model(networks.Points(50, 1).x).argmax(1) == 0).double().mean().item()
+    assert found[1]["share_of_first"] == pytest.approx(share)
+
+
+def test_how_often(evaluate):
+    assert list(evaluate("data_parallel", "train.steps=7", "evaluate.every=3")) == [3, 6, 7]
+    assert list(evaluate("data_parallel", "train.steps=7", "evaluate.metric=accuracy")) == [7]
+    assert evaluate("data_parallel", "train.steps=7") == {}
+
+
+def test_running_statistics_are_those_of_training(start):
+    norm = (
+        "model.args.norm=true",
+        "optimizer.args.lr=0.0",
+        "evaluate.every=2",
+        "evaluate.args.seed=1",
+        "train.precision=fp64",
+    )
+    alone = start(*SMALL, *ALONE, *norm, folder="alone")
+    found = start(*SMALL, *MODES["semi_auto"], *norm)
+    assert list(found.evaluations) == [2, 4, 6]
+    assert found.evaluations[2]["loss"] != found.evaluations[4]["loss"]
+    for step, results in alone.evaluations.items():
+        assert found.evaluations[step] == pytest.approx(results, rel=1e-10)
+
+
+def test_random_numbers_in_evaluation(start):
+    noise = ("model.target=networks.Noisy", "train.random=exact", "evaluate.every=1", "train.precision=fp64")
+    alone = start(*SMALL, *ALONE, *noise, folder="alone")
+    found = start(*SMALL, "parallel=data_parallel", *noise)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-10)
+    for step, results in alone.evaluations.items():
+        assert found.evaluations[step] == pytest.approx(results, rel=1e-10)
+
+
+REFUSED = [
+    (("evaluate.metric=accuracy", "loss.target=null", "model.target=networks.Whole"), "loss.target is null"),
+    (("evaluate.metric=networks.precision",), "networks has no 'precision'"),
+    (("evaluate.metric=networks.disagreement",), "the first batch cannot be evaluated: IndexError"),
+    (("evaluate.metric=torch.sub",), "RuntimeError"),
+    (("evaluate.args.seeds=1",), "takes no argument 'seeds'"),
+    (("evaluate.args.keys=true",), "the samples have the entries x, label, those of training 0, 1"),
+    (("evaluate.args.rows=0",), "has no rows"),
+    (
+        ("evaluate.metric=accuracy", "model.target=networks.Object", "loss.target=networks.object_loss"),
+        "the model returns a Answer, which cannot be handed to the loss in pieces",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED)
+def test_refused_before_training(start, tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        start(*SMALL, "parallel=data_parallel", *overrides)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_accuracy_needs_classes(start):
+    with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes\] and class indices \[n\]"):
+        start("+recipe=quickstart", "evaluate.metric=accuracy")

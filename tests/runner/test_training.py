@@ -1,0 +1,147 @@
+"""Training under every mode and option is the training of one process: against a loop written by hand in plain torch,
+against `stand_alone`, and against itself with the batch cut otherwise."""
+
+import networks
+import pytest
+import torch
+from small import ALONE, DOUBLE, HYBRID, MODES, SMALL
+from torch.nn import functional
+
+from runner.data.order import Order
+
+
+@pytest.fixture
+def train(start):
+    """`train("auto", "train.steps=2")` trains the small classifier."""
+
+    def call(mode, *overrides, **options):
+        return start(*SMALL, *(HYBRID if mode == "hybrid" else MODES[mode]), *overrides, **options)
+
+    return call
+
+
+EVERYTHING = (
+    DOUBLE,
+    "optimizer.target=torch.optim.AdamW",
+    "optimizer.args={lr: 0.02}",
+    "optimizer.groups=[{match: ['*.bias'], args: {lr: 0.1, weight_decay: 0.0}}]",
+    "optimizer.freeze=['inner.bias']",
+    "optimizer.scheduler={target: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.5}}",
+    "train.clip=0.3",
+    "train.accumulate=2",
+    "train.log_every=1",
+    "train.seed=3",
+)
+
+
+def by_hand(steps=6):
+    """The training of EVERYTHING in plain torch: (loss, learning rate, norm before clipping) of every step."""
+    torch.manual_seed(3)
+    model, data = networks.Classifier().double(), networks.Points()
+    model.inner.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [model.inner.weight, model.outer.weight]},
+            {"params": [model.outer.bias], "lr": 0.1, "weight_decay": 0.0},
+        ],
+        lr=0.02,
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    order = Order(len(data), 16, 3)
+    for step in range(steps):
+        rows, total = order.rows(step), 0.0
+        for half in (rows[:8], rows[8:]):
+            loss = functional.cross_entropy(model(data.x[half].double()), data.y[half]) / 2
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield total, rate, norm.item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_everything_at_once_is_what_plain_torch_does(train, mode):
+    records = train(mode, *EVERYTHING).records
+    found = [(record["loss"], record["lr"], record["grad_norm"]) for record in records]
+    assert found == [pytest.approx(step, rel=1e-10) for step in by_hand()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_does_the_same(train, stage):
+    records = train("semi_auto", *EVERYTHING[1:], f"parallel.zero.stage={stage}").records
+    found = [(record["loss"], record["lr"], record["grad_norm"]) for record in records]
+    assert found == [pytest.approx(step, rel=2e-5) for step in by_hand()]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_hybrid_does_the_same(train, stage):
+    options = [option for option in EVERYTHING if option != DOUBLE or not stage]
+    records = train("hybrid", *options, f"parallel.zero.stage={stage}").records
+    found = [(record["loss"], record["lr"], record["grad_norm"]) for record in records]
+    assert found == [pytest.approx(step, rel=2e-5 if stage else 1e-10) for step in by_hand()]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-10)])
+def test_digits_are_learnt_as_on_one_process(start, precision, tolerance):
+    options = ("+recipe=ffn_auto", "train.steps=50", f"train.precision={precision}")
+    alone = start(*options, *ALONE, "parallel.mode=stand_alone", "parallel.strategies=null", folder="alone")
+    found = start(*options)
+    assert len(found.losses) == 50
+    assert found.losses == pytest.approx(alone.losses, rel=tolerance)
+    assert found.evaluations[50] == pytest.approx(alone.evaluations[50], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_digits_are_learnt_well(start):
+    ended = start("+recipe=ffn_auto")
+    assert ended.evaluations[450]["accuracy"] > 0.93
+
+
+def test_accumulation_changes_nothing(train):
+    whole, *others = (
+        train("semi_auto", DOUBLE, "data.batch_size=32", f"train.accumulate={count}").losses for count in (1, 2, 4)
+    )
+    for losses in others:
+        assert losses == pytest.approx(whole, rel=1e-10)
+
+
+def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
+    ended = train(
+        "data_parallel",
+        "data.args.rows=70",
+        "train.steps=null",
+        "train.epochs=3",
+        "evaluate.args.seed=1",
+        "optimizer.scheduler={target: torch.optim.lr_scheduler.StepLR, args: {step_size: 1, gamma: 0.1}, per: epoch}",
+        "optimizer.args.lr=0.1",
+    )
+    assert "data: 6 of 70 samples fill no whole batch of 16; every epoch drops as many." in capfd.readouterr().out
+    assert list(ended.evaluations) == [4, 8, 12]
+    rates = [record["lr"] for record in ended.records if "lr" in record]
+    assert rates == pytest.approx([0.1] * 4 + [0.01] * 4 + [0.001] * 4)
+
+
+def test_bf16_trains_near_fp32(train):
+    exact = train("semi_auto").losses
+    for stage in (0, 1):
+        losses = train("semi_auto", "train.precision=bf16", f"parallel.zero.stage={stage}").losses
+        assert losses == pytest.approx(exact, rel=2e-2)
+        assert losses != exact
+
+
+def test_random_numbers_are_those_of_one_process_on_demand(train):
+    dropped = ("model.args.dropout=0.5", DOUBLE)
+    alone = train("stand_alone", *dropped).losses
+    exact = train("semi_auto", *dropped, "train.random=exact").losses
+    fast = train("semi_auto", *dropped).losses
+    assert exact == pytest.approx(alone, rel=1e-10)
+    assert fast != pytest.approx(alone, rel=1e-3)
+    assert fast == train("semi_auto", *dropped).losses
+    assert fast != train("semi_auto", *dropped, "train.seed=1").losses
+
+
+def test_seed_decides(train):
+    assert train("auto").losses == train("auto").losses != train("auto", "train.seed=1").losses

@@ -1,0 +1,98 @@
+"""A user's own model, loss and data: found by name in the working directory, verified whatever they look like."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import networks
+import pytest
+from small import DOUBLE, MODES, SMALL
+
+KEYS = "data.args.keys=true"
+SHAPES = {
+    "dropout": (("model.args.dropout=0.5",), DOUBLE),
+    "dropout in single precision": (("model.args.dropout=0.5",), "train.precision=fp32"),
+    "batch norm": (("model.args.norm=true",), DOUBLE),
+    "tied weights": (("model.target=networks.Tied",), DOUBLE),
+    "tied weights, sliced": (
+        ("model.target=networks.Tied", "parallel=semi_auto", "parallel.strategies={enter.matmul: [[2,1],[1,2]]}"),
+        DOUBLE,
+    ),
+    "random in many ways": (("model.target=networks.Noisy",), DOUBLE),
+    "several outputs": (("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", KEYS), DOUBLE),
+    "own loss": (("model.target=networks.Whole", "loss.target=null", KEYS), DOUBLE),
+    "own loss in an object": (("model.target=networks.Whole", "model.args.form=object", "loss.target=null"), DOUBLE),
+    "object": (("model.target=networks.Object", "loss.target=networks.object_loss"), DOUBLE),
+    "function as loss": (
+        ("loss={target: torch.nn.functional.cross_entropy, args: {label_smoothing: 0.1, reduction: sum}}",),
+        DOUBLE,
+    ),
+    "own collate": (("data.target=networks.Words", "data.collate=networks.padded"), DOUBLE),
+    "own collate, sliced rows": (
+        (
+            "data.target=networks.Words",
+            "data.collate=networks.padded",
+            "parallel=semi_auto",
+            "parallel.dataset_strategy=[[2,2],[1]]",
+        ),
+        DOUBLE,
+    ),
+    "full batch": (("parallel=auto", "parallel.dataset_strategy=full_batch", *MODES["semi_auto"]), DOUBLE),
+    "frozen": (("optimizer.freeze=['inner.*']",), DOUBLE),
+    "many micro-batches": (("model.args.dropout=0.2", "train.accumulate=4", "train.clip=0.1"), DOUBLE),
+    "hidden dim that nothing divides": (("model.args.hidden=13",), DOUBLE),
+    "zero": (("model.target=networks.Tied", "parallel.zero.stage=3", "model.args={}"), "train.precision=fp32"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_verified(start, name):
+    overrides, precision = SHAPES[name]
+    chosen = [] if any(word.startswith("parallel=") for word in overrides) else ["parallel=data_parallel"]
+    assert start(*SMALL, *chosen, *overrides, precision, "verify.steps=2", verb="verify").verdict["passed"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory with a module of the user's, and afterwards without a trace of it."""
+    shutil.copy(networks.__file__, tmp_path / "my_networks.py")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("my_networks", None)
+
+
+MINE = (
+    "model.target=my_networks.Classifier",
+    "loss.target=torch.nn.CrossEntropyLoss",
+    "data.target=my_networks.Points",
+    "parallel=data_parallel",
+    "world_size=2",
+)
+
+
+def test_from_the_working_directory(command, folder):
+    words = (*MINE, "train.steps=3", "evaluate.metric=my_networks.share_of_first", "model.args.hidden=8")
+    done = command(*words, "hydra.run.dir=out")
+    assert (done.code, done.err) == (0, "")
+    records = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 3]
+    assert 0 <= records[-1]["evaluation"]["share_of_first"] <= 1
+    assert "done: 3 steps, loss " in done.out and done.out.endswith("; results in out\n")
+    assert command("verify", *words, "hydra.run.dir=verified").code == 0
+    assert command("plan", *words, "train.steps=null", "hydra.run.dir=planned").code == 0
+    plan = json.loads((folder / "planned" / "plan.json").read_text())
+    assert any("/my_networks.py:" in operator["source"] for operator in plan["operators"])
+
+
+def test_from_a_recipe_of_the_user(command, folder):
+    Path("recipes").mkdir()
+    Path("recipes/mine.yaml").write_text(
+        "# @package _global_\n# Mine\ndefaults: [{override /parallel: semi_auto}, _self_]\n"
+        "world_size: 2\nmodel: {target: my_networks.Classifier}\nloss: {target: torch.nn.CrossEntropyLoss}\n"
+        "data: {target: my_networks.Points, args: {rows: 48}, batch_size: 12}\ntrain: {epochs: 1}\n"
+        "parallel: {strategies: {inner.matmul: [[1, 2], [2, 1]]}}\n"
+    )
+    done = command("+recipe=mine", "hydra.run.dir=out")
+    assert (done.code, done.err) == (0, "")
+    assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 4
