@@ -1,0 +1,282 @@
+"""Bad input ends as one paragraph, with exit code 2 where it is wrong by itself and 1 where only training finds it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small import HYBRID, MODES, SMALL
+
+from runner import launch
+from runner.data import mnist
+
+QUICK = ("+recipe=quickstart",)
+DIGITS = ("+recipe=ffn_auto", "train.steps=1")
+CUBE = ("+recipe=advanced_layout",)
+PARALLEL = (*SMALL, *MODES["data_parallel"])
+SEMI = (*SMALL, *MODES["semi_auto"])
+AXES = "parallel.layouts={{a: {{device_matrix: {a}, axes: {x}}}, b: {{device_matrix: {b}, axes: {y}}}}}"
+
+# words, what the paragraph must say
+BAD = [
+    # the model
+    ((*PARALLEL, "model.target=nowhere.Net"), "there is no module 'nowhere'"),
+    ((*PARALLEL, "model.target=networks.Clasifier"), "networks has no 'Clasifier'. Did you mean 'Classifier'?"),
+    ((*PARALLEL, "model.target=faulty.Net"), "importing the module faulty fails: ZeroDivisionError"),
+    ((*PARALLEL, "model.target=networks.Points"), "makes a Points; a torch.nn.Module is needed"),
+    ((*PARALLEL, "model.args.hiden=3"), "takes no argument 'hiden'. Did you mean 'hidden'?"),
+    ((*PARALLEL, "model.args.hidden=many"), "networks.Classifier cannot be made with model.args"),
+    ((*QUICK, "model.target=models.ffn.FFN"), "models.ffn.FFN needs 'sizes'; set model.args.sizes=VALUE"),
+    ((*PARALLEL, "model.target=faults.Raises"), "(ValueError: nothing works today)"),
+    ((*PARALLEL, "model.target=faults.Branches"), "takes a branch or a shape from the values of a tensor"),
+    ((*PARALLEL, "model.target=faults.Shapes"), "The model or its loss failed on the example batch"),
+    # the loss
+    ((*PARALLEL, "loss.target=null"), "must return its loss"),
+    ((*PARALLEL, "loss.args.reduction=none"), "returned a tensor float32[16]; training needs one floating-point"),
+    ((*PARALLEL, "loss.target=networks.padded"), "The model or its loss failed on the example batch"),
+    ((*PARALLEL, "loss.target=torch.nn.CrossEntropy"), "Did you mean 'CrossEntropyLoss'?"),
+    ((*PARALLEL, "loss.args.reductoin=sum"), "takes no argument 'reductoin'"),
+    # the data
+    ((*DIGITS, "data.path=nowhere"), "nowhere: there is no such folder"),
+    ((*DIGITS, "data.path=corrupt"), "corrupt/train-images-idx3-ubyte: starts with the bytes 00 00 0c 03"),
+    ((*DIGITS, "data.path=short"), "is cut off: its header states"),
+    ((*QUICK, "data.path=corrupt"), "takes no argument 'path'"),
+    ((*PARALLEL, "data.args.rows=15"), "data.batch_size = 16 is more than the 15 rows of the dataset"),
+    ((*PARALLEL, "data.args.rows=-1"), "data"),
+    ((*PARALLEL, "data.target=networks.Classifier"), "without __len__ and __getitem__"),
+    ((*PARALLEL, "data.target=networks.Words"), "data: stacking fails on 16 samples"),
+    ((*PARALLEL, "data.collate=networks.nothing"), "networks has no 'nothing'"),
+    ((*PARALLEL, "data.collate=networks.halves"), "data: data.collate fails on 16 samples"),
+    ((*PARALLEL, "data={target: networks.Trouble, args: {way: shape, rows: 41}}", "data.batch_size=40"), "samples"),
+    # the optimizer
+    ((*PARALLEL, "optimizer.target=torch.optim.SDG"), "torch.optim has no 'SDG'. Did you mean 'SGD'?"),
+    ((*PARALLEL, "optimizer.args.momentun=0.9"), "takes no argument 'momentun'. Did you mean 'momentum'?"),
+    ((*PARALLEL, "optimizer.args.lr=-1.0"), "optimizer: torch.optim.SGD cannot be made with optimizer.args"),
+    ((*PARALLEL, "optimizer.freeze=[inner.wieght]"), "optimizer.freeze[0] = 'inner.wieght' matches no parameter"),
+    ((*PARALLEL, "optimizer.freeze=['*']"), "nothing to train"),
+    ((*PARALLEL, "optimizer.groups=[{match: ['*.gain'], args: {}}]"), "optimizer.groups[0].match[0] = '*.gain'"),
+    ((*PARALLEL, "optimizer.scheduler.target=torch.optim.lr_scheduler.StepLR"), "needs 'step_size'"),
+    ((*PARALLEL, "optimizer.scheduler.target=torch.optim.SGD"), "optimizer.scheduler"),
+    ((*PARALLEL, "parallel.zero={stage: 1, options: {stag3: 1}}"), "DeepSpeed has no such option of ZeRO"),
+    ((*PARALLEL, "parallel.zero={stage: 1, options: {reduce_scatter: false}}"), "it must stay true"),
+    ((*PARALLEL, "parallel.zero.stage=2", "optimizer.target=torch.optim.LBFGS"), "LBFGS cannot be used here"),
+    # devices and batch
+    ((*PARALLEL, "device=cuda"), "device = cuda needs 4 GPUs (world_size), but this machine has"),
+    ((*PARALLEL, "data.batch_size=18"), "a micro-batch has 18 samples (data.batch_size / train.accumulate)"),
+    ((*PARALLEL, "data.batch_size=16", "train.accumulate=8"), "a micro-batch has 2 samples"),
+    ((*SMALL, *HYBRID, "parallel.dataset_strategy=[[2,1]]"), "gives 1 entries, the batch has 2 (0, 1)"),
+    ((*SMALL, *HYBRID, "data.batch_size=15"), "(2, 1) cannot slice batch entry '0' of shape (15, 12)"),
+    (
+        (*SMALL, *HYBRID, "parallel.dataset_strategy=[[1,4],[2]]", "parallel.mesh={dp: 4, tp: 1}"),
+        "no neighbouring axes",
+    ),
+    # the plan
+    ((*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]"), "matmul3"),
+    ((*QUICK, "parallel.strategies.matmul=[[3,1],[1,1]]", "world_size=3"), "cannot be cut into 3 equal slices"),
+    ((*QUICK, "parallel.strategies.relu=[[2,4],[4,1]]"), "relu"),
+    ((*QUICK, "parallel.strategies.matmul=[[2,4],[2,1]]"), "matmul"),
+    ((*QUICK, "parallel.strategies.matmul=[[2,4,1],[4,1]]"), "matmul"),
+    ((*QUICK, "parallel.strategies=null"), "parallel"),
+    ((*QUICK, "parallel.set_data_parallel=[matmul3]"), "matches no module of the model. Did you mean 'matmul2'?"),
+    ((*QUICK, "parallel.dataset_strategy=[[2,1]]"), "gives 1 entries, the batch has 2 (0, 1)"),
+    ((*SEMI, "parallel.dataset_strategy=[[1,8],[1]]", "world_size=8"), "dim 1 of shape (16, 12) cannot be cut into 8"),
+    (
+        (
+            *QUICK,
+            "world_size=24",
+            AXES.format(a="[3,8]", x="[p,q]", b="[8,3]", y="[r,s]"),
+            "parallel.strategies.matmul=[{layout: a, dims: [q, null]}, {layout: a, dims: [null, null]}]",
+            "parallel.strategies.relu=[{layout: b, dims: [r, null]}]",
+        ),
+        "common refinement",
+    ),
+    (
+        (
+            *SMALL,
+            "model.target=networks.Tied",
+            "parallel=semi_auto",
+            "parallel.strategies={enter.matmul: [[1,1],[1,4]], leave.matmul: [[4,1],[1,1]]}",
+        ),
+        "Parameter enter.weight is used by two operators whose strategies slice it differently: enter",
+    ),
+    # going on
+    ((*PARALLEL, "train.resume=nowhere"), "train.resume = 'nowhere': this folder does not exist"),
+    ((*PARALLEL, "train.resume=corrupt"), "train.resume = 'corrupt': this folder holds no complete checkpoint"),
+    ((*PARALLEL, "train.resume=step-00000002"), "The checkpoint step-00000002 is damaged"),
+]
+
+FAULTS = """
+import torch
+from networks import Classifier
+
+class Raises(Classifier):
+    def forward(self, x):
+        raise ValueError("nothing works today")
+
+class Branches(Classifier):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+class Shapes(Classifier):
+    def forward(self, x):
+        return super().forward(x[:, 1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """Files that are wrong, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("material")
+    (folder / "faults.py").write_text(FAULTS)
+    (folder / "faulty.py").write_text("NUMBER = 1 / 0\n")
+    good = (mnist.SHIPPED / "train-labels-idx1-ubyte.gz").read_bytes()
+    for name, content in (("corrupt", b"\0\0\x0c\x03 nothing of use"), ("short", b"\0\0\x08\x03\0\0\0\x01\0\0\0\x01")):
+        (folder / name).mkdir()
+        (folder / name / "train-images-idx3-ubyte").write_bytes(content.ljust(20, b"\1"))
+        (folder / name / "train-labels-idx1-ubyte.gz").write_bytes(good)
+    (folder / "step-00000002").mkdir()
+    (folder / "step-00000002" / "checkpoint.json").write_text('{"step": 2')
+    return folder
+
+
+@pytest.fixture
+def bad(command, tmp_path, material, monkeypatch):
+    """`bad(words)` runs the command in a folder with the faulty material, and checks that the refusal leaves nothing."""
+    for path in material.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+
+    def call(*words):
+        done = command(*words)
+        for name in ("faults", "faulty"):
+            sys.modules.pop(name, None)
+        assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
+        return done
+
+    return call
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words[-2:])[:70] for words, _ in BAD])
+def test_refused(bad, words, says):
+    done = bad(*words)
+    assert done.code == 2, done.err
+    (paragraph,) = done.paragraphs
+    assert paragraph.startswith("run: ")
+    assert says in paragraph
+    assert "Traceback" not in done.err + done.out
+
+
+def test_conflicting_strategies_are_told_with_everything(bad):
+    words = next(words for words, says in BAD if says.startswith("Parameter enter.weight"))
+    (paragraph,) = bad(*words).paragraphs
+    for part in ("enter (linear, runner/networks.py:", "leave (linear, runner/networks.py:", "(4, 1)", "(1, 1)"):
+        assert part in paragraph
+
+
+@pytest.mark.parametrize("verb", ["plan", "explain", "verify"])
+def test_every_verb_refuses(bad, verb):
+    for words in ((*PARALLEL, "model.target=faults.Raises"), (*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")):
+        done = bad(verb, *words)
+        assert (done.code, len(done.paragraphs)) == (2, 1)
+    if verb == "verify":
+        assert bad(verb, *PARALLEL, "parallel.zero={stage: 1, options: {stag3: 1}}").code == 2
+
+
+TROUBLE = {
+    "shape": (
+        r"rank \d of 4 failed: ValueError: data: row \d+ has '0' of shape \(11,\), where \(12,\) is expected",
+        "",
+    ),
+    "names": (r"rank \d of 4 failed: ValueError: data: row \d+ has the values 'x', 'label'", ""),
+    "raise": (r"rank \d of 4 failed: LookupError: row \d+ is not to be had", r"networks\.py:\d+ \(__getitem__\)"),
+    "class": (r"rank \d of 4 failed: IndexError: Target \d is out of bounds", "operator loss"),
+    "nan": (r"rank \d of 4 failed: FloatingPointError: The loss of step \d is nan", ""),
+    "kill": (r"rank \d of 4 was killed by SIGKILL", ""),
+}
+
+
+@pytest.mark.parametrize("way", TROUBLE)
+def test_found_while_training(command, tmp_path, way):
+    """The first 40 rows are good; which rows are in which step depends on the seed, and this one begins with good ones."""
+    begun = time.monotonic()
+    words = (
+        *PARALLEL,
+        "data={target: networks.Trouble}",
+        f"data.args.way={way}",
+        "data.batch_size=4",
+        "train.steps=16",
+    )
+    done = command(*words, f"train.seed={SEED}", "hydra.run.dir=out")
+    assert time.monotonic() - begun < 15
+    assert done.code == 1
+    message, where = TROUBLE[way]
+    assert re.search(message, done.err) and re.search(where, done.err)
+    assert "The end of its log, " in done.err and "out/ranks/" in done.err
+    assert done.err.count("run: ") == 1
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 1
+    assert (tmp_path / "out" / "error.txt").exists()
+
+
+def seed_that_begins_well():
+    """The first seed with which step 1 of 4 rows reads rows below 40 only, and step 2 does not."""
+    from runner.data.order import Order
+
+    for seed in range(100):
+        order = Order(64, 4, seed)
+        if max(order.rows(0)) < 40 <= max(order.rows(1)):
+            return seed
+    raise AssertionError
+
+
+SEED = seed_that_begins_well()
+
+
+def ranks_of_this_process():
+    """The processes that the fork server of this process has started."""
+    server = launch.local.forkserver._forkserver._forkserver_pid
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == server and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
+    killed = []
+
+    def kill_one():
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            time.sleep(0.01)
+        os.kill(ranks_of_this_process()[-1], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    done = command(*PARALLEL, "train.steps=100000", "hydra.run.dir=out")
+    ended = time.monotonic()
+    killer.join()
+    assert done.code == 1
+    assert re.match(r"run: rank \d of 4 was killed by SIGKILL \(was memory short\?\)\.\nThe end of its log, ", done.err)
+    assert ended - killed[0] < 5
+    assert ranks_of_this_process() == []
+
+
+def test_the_real_command_refuses_too(tmp_path):
+    words = (*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "matmul3" in done.stderr and done.stderr.startswith("run: ")
+    assert list(tmp_path.iterdir()) == []
