@@ -5,7 +5,9 @@ Invariant: the n-th random operator of a forward draws from (key, n), as the cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,17 +18,18 @@ from torch.overrides import TorchFunctionMode
 from strategies.rules.random import dropout_block, mix
 
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
-RANDOM = frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (torch, "rand randn randint randperm normal rand_like randn_like randint_like bernoulli poisson multinomial"),
-        (torch, "feature_dropout alpha_dropout feature_alpha_dropout rrelu"),
-        (functional, "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax"),
-        (Tensor, "bernoulli multinomial bernoulli_ uniform_ normal_ exponential_ random_"),
-    )
-    for name in names.split()
-)
-"""Other functions that draw once: each runs whole on every rank, with torch's generators set for the call."""
+COMPOSED = frozenset({functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.gumbel_softmax})
+"""Functions that draw once, through an operator of another name."""
+
+
+@cache
+def _drawing(name: str) -> bool:
+    """Whether torch's operator of this name reads generators; each call runs whole on every rank and draws once."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads: list[Any] = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 class ExactRandom(TorchFunctionMode):
@@ -44,7 +47,10 @@ class ExactRandom(TorchFunctionMode):
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
             given["training"] = given.pop("train", given.get("training", True))  # torch.dropout calls it so
             return self._dropout(**given)
-        if func not in RANDOM:
+        if func is functional.multi_head_attention_forward:
+            with self._inside("dropout", "scaled_dot_product_attention"):
+                return func(*args, **kwargs)
+        if func not in COMPOSED and not _drawing(getattr(func, "__name__", "")):
             return func(*args, **kwargs)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices):
@@ -56,6 +62,21 @@ class ExactRandom(TorchFunctionMode):
             return input
         dropped = dropout_block(input, p, self.key, self._next(), tuple(input.shape), (0,) * input.dim())
         return input.copy_(dropped) if inplace else dropped
+
+    @contextmanager
+    def _inside(self, *names: str) -> Iterator[None]:
+        """Put this mode before functions of `functional` that another one of it calls: torch has switched modes off
+        there."""
+        before = {name: getattr(functional, name) for name in names}
+        for name, function in before.items():
+            setattr(
+                functional, name, lambda *args, _of=function, **kwargs: self.__torch_function__(_of, (), args, kwargs)
+            )
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(functional, name, function)
 
     def _next(self) -> int:
         ordinal, self.ordinal = self.ordinal, self.ordinal + 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
+from runner.metrics import require_tensorboard
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start
@@ -16,6 +17,8 @@ from runner.timeline import begin, marked
 def run(config: Config, run_dir: Path) -> float | None:
     """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input) and RunFailed (a rank failed)."""
     marks = marked(begin(), "config")
+    if config.report.tensorboard:
+        require_tensorboard()
     launch.warm()
     with without_trace(run_dir), tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder:
         ready = make_ready(config, run_dir, Path(folder).absolute())

@@ -206,7 +206,10 @@ class _Rank:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
         if self._process is not None and self._process.exitcode is None:
-            os.kill(self._process.pid, number)
+            try:
+                os.kill(self._process.pid, number)
+            except ProcessLookupError:
+                return  # it has just ended; the fork server knows before this process does
 
     def send_signal_to_all(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to everything that it started."""

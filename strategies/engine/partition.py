@@ -111,8 +111,11 @@ class _Tree:
         path: str,
     ) -> fx.GraphModule:
         graph, module = fx.Graph(), nn.Module()
-        values: dict[Ref, fx.Node] = {ref: graph.placeholder(_name(ref)) for ref in inputs}
+        values: dict[Ref, fx.Node] = {}
         seen: dict[str, int] = {}
+        for ref in inputs:
+            values[ref] = node = graph.placeholder(_name(ref))
+            node.target = node.name  # `split_1` is the second split and the second result of the first one
 
         def value(ref: Ref) -> fx.Node:
             if ref not in values:

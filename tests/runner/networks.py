@@ -208,7 +208,7 @@ class Trouble(Points):
             return x[:-1], y
         if self.way == "names":
             return {"x": x, "label": y}
-        if self.way == "nan":
+        if self.way == "poison":
             return x * float("nan"), y
         if self.way == "class":
             return x, y + CLASSES

@@ -69,14 +69,14 @@ def test_everything_at_once_is_what_plain_torch_does(train, mode):
     assert found == [pytest.approx(step, rel=1e-10) for step in by_hand()]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_zero_does_the_same(train, stage):
     records = train("semi_auto", *EVERYTHING[1:], f"parallel.zero.stage={stage}").records
     found = [(record["loss"], record["lr"], record["grad_norm"]) for record in records]
     assert found == [pytest.approx(step, rel=2e-5) for step in by_hand()]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hybrid_does_the_same(train, stage):
     options = [option for option in EVERYTHING if option != DOUBLE or not stage]
     records = train("hybrid", *options, f"parallel.zero.stage={stage}").records

@@ -223,6 +223,7 @@ class Clash(nn.Module):
             nn.ReLU(),
             Pieces(),
         )
+        self.times = nn.Bilinear(4, 4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x).square().sum()
@@ -234,7 +235,14 @@ def across_pieces(net: Any, x: Tensor) -> Tensor:
     return torch.cat([again, first], -1) * once_more + last.sum() * second
 
 
-@pytest.mark.parametrize("body", [twice_and_between, across_pieces])
+def two_of_two_splits(net: Any, x: Tensor) -> Tensor:
+    """`split_1` is the second result of the first split, and the second split: both go into one unit."""
+    a, b = net.dense(x).split(4, -1)
+    c, d = net.dense(x + 1).split(4, -1)
+    return torch.cat([net.times(b, c), a * d], -1)
+
+
+@pytest.mark.parametrize("body", [twice_and_between, across_pieces, two_of_two_splits])
 def test_names_do_not_clash(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
     model = Model(Clash(body), None, {"x": torch.randn(4, 8)})

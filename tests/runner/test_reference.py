@@ -1,0 +1,87 @@
+"""One device with the random numbers of `train.random=exact` computes what the captured program computes on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from runner.reference import ExactRandom
+from strategies.capture import Objective, capture
+from strategies.engine.program import Options, lower
+from strategies.engine.simulate import Simulation
+from strategies.planner import make_plan
+from strategies.request import Request
+
+KEY = 7
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention, with dropout of its own or without."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unsqueeze(1)
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout).squeeze(1)
+
+
+class Heads(nn.Module):
+    def __init__(self, dropout: float, weights: bool) -> None:
+        super().__init__()
+        self.attention, self.weights = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=self.weights)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.cells = nn.GRU(4, 4, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]
+
+
+class Noise(nn.Module):
+    """Writes random numbers in place, and draws from functions made of others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.empty_like(x).uniform_(-1, 1) + torch.randn_like(x)
+        return functional.dropout1d(x + noise, 0.3) + functional.gumbel_softmax(x, dim=-1)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: Attention(0.0),
+    "attention with dropout": lambda: Attention(0.4),
+    "heads": lambda: Heads(0.4, weights=False),
+    "heads without dropout": lambda: Heads(0.0, weights=True),
+    "heads that give their weights": lambda: Heads(0.4, weights=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True),
+    "recurrent": lambda: Recurrent(0.0),
+    "recurrent with dropout": lambda: Recurrent(0.5),
+    "noise": Noise,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_device_draws_what_ranks_draw(name: str) -> None:
+    """A dropout around the layer shows whether both have counted the same random operators in it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (2, 4)), LAYERS[name](), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8, 4))
+    step = Objective(net, nn.MSELoss(), ("0", "1"), ("1",)).double()
+    batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    captured = capture(step, batch, training=True)
+    program = lower(captured.graph, make_plan(captured.graph, Request("semi_auto", 4)), Options(exact=True))
+    losses, *_ = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]}).run(KEY)
+    functions = functional.dropout, functional.scaled_dot_product_attention
+    with ExactRandom(KEY):
+        expected = step(*batch)
+    assert all(loss.item() == pytest.approx(expected.item(), rel=1e-10) for loss in losses)
+    assert (functional.dropout, functional.scaled_dot_product_attention) == functions

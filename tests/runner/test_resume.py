@@ -1,0 +1,237 @@
+"""A run that was killed and goes on ends as if it had never stopped: the same bits, the same lines of metrics."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small import HYBRID, MODES, SMALL
+from test_refusals import ranks_of_this_process
+
+from runner import checkpoint
+from runner.errors import ConfigError, RunFailed
+from strategies.errors import StrategyError
+
+STEPS = 30
+LONG = (
+    f"train.steps={STEPS}",
+    "checkpoint={every: 5, at_end: true, keep: 2}",
+    "data.args.rows=70",
+    "optimizer.target=torch.optim.AdamW",
+    "optimizer.scheduler={target: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 30}}",
+    "evaluate.every=10",
+    "train.log_every=4",
+)
+DROPOUT = "model.args.dropout=0.3"
+NORM = "model.args.norm=true"
+KINDS = {
+    "stage 0": (*MODES["semi_auto"], DROPOUT, NORM, "train.clip=0.5"),
+    "stage 1": (*MODES["data_parallel"], DROPOUT, "parallel.zero.stage=1"),
+    "stage 3": (*MODES["semi_auto"], DROPOUT, "parallel.zero.stage=3"),
+    "stand_alone": (*MODES["stand_alone"], DROPOUT, NORM),
+    "hybrid": HYBRID,
+    "bf16": (*MODES["data_parallel"], DROPOUT, "train.precision=bf16", "train.accumulate=2"),
+}
+
+
+def content(folder):
+    """Every tensor of the last checkpoint, by key."""
+    path = checkpoint.newest(folder / "checkpoints")
+    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
+    checkpoint._read(path, tensors)
+    return path.name, tensors
+
+
+def lines(ended):
+    """The metrics without what depends on the clock."""
+    clock = {"seconds", "samples_per_second"}
+    return [{key: value for key, value in record.items() if key not in clock} for record in ended.records]
+
+
+@pytest.fixture(scope="module")
+def remembered():
+    return {}
+
+
+@pytest.fixture
+def whole(start, remembered):
+    """`whole("stage 0")` is the run that was never stopped: what it saved at its end, and its metrics."""
+
+    def call(kind):
+        if kind not in remembered:
+            ended = start(*SMALL, *LONG, *KINDS[kind], folder="whole")
+            remembered[kind] = (content(ended.folder), lines(ended))
+        return remembered[kind]
+
+    return call
+
+
+def check_as_if_never_stopped(start, whole, kind, folder, except_step=None):
+    ended = start(*SMALL, *LONG, *KINDS[kind], "train.resume=auto", folder=folder)
+    (name, expected), metrics = whole(kind)
+    found_name, found = content(ended.folder)
+    assert found_name == name == f"step-{STEPS:08d}"
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    rest = [[line for line in one if line["step"] != except_step] for one in (lines(ended), metrics)]
+    assert rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "stage 1")) for kind in KINDS])
+def test_in_two_parts(start, whole, kind, capfd):
+    """The first part ends by itself; being the last for the time, its step is evaluated and measured."""
+    whole(kind)
+    capfd.readouterr()
+    start(*SMALL, *LONG, *KINDS[kind], "train.steps=17", folder="parts")
+    check_as_if_never_stopped(start, whole, kind, "parts", except_step=17)
+    assert "resume: continuing from " in capfd.readouterr().out
+
+
+def kill_a_rank_at(folder, steps, in_a_save):
+    """Kill one rank of this process when `steps` steps are done, or then as soon as a checkpoint is being written."""
+
+    def watch():
+        metrics = folder / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+            time.sleep(0.002)
+        while in_a_save and not any((folder / "checkpoints").glob(".step-*.partial")):
+            time.sleep(0.0005)
+        os.kill(random.choice(ranks_of_this_process()), signal.SIGKILL)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("kind", "in_a_save"), [("stage 0", True), ("stage 3", False)])
+def test_a_rank_is_killed(start, whole, tmp_path, kind, in_a_save):
+    whole(kind)
+    killer = kill_a_rank_at(tmp_path / "killed", 12, in_a_save)
+    with pytest.raises(RunFailed, match="was killed by SIGKILL"):
+        start(*SMALL, *LONG, *KINDS[kind], folder="killed")
+    killer.join()
+    check_as_if_never_stopped(start, whole, kind, "killed")
+
+
+def kill_everything(folder, words, steps):
+    """Start the command as a process group of its own and kill the group when `steps` steps are done."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", *words, f"hydra.run.dir={folder}"],
+        cwd=folder.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        metrics, until = folder / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
+            time.sleep(0.002)
+        time.sleep(random.uniform(0, 0.03))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def words_of(kind):
+    """As they are typed in a folder from which `networks` cannot be seen."""
+    return (*SMALL, *LONG, *KINDS[kind])
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch):
+    """The command of another process finds `networks` too."""
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], here]))
+
+
+@pytest.mark.parametrize("kind", ["stage 0"])
+def test_everything_is_killed(start, whole, tmp_path, kind):
+    whole(kind)
+    kill_everything(tmp_path / "killed", words_of(kind), 13)
+    check_as_if_never_stopped(start, whole, kind, "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(10))
+@pytest.mark.parametrize("kind", ["stage 0", "stage 3"])
+def test_everything_is_killed_at_any_moment(start, whole, tmp_path, kind, attempt):
+    whole(kind)
+    steps = random.Random(attempt).randrange(1, STEPS - 4)
+    kill_everything(tmp_path / "killed", words_of(kind), steps)
+    check_as_if_never_stopped(start, whole, kind, "killed")
+
+
+def test_killed_before_the_first_checkpoint(start, whole, tmp_path, capfd):
+    kind = "stage 0"
+    whole(kind)
+    killer = kill_a_rank_at(tmp_path / "killed", 2, in_a_save=False)
+    with pytest.raises(RunFailed):
+        start(*SMALL, *LONG, *KINDS[kind], "checkpoint.every=30", folder="killed")
+    killer.join()
+    capfd.readouterr()
+    check_as_if_never_stopped(start, whole, kind, "killed")
+    assert "resume: no checkpoint yet, so this run starts from the beginning" in capfd.readouterr().out
+
+
+def test_from_a_path(start, whole, tmp_path):
+    """Another folder goes on from a checkpoint in the middle; its metrics begin there."""
+    kind = "stage 0"
+    start(*SMALL, *LONG, *KINDS[kind], "train.steps=20", "checkpoint.keep=null", folder="first")
+    path = tmp_path / "first" / "checkpoints" / "step-00000010"
+    ended = start(*SMALL, *LONG, *KINDS[kind], f"train.resume={path}", folder="second")
+    (_, expected), metrics = whole(kind)
+    found = content(ended.folder)[1]
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert lines(ended) == [record for record in metrics if record["step"] > 10]
+
+
+OTHERS = [
+    (("parallel.strategies.inner.matmul=[[4,1],[1,1]]",), "plan"),
+    (("world_size=2", "parallel.strategies=null"), "world_size was 4 and is now 2"),
+    (("parallel.zero.stage=1",), "parallel.zero.stage was 0 and is now 1"),
+    (("optimizer.args.lr=0.5",), "optimizer.args.lr was 0.01 and is now 0.5"),
+    (("train.precision=bf16",), 'train.precision was "fp32" and is now "bf16"'),
+    (("model.args.hidden=32",), "cannot be continued"),
+]
+
+
+@pytest.fixture
+def begun(start, tmp_path):
+    ended = start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", folder="run")
+    return ended, {path: path.read_bytes() for path in ended.folder.rglob("*") if path.is_file()}
+
+
+def test_another_run_is_refused_and_nothing_is_touched(start, begun):
+    ended, before = begun
+    for overrides, says in OTHERS:
+        with pytest.raises(StrategyError, match=says):
+            start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, "train.resume=auto", folder="run")
+        now = {path: path.read_bytes() for path in ended.folder.rglob("*") if path.is_file()}
+        assert {path for path in now if now[path] != before.get(path)} <= {ended.folder / "ranks" / "0.log"}
+
+
+def test_a_run_that_is_done_is_refused(start, begun):
+    with pytest.raises(ConfigError, match=r"has 5 steps done, and train.steps .* asks for 5; ask for more"):
+        start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", "train.resume=auto", folder="run")
+
+
+def test_the_command_keeps_the_folder_of_a_run_that_it_refuses_to_continue(command, tmp_path):
+    words = (*SMALL, *MODES["data_parallel"], "checkpoint.at_end=true", "train.steps=2", "hydra.run.dir=out")
+    assert command(*words).code == 0
+    before = (tmp_path / "out" / "config.json").read_text(), (tmp_path / "out" / "plan.json").read_text()
+    done = command(*words, "train.resume=auto", "train.steps=4", "world_size=2")
+    assert done.code == 2
+    assert "world_size was 4 and is now 2" in done.paragraphs[0]
+    assert before == ((tmp_path / "out" / "config.json").read_text(), (tmp_path / "out" / "plan.json").read_text())
+    assert json.loads(before[0])["world_size"] == 4
+    assert command(*words, "train.resume=auto", "train.steps=4").code == 0
