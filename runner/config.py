@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -79,14 +79,6 @@ def read(file: Path) -> Config:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         raise ConfigError(*(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
-
-
-def settle(config: Config, *, world_size: int, device: Literal["cpu", "cuda"]) -> Config:
-    """The config with the ranks and device that this machine gives it, checked again with them.
-
-    Raises ConfigError where what was left open does not fit, e.g. a mesh of 6 devices when there are 8.
-    """
-    return _validate({**config.model_dump(mode="json"), "world_size": world_size, "device": device}, Origins())
 
 
 def keys(parent: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Whether a run may continue a checkpoint: it must be the run that was saved, up to how long it trains and what it
-reports.
+"""Whether a run may continue a checkpoint: plan, model and optimizer must be those of the run that was saved. How long
+it trains, what it reports, its data, seed and clipping may be others from here on.
 
 Invariant: a difference that would change what the saved states mean, or that they would silently win over, is refused
 and named with both values.

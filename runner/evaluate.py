@@ -1,7 +1,8 @@
 """Evaluation: loss and metric over every sample of the evaluation data exactly once.
 
-All ranks run the evaluation program (or the user's own module) on their parts of padded batches; rank 0 drops the
-padding and measures.
+All ranks run the evaluation program of the batch's size (or the user's own module) on their parts of it; rank 0
+measures.
+Only the short last batch of a hybrid module, whose slices need a size that the mesh divides, is filled up.
 """
 
 from __future__ import annotations
@@ -72,24 +73,21 @@ class Evaluator:
         return whole(source, mine, self.execution.program, self.execution.communicator)
 
     def _output(self, rows: list[int], key: int) -> Any:
-        """What the model returns for `rows`, without the rows that only fill the batch."""
+        """What the model returns for `rows`."""
         if self.prepared.config.parallel.mode == "stand_alone":
             return self.execution.module(*self._whole_batch(rows), key=key, outputs=True)
         if self.prepared.config.parallel.mode == "hybrid":
             return self._hybrid(rows, key)
-        sizes = self.execution.evaluations
-        size = len(rows) if len(rows) in sizes else max(sizes)
-        module, program = sizes[size]
-        filled, valid = padded(rows, size)
+        size = len(rows)
+        module, program = self.execution.evaluations[size]
         if size not in self._batches:
             sources = [source for source in program.sources if source.kind == "input"]
             blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, self.rank.rank) for s in sources}
             self._batches[size] = self._loader(blocks)
         wanted = [name for name in self.prepared.names if name not in self.prepared.targets]
-        entries = self._entries(self._batches[size], filled, wanted)
+        entries = self._entries(self._batches[size], rows, wanted)
         found = module(*entries, key) if program.random else module(*entries)
-        tensors = found if isinstance(found, tuple) else (found,)
-        return self.prepared.evaluations[size].structure.filled([_first(t, valid, size) for t in tensors])
+        return self.prepared.evaluations[size].structure.filled(list(found) if isinstance(found, tuple) else [found])
 
     def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
         """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""

@@ -27,6 +27,7 @@ from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Chain, chain
+from strategies.rules.random import mix
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Tensor]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
@@ -135,7 +136,13 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
             if parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient / mesh.size)  # type: ignore[no-untyped-call]
     tensors, blocks = eager.tensors_of(step), _blocks(program, rank.rank)
-    return Execution(program, communicator, module, eager.forward, tensors, blocks, {}, loss_divisor=mesh.size)
+    rows = program.layouts[program.sources[0].id].dims[0]  # the axes that slice the rows of the first batch entry
+
+    def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
+        """Other rows draw other random numbers, ranks that share rows the same."""
+        return eager.forward(model, entries, mix(key, mesh.index(rank.rank, rows)) if rows else key)
+
+    return Execution(program, communicator, module, forward, tensors, blocks, {}, loss_divisor=mesh.size)
 
 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:

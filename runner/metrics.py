@@ -32,15 +32,6 @@ def require_tensorboard() -> None:
         )
 
 
-def last_loss(run_dir: Path) -> float | None:
-    """The loss of the last step that the run in `run_dir` has written; None without one or if it was not finite."""
-    loss: float | None = None
-    for _, record in _records(run_dir / FILE):
-        if "loss" in record:
-            loss = record["loss"]
-    return loss
-
-
 class Metrics:
     """The record of one run, used as a context manager by rank 0.
 

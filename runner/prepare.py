@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,6 +213,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
     if config.parallel.mode == "hybrid":
+        _check_mesh(config, world_size)
         return prepared
     graph: OperatorGraph | None = None
     plan: Plan | None = None
@@ -231,6 +233,16 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     if folder is not None:
         weights.write(folder / WEIGHTS, values)
     return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told)
+
+
+def _check_mesh(config: Config, world_size: int) -> None:
+    """A hybrid run has no planner that would notice. Raises ConfigError."""
+    mesh = config.parallel.mesh
+    if mesh is not None and math.prod(mesh.values()) != world_size:
+        raise ConfigError(
+            f"parallel.mesh = {dict(mesh)} has {math.prod(mesh.values())} devices, but there are {world_size} ranks "
+            f"(world_size); set world_size={math.prod(mesh.values())} or another mesh."
+        )
 
 
 def _check_training(config: Config, model: nn.Module) -> None:
@@ -255,11 +267,11 @@ def _check_training(config: Config, model: nn.Module) -> None:
 def _evaluations(
     config: Config, step: Objective, plan: Plan | None, dataset: MapDataset, collate: Collate | None
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
-    """Evaluation graphs by rows, and the tensors in them: one graph for whole batches (the last one is padded); a model
-    that returns its own loss cannot be padded, so its short last batch gets a graph of its own. Loss and metric are
-    tried. Without a plan (stand_alone) only that."""
+    """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
+    would change what models that mix rows return. Loss and metric are tried. Without a plan (stand_alone) only that.
+    """
     rows = min(evaluation_rows(config), len(dataset))
-    sizes = {rows} if step.loss is not None else {rows, len(dataset) % rows} - {0}
+    sizes = {rows, len(dataset) % rows} - {0}
     wanted = [name for name in step.names if name not in step.targets]
     model = Objective(step.model, None, wanted, ())
     tensors: dict[str, Tensor] = {}

@@ -238,13 +238,20 @@ class Parallel(Section):
         return self
 
     @model_validator(mode="after")
-    def _zero_needs_ranks(self) -> Parallel:
+    def _zero_is_used(self) -> Parallel:
         if self.zero.stage and self.mode == "stand_alone":
             raise refusal(
                 f"parallel.zero.stage = {self.zero.stage} needs ranks to divide the optimizer over, but parallel.mode "
                 "= 'stand_alone' has one process; choose another mode or parallel.zero.stage=0.",
                 "parallel.zero.stage",
                 "parallel.mode",
+            )
+        if self.zero.options and not self.zero.stage:
+            raise refusal(
+                f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
+                "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
+                "parallel.zero.options",
+                "parallel.zero.stage",
             )
         return self
 

@@ -84,6 +84,7 @@ def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Str
     Raises ConfigError for a model, loss or metric that cannot be evaluated.
     """
     kept = [name for name in step.names if name not in step.targets]
+    buffers = [(buffer, buffer.clone()) for buffer in step.buffers()]  # which forward may write, also in evaluation
     step.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(()):
@@ -100,6 +101,9 @@ def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Str
         raise ConfigError(f"evaluate: the first batch cannot be evaluated: {targets.describe(error)}.") from error
     finally:
         step.train()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
     return Structure.of(output)
 
 

@@ -8,9 +8,13 @@ the user wrote, so a model that has some is refused.
 from __future__ import annotations
 
 import copy
+import io
+import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -26,6 +30,8 @@ from strategies.rules.random import draws
 
 HIDDEN_WRITES = frozenset({"batch_norm"})
 """Operators that write a buffer although their schema does not say so."""
+TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+"""Loggers of torch that print tracebacks of what the exporter raises anyway."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     objective.train(training)
     hook = objective.register_forward_hook(_capturable_loss if training else _plain_outputs)
     try:
-        with warnings.catch_warnings():
+        with _in_few_words(), warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -98,6 +104,22 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             module.training = mode
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(_needed(graph) if training else graph, tensors)
+
+
+@contextmanager
+def _in_few_words() -> Iterator[None]:
+    """Keep torch from printing tracebacks and half a graph when an export fails: the exception tells it."""
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
+    printed = io.StringIO()
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    sys.stderr.write(printed.getvalue())  # what the user's own forward had to say
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor]) -> None:

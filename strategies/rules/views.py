@@ -62,7 +62,7 @@ def _order(operator: Operator, rank: int) -> list[int]:
     order, arguments = list(range(rank)), operator.args[1:]
     if operator.op in ("t", "numpy_T"):
         order.reverse()
-    elif operator.op in ("mT", "mH"):
+    elif operator.op == "mT":
         order[-2:] = order[:-3:-1]
     elif operator.op == "permute":
         order = [dim % rank for dim in arguments[0]]

@@ -161,6 +161,39 @@ class Hybrid(nn.Module):
         return scores if label is None else functional.cross_entropy(scores, label)
 
 
+class Drawn(nn.Module):
+    """A hybrid model whose loss is the square of a mean of random numbers: over rows `dp`, the same on every `tp`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        drawn = torch.randn(4096) * self.weight
+        over_rows = collectives.all_reduce(drawn, "dp") / 2
+        over_copies = collectives.all_reduce(drawn, "tp") / 2
+        return torch.stack([over_rows.square().mean(), over_copies.square().mean()]).prod()
+
+
+class Arrays(Points):
+    """Points as numpy arrays in double precision and python numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index].double().numpy(), int(self.y[index])
+
+
+class Pixels(nn.Module):
+    """Images [rows, 1, 6, 8] -> [rows, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Flatten()
+        self.outer = nn.Linear(48, CLASSES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.outer(self.flat(image.square()))
+
+
 class Words:
     """Samples (list of 1 to 6 numbers, class): only `padded` makes tensors of them."""
 
@@ -218,3 +251,10 @@ class Trouble(Points):
 
             os.kill(os.getpid(), signal.SIGKILL)
         raise LookupError(f"row {index} is not to be had")
+
+
+class Mixing(Classifier):
+    """Gives every sample the scores of another one of its batch, as contrastive models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(0)

@@ -89,6 +89,10 @@ BAD = [
     (["+recipe=zero", "train.precision=fp64"], "fp32. Use parallel.zero.stage=0"),
     (["+recipe=zero", "parallel.zero.stage=4"], "must be at most 3"),
     (["+recipe=zero", "parallel=stand_alone", "world_size=1"], "parallel.zero.stage = 1 needs ranks"),
+    (
+        ["+recipe=zero", "parallel.zero.stage=0", "parallel.zero.options={overlap_comm: true}"],
+        "parallel.zero.stage = 0, which is done without DeepSpeed, would ignore it",
+    ),
     (["+recipe=data_parallel", "parallel=stand_alone"], "set world_size=1"),
     (["+recipe=data_parallel", "parallel.dataset_strategy=full_batch"], "Allowed here: data_parallel"),
     (["+recipe=data_parallel", "parallel.dataset_strategy=full_btach"], "Did you mean 'full_batch'?"),

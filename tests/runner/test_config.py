@@ -84,14 +84,6 @@ def test_config_file_that_is_missing_or_wrong(tmp_path):
         config.read(tmp_path / "config.json")
 
 
-def test_settle_checks_again():
-    open_ended = compose(*MINIMAL, "parallel=semi_auto", "parallel.mesh={dp:2,tp:3}")
-    settled = config.settle(open_ended, world_size=6, device="cpu")
-    assert (settled.world_size, settled.device, settled.parallel) == (6, "cpu", open_ended.parallel)
-    with pytest.raises(ConfigError, match=r"parallel\.mesh = \[2, 3\] has 6 devices, but world_size = 8 has 8"):
-        config.settle(open_ended, world_size=8, device="cpu")
-
-
 def test_layouts_must_have_one_number_of_devices_even_if_it_is_open():
     layouts = "parallel.layouts={a:{device_matrix:[2,2],axes:[x,y]},b:{device_matrix:[8],axes:[z]}}"
     with pytest.raises(ConfigError, match=r"parallel\.layouts\.b = \[8\] has 8 devices"):

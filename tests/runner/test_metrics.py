@@ -15,7 +15,7 @@ import pytest
 
 from runner import logs
 from runner.errors import ConfigError
-from runner.metrics import FILE, Metrics, last_loss
+from runner.metrics import FILE, Metrics
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -40,11 +40,6 @@ def test_one_line_per_step_at_once(tmp_path: Path) -> None:
         metrics.evaluation(2, {"accuracy": 0.75})
         assert records(tmp_path)[1]["grad_norm"] == 2.5
         assert records(tmp_path)[2] == {"step": 2, "evaluation": {"accuracy": 0.75}}
-    assert last_loss(tmp_path) == 0.25
-
-
-def test_last_loss_without_a_run(tmp_path: Path) -> None:
-    assert last_loss(tmp_path) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -55,7 +50,6 @@ def test_numbers_that_are_not_json(tmp_path: Path, bad: float) -> None:
         metrics.evaluation(2, {"accuracy": bad})
     assert records(tmp_path)[1]["loss"] is None
     assert records(tmp_path)[2]["evaluation"] == {"accuracy": None}
-    assert last_loss(tmp_path) is None
 
 
 def test_resuming_drops_what_will_be_written_again(tmp_path: Path) -> None:
@@ -74,7 +68,6 @@ def test_a_line_cut_off_by_a_kill(tmp_path: Path) -> None:
         train(metrics, 1, 2)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": 3, "lo')
-    assert last_loss(tmp_path) == 0.5
     with Metrics(tmp_path, log_every=10, progress=False, first_step=3) as metrics:
         train(metrics, 3, 3)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]

@@ -283,11 +283,54 @@ def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
     assert ranks_of_this_process() == []
 
 
-def test_the_real_command_refuses_too(tmp_path):
-    words = (*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "matmul3" in done.stderr and done.stderr.startswith("run: ")
+@pytest.fixture
+def real(tmp_path):
+    """`real(words)` starts the command as another process, with a process group of its own."""
+    started = []
+
+    def call(*words):
+        path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "runner", *words],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_real_command_refuses_too(real, tmp_path):
+    process = real(*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]")
+    _, err = process.communicate(timeout=60)  # waits for all who hold its streams, so nobody is left
+    assert (process.returncode, err.count("\n")) == (2, 1)
+    assert "matmul3" in err and err.startswith("run: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_command_fails_too(real):
+    data = ("data={target: networks.Trouble, args: {way: raise}}", "data.batch_size=4", f"train.seed={SEED}")
+    process = real(*PARALLEL, *data, "train.steps=16", "hydra.run.dir=out")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.match(r"run: rank \d of 4 failed: LookupError: row \d+ is not to be had\. Where: ", err)
+
+
+def test_ctrl_c(real, tmp_path):
+    process = real(*PARALLEL, "train.steps=100000", "hydra.run.dir=out")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert (process.returncode, err) == (130, "run: interrupted.\n")

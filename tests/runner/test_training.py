@@ -143,5 +143,11 @@ def test_random_numbers_are_those_of_one_process_on_demand(train):
     assert fast != train("semi_auto", *dropped, "train.seed=1").losses
 
 
+def test_hybrid_models_draw_by_rows(train):
+    """Random numbers differ between slices of the rows, and are the same where ranks share rows."""
+    losses = train("hybrid", "model.target=networks.Drawn", "loss.target=null", "optimizer.args.lr=0.0").losses
+    assert losses == pytest.approx([0.5] * 6, rel=0.1)  # the mean of two draws has half the variance, that of one has 1
+
+
 def test_seed_decides(train):
     assert train("auto").losses == train("auto").losses != train("auto", "train.seed=1").losses

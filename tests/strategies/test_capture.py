@@ -4,7 +4,10 @@ is in the way."""
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -392,6 +395,34 @@ def test_loss_and_model_cannot_share_a_name() -> None:
     objective = Objective(net, nn.CrossEntropyLoss(weight=torch.ones(8)), ("0", "1"), ("1",))
     with pytest.raises(StrategyError, match=r"both have a tensor called loss\.weight"):
         capture(objective, (torch.randn(8, 8), torch.zeros(8, dtype=torch.long)), training=True)
+
+
+THREE_CAPTURES = """
+import sys
+import torch
+from strategies.capture import Objective, capture
+from strategies.errors import StrategyError
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        print("forward of the user", file=sys.stderr)
+        y = super().forward(x if way == "works" else x[:, 1:] if way == "shape" else x)
+        return y.sum() if way != "branch" or y.sum() > 0 else -y.sum()
+
+for way in ("works", "shape", "branch"):
+    try:
+        capture(Objective(Net(4, 4), None, ("x",), ()), (torch.randn(2, 4),), training=True)
+    except StrategyError as error:
+        print(way, "refused")
+"""
+
+
+def test_a_failing_capture_prints_nothing_itself() -> None:
+    """In a process of its own, as torch's loggers hold on to the first standard error that they saw."""
+    words = [sys.executable, "-c", THREE_CAPTURES]
+    ended = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["shape refused", "branch refused"]
+    assert ended.stderr.splitlines() == ["forward of the user"]
 
 
 def test_custom_backward_is_no_matter_in_evaluation() -> None:

@@ -1,0 +1,19 @@
+"""What is refused before any rank starts, although the config alone does not show it."""
+
+import hydra
+import pytest
+from small import HYBRID, SMALL
+
+from runner import config, recipes
+from runner.errors import ConfigError
+from runner.origins import Origins
+from runner.prepare import prepare
+
+
+def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        overrides = [*SMALL, *HYBRID, "world_size=null", "device=cpu"]
+        open_ended = config.load(hydra.compose("config", overrides), Origins(overrides))
+    with pytest.raises(ConfigError, match=r"has 4 devices, but there are 8 ranks .*; set world_size=4 or another mesh"):
+        prepare(open_ended, None)
