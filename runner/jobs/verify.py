@@ -2,8 +2,8 @@
 
 The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors
 at every step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps.
-A gradient that cancels out (a bias before a batch norm) is nothing but rounding, so gradients are measured at least on
-the scale on which rounding of the model's largest gradient would stay within tolerance.
+A gradient that cancels out (a bias before a batch norm) is nothing but rounding: where the reference's is below the
+rounding of the model's largest one, both must be; every other gradient is held to its own size.
 The reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
 compound (Adam turns noise around zero into whole steps); a wrong update shows in the weights.
 """
@@ -101,7 +101,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
-        comparison = compare(ours, theirs, tolerance, floor=min(1.0, ROUNDING[precision] / tolerance))
+        comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
     (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
     print(table(comparison))
     if not comparison.passed:
@@ -137,8 +137,9 @@ def _reference(config: Config) -> Config:
     return Config.model_validate(content)
 
 
-def compare(ours: Path, theirs: Path, tolerance: float, floor: float) -> Comparison:
-    """Compare the records of two runs; gradients at least on the scale `floor` times the largest gradient.
+def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comparison:
+    """Compare the records of two runs. A reference gradient below `rounding` times the model's largest is rounding
+    itself (a bias before a batch norm: truly zero), and is held to stay below that.
 
     Raises ConfigError where the models have different parameters.
     """
@@ -150,16 +151,19 @@ def compare(ours: Path, theirs: Path, tolerance: float, floor: float) -> Compari
         truth, found = (torch.load(folder / file.name, weights_only=True) for folder in (theirs, ours))
         difference = abs(found["loss"] - truth["loss"])
         losses, relative = max(losses, difference), max(relative, _finite(difference / max(abs(truth["loss"]), 1e-30)))
-        scale = floor * max((_largest(one) for one in truth["gradients"].values()), default=0.0)
-        for name, value in _differences(found["gradients"], truth["gradients"], scale).items():
+        noise = rounding * max((_largest(one) for one in truth["gradients"].values()), default=0.0)
+        for name, value in _differences(found["gradients"], truth["gradients"], noise, noise / tolerance).items():
             gradients[name] = max(gradients.get(name, 0.0), value)
         steps += 1
     found, truth = (torch.load(folder / "weights.pt", weights_only=True) for folder in (ours, theirs))
     return Comparison(losses, relative, gradients, _differences(found, truth), tolerance, steps)
 
 
-def _differences(found: dict[str, Any], truth: dict[str, Any], scale: float = 0.0) -> dict[str, float]:
-    """Per tensor: max |found - truth| / max(max |truth|, scale); 0 where both are equal, infinities included."""
+def _differences(
+    found: dict[str, Any], truth: dict[str, Any], noise: float = 0.0, scale: float = 0.0
+) -> dict[str, float]:
+    """Per tensor: max |found - truth| / max |truth|, or / `scale` where max |truth| is at most `noise`; 0 where both
+    are equal, infinities included."""
     missing = sorted(set(found) ^ set(truth))
     if missing:
         raise ConfigError(
@@ -173,7 +177,8 @@ def _differences(found: dict[str, Any], truth: dict[str, Any], scale: float = 0.
                 "reference."
             )
         gaps = (found[name].double() - expected.double()).masked_fill(found[name] == expected, 0.0)
-        gap, largest = _largest(gaps), max(_largest(expected), scale)
+        gap, largest = _largest(gaps), _largest(expected)
+        largest = largest if largest > noise else scale
         values[name] = 0.0 if gap == 0 else _finite(gap / largest if largest else math.inf)
     return values
 
