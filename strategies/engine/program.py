@@ -9,6 +9,7 @@ axes: that sum is left to the optimizer parallel, and each use carries the facto
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -180,12 +181,14 @@ class _Lowering:
             result = sharding.local(operator, emitter)
         else:
             result = emitter.call(operator.target, *args, **kwargs)
+        if isinstance(result, Ref):
+            result = tuple(Ref(result.id, index) for index in range(len(operator.results)))
         natural = sharding.result_layouts(planned.assignment)
         trains = any(self.gradient[ref] for ref in operator.operands) and operator.op != "detach"
         for index, spec in enumerate(operator.results):
             ref = Ref(operator.id, index)
             self.gradient[ref] = trains and spec.floating
-            self.local[ref] = Ref(result.id, index)
+            self.local[ref] = result[index]
             self.layouts[ref] = natural[index]
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
@@ -342,9 +345,15 @@ class _Emitter:
         return self._ordinal
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")
+        return self._compute(target, args, kwargs, multiple)
+
+    def several(self, target: str, *args: Any, **kwargs: Any) -> Ref:
+        return self._compute(target, args, kwargs, True)
+
+    def _compute(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], multiple: bool) -> Ref:
         own = target == self.operator.target or target.startswith("aten")
         fresh = self.lowering.fresh(self.operator.id if own else f"{self.operator.id}_{target.split('.')[1]}")
-        multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")
         self.lowering.instructions.append(
             Compute(fresh, target, args, tuple(kwargs.items()), self.operator.name, self.operator.path, multiple)
         )
@@ -354,16 +363,46 @@ class _Emitter:
         return math.prod(self.lowering.mesh.product(self.planned.assignment.get(factor, ())) for factor in factors)
 
     def position(self, factors: str | tuple[str, ...], stride: int = 1) -> RankValue:
-        names = (factors,) if isinstance(factors, str) else factors
-        return RankValue(tuple(axis for name in names for axis in self.planned.assignment.get(name, ())), stride)
+        return RankValue(self._axes((factors,) if isinstance(factors, str) else factors), stride)
 
-    def sum_over(self, value: Ref, *factors: str) -> Ref:
-        axes = frozenset(axis for factor in factors for axis in self.planned.assignment.get(factor, ()))
-        steps = chain(Layout((), axes), Layout(()), (), self.lowering.mesh)
-        fresh = self.lowering.fresh(f"{value.id}_sum")
-        spec = TensorSpec((), self.operator.results[0].dtype)
+    def size(self, factor: str) -> int:
+        return self.sharding.sizes[factor]
+
+    def _axes(self, factors: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for factor in factors for axis in self.planned.assignment.get(factor, ()))
+
+    def sum_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), differentiable: bool = False) -> Ref:
+        after = Layout.replicated(len(shape))
+        before = Layout(after.dims, frozenset(self._axes(factors)))
+        return self._carried(value, f"{value.id}_sum", before, after, before, tuple(shape), differentiable)
+
+    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = ()) -> Ref:
+        axes, whole = self._axes(factors), Layout.replicated(len(shape) + 1)
+        before, partial = Layout((axes, *whole.dims[1:])), Layout(whole.dims, frozenset(axes))
+        stacked = (self.slices(*factors), *shape)
+        row = self.call("aten.unsqueeze.default", value, 0)
+        return self._carried(row, f"{value.id}_gathered", before, whole, partial, stacked, True)
+
+    def _carried(
+        self,
+        value: Ref,
+        name: str,
+        before: Layout,
+        after: Layout,
+        returned: Layout,
+        shape: tuple[int, ...],
+        differentiable: bool,
+    ) -> Ref:
+        """`value` carried from layout `before` to `after`; its gradient comes back as `returned`."""
+        mesh = self.lowering.mesh
+        forward = chain(before, after, shape, mesh)
+        if not forward:
+            return value
+        backward = chain(returned, before.whole, shape, mesh) if differentiable else ()
+        fresh, spec = self.lowering.fresh(name), TensorSpec(shape, self.operator.results[0].dtype)
+        operator = self.operator
         self.lowering.instructions.append(
-            Redistribute(fresh, value, steps, (), 1.0, False, spec, self.operator.name, -1, self.operator.path)
+            Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)
         )
         return Ref(fresh)
 

@@ -25,9 +25,15 @@ class Local(Protocol):
     """What a rule's local program may do. Arguments and results are `Ref`s to the rank's own slices.
 
     `args` and `kwargs` are the operator's, with the operands' slices in place; `position` stands for a number that
-    differs from rank to rank: the index of the rank's slice of the factors, times `stride`. `sum_over` adds a value
-    without gradient over the slices of factors. Random operators read `key` (the program's), `ordinal` (theirs) and
-    `exact`.
+    differs from rank to rank: the index of the rank's slice of the factors, times `stride`; `size` is a factor's global
+    size. `several` calls what returns a tuple (result i is `Ref(ref.id, i)`). Random operators read `key` (the
+    program's), `ordinal` (theirs) and `exact`.
+
+    `sum_over` adds a value of local shape `shape` over the slices of factors; with `differentiable` the ranks'
+    gradients of the sum are added in backward. `gather_over` stacks the slices' values on a new dim 0,
+    [slices, *shape]; in backward each slice gets the sum of the ranks' gradients of its own part. Both are collectives
+    in backward too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need
+    be).
     """
 
     @property
@@ -41,14 +47,18 @@ class Local(Protocol):
     @property
     def ordinal(self) -> int: ...
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
+    def several(self, target: str, *args: Any, **kwargs: Any) -> Ref: ...
     def slices(self, *factors: str) -> int: ...
+    def size(self, factor: str) -> int: ...
     def position(self, factors: str | tuple[str, ...], stride: int = 1) -> Any: ...
-    def sum_over(self, value: Ref, *factors: str) -> Ref: ...
+    def sum_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), differentiable: bool = False) -> Ref: ...
+    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = ()) -> Ref: ...
     def operand_shape(self, index: int = 0) -> tuple[int, ...]: ...
     def result_shape(self, index: int = 0) -> tuple[int, ...]: ...
 
 
-LocalProgram = Callable[[Operator, Local], Ref]
+LocalProgram = Callable[[Operator, Local], "Ref | tuple[Ref, ...]"]
+"""Returns the operator's result: one reference (for several results, to what returns them all), or one per result."""
 
 
 @dataclass(frozen=True)
