@@ -29,6 +29,17 @@ class FFN(nn.Module):
         return out
 
 
+class FlatFFN(FFN):
+    """An `FFN` behind a flatten module: [batch, ...] -> [batch, sizes[0]] -> ... -> [batch, sizes[-1]]."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(sizes)
+        self.flatten = nn.Flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.flatten(x))
+
+
 class MatMulNet(nn.Module):
     """[batch, sizes[0]] -> matmul1 -> relu1 -> matmul2 -> ... -> matmulN -> [batch, sizes[-1]], N = len(sizes) - 1.
 

@@ -94,6 +94,14 @@ def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
             tensor.copy_(values[name])
 
 
+def take(module: Eager, pieces: Mapping[str, Tensor]) -> None:
+    """Take over what is there for this rank, by name and in the shapes of the module's own slices."""
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in pieces:
+                tensor.copy_(pieces[name])
+
+
 def hybrid_mesh(prepared: Prepared) -> Mesh:
     """The configured mesh, or all ranks as the axis `world`."""
     return Mesh(request_of(prepared.config, prepared.world_size).mesh or (("world", prepared.world_size),))

@@ -130,6 +130,7 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     step = objective(prepared.config, prepared.names).to(rank.device).train()
     module = eager.Eager(step)
     program = eager.described(module, mesh, prepared, eager.hybrid_inputs(prepared, mesh, prepared.rows))
+    eager.take(module, weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device, pretrained=True))
     communicator.prepare([program.loss_axes, *axes(program)])
     if prepared.config.parallel.zero.stage == 0:
         for parameter in module.parameters():

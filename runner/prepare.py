@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import optimizers, targets
+from runner import huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.schema import Config
@@ -76,7 +76,8 @@ class Prepared:
 
 def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
     """Training data, evaluation data (None where nothing under `evaluate` asks for one), and the user's collate."""
-    collate = targets.resolve(config.data.collate, "data.collate") if config.data.collate else None
+    name, given = config.data.collate, config.data.collate_args
+    collate = None if name is None else targets.bound(name, given, "data.collate")
     training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
     wanted = config.evaluate
     if wanted.metric is None and wanted.every is None and wanted.batch_size is None and not wanted.args:
@@ -102,7 +103,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def build_model(config: Config) -> nn.Module:
     """The user's model, from the seed, in the precision of training."""
     torch.manual_seed(config.train.seed)
-    model = targets.build(config.model.target, config.model.args, "model")
+    model = huggingface.build(config.model)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
@@ -209,11 +210,14 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     step = objective(config, names)
     _check_training(config, step.model)
     targeted = tuple(name for name in names if name in step.targets)
-    told = digest(config.model, config.loss, shapes)
+    stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
+    told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
     steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
+        if folder is not None:
+            weights.write(folder / WEIGHTS, {}, stored)
         return prepared
     graph: OperatorGraph | None = None
     plan: Plan | None = None
@@ -231,7 +235,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         evaluations, more = _evaluations(config, step, plan, evaluating, collate)
         values = more | values
     if folder is not None:
-        weights.write(folder / WEIGHTS, values)
+        weights.write(folder / WEIGHTS, values, stored)
     return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told)
 
 

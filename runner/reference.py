@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from strategies.rules.arguments import named
+from strategies.rules.attention import attention_block
 from strategies.rules.random import dropout_block, mix
 
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
@@ -47,10 +49,13 @@ class ExactRandom(TorchFunctionMode):
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
             given["training"] = given.pop("train", given.get("training", True))  # torch.dropout calls it so
             return self._dropout(**given)
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return self._attention(func, args, kwargs)
         if func is functional.multi_head_attention_forward:
             with self._inside("dropout", "scaled_dot_product_attention"):
                 return func(*args, **kwargs)
-        if func not in COMPOSED and not _drawing(getattr(func, "__name__", "")):
+        if func not in COMPOSED and not _drawing(name):
             return func(*args, **kwargs)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices):
@@ -62,6 +67,20 @@ class ExactRandom(TorchFunctionMode):
             return input
         dropped = dropout_block(input, p, self.key, self._next(), tuple(input.shape), (0,) * input.dim())
         return input.copy_(dropped) if inplace else dropped
+
+    def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = named("aten.scaled_dot_product_attention.default", args, kwargs)
+        if given["dropout_p"] == 0:
+            return func(*args, **kwargs)
+        query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+        lead = torch.broadcast_shapes(
+            *(t.shape[:-2] for t in ((query,) if given["enable_gqa"] else (query, key, value)))
+        )
+        shape = (*lead, query.shape[-2], key.shape[-2])
+        start = 0 if given["is_causal"] else None
+        options = given["dropout_p"], given["scale"], given["enable_gqa"]
+        zeros = (0,) * len(shape)
+        return attention_block(query, key, value, mask, start, *options, self.key, self._next(), shape, zeros)
 
     @contextmanager
     def _inside(self, *names: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ ties several keys together stands in the section that holds them, or in `Config`
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -54,18 +55,42 @@ DATASETS = ("data_parallel", "full_batch")
 LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
 
 
-class Built(Section):
-    """Something made by calling a dotted name with keyword arguments."""
-
-    target: Dotted
-    args: Arguments
-
-
 class OptionallyBuilt(Section):
-    """Like `Built`, or nothing at all."""
+    """Something made by calling a dotted name with keyword arguments, or nothing at all."""
 
     target: Dotted | None
     args: Arguments
+
+
+class Model(Section):
+    """What is trained: `target` called with `args`, or made from a `config` as models of transformers are; with the
+    weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other."""
+
+    target: Dotted
+    args: Arguments
+    config: Arguments | None
+    weights: Annotated[str | None, Field(min_length=1)]
+    rename: tuple[tuple[str, str], ...]
+
+    @field_validator("rename")
+    @classmethod
+    def _patterns(cls, pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        for pattern, replacement in pairs:
+            try:
+                re.compile(pattern)
+                re.sub(pattern, replacement, "")
+            except re.error as error:
+                raise ValueError(f"holds {pattern!r} -> {replacement!r}, which is no regular expression: {error}") from None
+        return pairs
+
+    @model_validator(mode="after")
+    def _something_to_rename(self) -> Model:
+        if self.rename and self.weights is None:
+            raise refusal(
+                "model.rename changes the names in the files of model.weights, but model.weights is null; give it too.",
+                "model.rename",
+            )
+        return self
 
 
 class Data(Section):
@@ -74,6 +99,18 @@ class Data(Section):
     path: str | None
     batch_size: Annotated[Count, Field(description="Samples of one optimizer step over all ranks and micro-batches.")]
     collate: Dotted | None
+    collate_args: Arguments
+
+    @model_validator(mode="after")
+    def _collate_args_are_used(self) -> Data:
+        if self.collate_args and self.collate is None:
+            raise refusal(
+                f"data.collate_args = {self.collate_args} is given but data.collate = null would ignore it; name the "
+                "function in data.collate, or drop the arguments.",
+                "data.collate_args",
+                "data.collate",
+            )
+        return self
 
 
 class ParameterGroup(Section):
@@ -299,7 +336,7 @@ class Config(Section):
 
     world_size: Count | None
     device: Literal["auto", "cpu", "cuda"]
-    model: Built
+    model: Model
     loss: OptionallyBuilt
     data: Data
     optimizer: Optimizer

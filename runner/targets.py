@@ -11,6 +11,7 @@ Nothing here imports torch; the named module may.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import inspect
 import os
@@ -25,6 +26,10 @@ from typing import Any
 
 from runner.errors import ConfigError
 from strategies.errors import closest
+
+
+EXTRAS = {"transformers": "hf"}
+"""Packages that the project knows but does not need, with the extra that installs each."""
 
 
 def resolve(target: str, what: str) -> Callable[..., Any]:
@@ -71,6 +76,21 @@ def call(function: Callable[..., Any], args: Mapping[str, Any], target: str, wha
         raise ConfigError(f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
 
 
+def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]:
+    """The function `target` of one argument, with the others given once and for all; `what` is the full config key.
+
+    Raises ConfigError: as `resolve`, and for `args` that do not fit the signature, as `{what}_args`.
+    """
+    function = resolve(target, what)
+    if not args:
+        return function
+    parameters = _parameters(function)
+    unknown = [name for name in args if parameters is not None and name not in parameters]
+    if parameters is not None and unknown and not _open_ended(parameters):
+        raise ConfigError(f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}")
+    return functools.partial(function, **args)
+
+
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether `function` takes the keyword argument `name`; true where its signature is not known."""
     parameters = _parameters(function)
@@ -90,6 +110,8 @@ def _top_level(name: str, target: str, what: str) -> ModuleType:
     installed = {module.name for module in pkgutil.iter_modules()} | sys.stdlib_module_names
     near = difflib.get_close_matches(name, sorted(installed), n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
+    if name in EXTRAS:
+        guess = f" It is an optional part: pip install \"meshwright[{EXTRAS[name]}]\"."
     raise ConfigError(
         f"{what} = {target!r}: there is no module {name!r}, neither installed nor in the working directory.{guess}"
     )
@@ -180,6 +202,6 @@ def _own_line(lines: Iterable[tuple[str, int | None]]) -> str | None:
     own = [
         f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
         for file, line in lines
-        if file != __file__ and not file.startswith(("<", *libraries))
+        if os.path.dirname(file) != os.path.dirname(__file__) and not file.startswith(("<", *libraries))
     ]
     return own[-1] if own else None

@@ -131,8 +131,8 @@ def _read(
                 if _many(slicing):
                     raise StrategyError(f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there.")
                 continue
-            if isinstance(slicing, int) and sharding.sizes[factor] % slicing:
-                fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.sizes[factor] % n == 0]
+            if isinstance(slicing, int) and not sharding.fits(factor, slicing):
+                fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.fits(factor, n)]
                 shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
                 raise StrategyError(
                     f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."

@@ -41,6 +41,7 @@ def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Paramet
     """
     names, sliced = _known(axes), _dim(parameter, dim)
     layout = Layout(tuple(names if d == sliced else () for d in range(parameter.dim())))
+    layout.check_even(parameter.shape, _current.mesh)
     block = layout.block(parameter.shape, _current.mesh, _current.rank)
     piece = nn.Parameter(parameter.detach()[tuple(slice(*bounds) for bounds in block)].clone(), parameter.requires_grad)
     piece.declared_layout, piece.whole_shape = layout, tuple(parameter.shape)  # type: ignore[attr-defined]

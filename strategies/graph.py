@@ -101,13 +101,18 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """Sources, operators in execution order, and the outputs (the loss alone, for a training graph)."""
+    """Sources, operators in execution order, and the outputs (the loss alone, for a training graph).
+
+    Operators only compute: what the model writes into a buffer is an update, the buffer's value after the step.
+    """
 
     sources: tuple[Source, ...]
     operators: tuple[Operator, ...]
     outputs: tuple[Ref, ...]
     parameter_order: tuple[str, ...]
     """Names of all parameters and buffers of the model, in the model's own order."""
+    updates: tuple[tuple[str, Ref], ...] = ()
+    """The id of every buffer that is written, and its new value."""
 
     @cached_property
     def specs(self) -> dict[Ref, TensorSpec]:
@@ -137,7 +142,7 @@ class OperatorGraph:
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""
         operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)
-        return self.sources, operators, self.outputs, self.parameter_order
+        return self.sources, operators, self.outputs, self.parameter_order, self.updates
 
     def of_kind(self, *kinds: Kind) -> tuple[Source, ...]:
         return tuple(source for source in self.sources if source.kind in kinds)

@@ -1,6 +1,8 @@
 """How one tensor lies over the mesh: which axes slice each dim (major to minor), and over which it is a partial sum.
 
-Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor.
+Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor, and all
+slices have the same local shape: where a dim does not divide, slices are as long as the first one, and what the last
+one holds beyond the end of the dim is padding (zeros, or whatever operators made of zeros; gradients there are zero).
 """
 
 from __future__ import annotations
@@ -51,21 +53,26 @@ class Layout:
         """Slices per dim."""
         return tuple(mesh.product(dim) for dim in self.dims)
 
-    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one slice. Raises StrategyError if a dim does not divide."""
-        counts = self.counts(mesh)
-        for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
+    def check_even(self, shape: Sequence[int], mesh: Mesh) -> None:
+        """Raises StrategyError if a dim does not divide into equal slices."""
+        for dim, (size, count) in enumerate(zip(shape, self.counts(mesh), strict=True)):
             if size % count:
                 raise StrategyError(
                     f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices."
                 )
-        return tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one slice, padding included."""
+        return tuple(-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True))
 
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
-        """The part of the tensor that `rank` holds, (start, stop) per dim."""
+        """The part of the tensor that `rank` holds, (start, stop) per dim, without padding."""
         local = self.local_shape(shape, mesh)
         starts = [mesh.index(rank, dim) * size for dim, size in zip(self.dims, local, strict=True)]
-        return tuple((start, start + size) for start, size in zip(starts, local, strict=True))
+        return tuple(
+            (min(start, whole), min(start + size, whole))
+            for start, size, whole in zip(starts, local, shape, strict=True)
+        )
 
     def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which ranks hold the same slice (or the same partial sum's terms)."""

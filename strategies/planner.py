@@ -17,7 +17,7 @@ from strategies.plan import OperatorPlan, Origin, Plan
 from strategies.request import NamedDims, Operand, Request, check, operands
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.defaults import batch_parallel, largest_fit
+from strategies.search.defaults import batch_parallel, divisors, largest_fit
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
 
@@ -129,10 +129,11 @@ class _Planning:
         assignment = {factor: (named | placed)[factor] for factor in entry.factors if (named | placed)[factor]}
         sharding = self.shardings[operator.id]
         for factor, axes in assignment.items():
-            if sharding.sizes[factor] % self.mesh.product(axes):
+            if not sharding.fits(factor, self.mesh.product(axes)):
+                fitting = [str(n) for n in divisors(self.mesh.size) if sharding.fits(factor, n)]
                 raise StrategyError(
                     f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} "
-                    "equal slices."
+                    f"equal slices; {', '.join(fitting)} would fit."
                 )
         return assignment
 
@@ -323,10 +324,7 @@ def follow(plan: Plan, graph: OperatorGraph) -> Plan:
     for operator in graph.operators:
         sharding = shardings[operator.name]
         model = plan.operators.get(operator.name)
-        legal = model is not None and all(
-            factor in sharding.sizes and sharding.sizes[factor] % plan.mesh.product(axes) == 0
-            for factor, axes in model.assignment.items()
-        )
+        legal = model is not None and sharding.legal(model.assignment, plan.mesh)
         operators[operator.name] = (
             replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")
         )

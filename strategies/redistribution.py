@@ -6,6 +6,10 @@ the target (a dim grows only by the axes that the target wants next, and shrinks
 have there), and two detours that an exchange puts right: a reduce-scatter along any dim, and a slice along any dim over
 axes that slice the target, so that replicas share the work. Invariant, held by a test against a search without these
 limits: no chain with as many collectives sends less, as long as only axes of the target slice.
+
+A dim that does not divide (its slices are padded, see `layout`) is cut by all its axes at once and joined from all of
+them at once: the slices of slices would be others. Padding is made when a whole dim is cut and dropped when it is
+joined.
 """
 
 from __future__ import annotations
@@ -64,6 +68,14 @@ class Step:
             return f"all_to_all from dim {self.source} to dim {self.dim} over {axes}"
         return f"{self.kind} dim {self.dim} over {axes}"
 
+    def cut_length(self, mesh: Mesh) -> int | None:
+        """How long dim `dim` is when it is cut, padding included; None where the shape is not known."""
+        return self.after.local_shape(self.shape, mesh)[self.dim] * mesh.product(self.axes) if self.shape else None
+
+    def joined_length(self, mesh: Mesh, dim: int) -> int | None:
+        """How long `dim` is once joined and without padding that ends there; None where the shape is not known."""
+        return self.after.local_shape(self.shape, mesh)[dim] if self.shape else None
+
     def group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The ranks that take part, in the order of the slices; this rank alone for local steps."""
         return (rank,) if self.kind in LOCAL else mesh.group(rank, self.axes)
@@ -72,14 +84,18 @@ class Step:
         """Elements that `rank` sends to others."""
         if self.kind in LOCAL:
             return 0
-        n, local = mesh.product(self.axes), math.prod(self.shape) // mesh.product(self.before.axes)
+        n = mesh.product(self.axes)
+        if self.kind == EXCHANGE:
+            return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
+        local = math.prod(self.before.local_shape(self.shape, mesh))
         if self.kind == ALL_GATHER:
             return local * (n - 1)
         if self.kind == ALL_REDUCE:
-            return 2 * local * (n - 1) // n if local % n == 0 else math.ceil(2 * local * (n - 1) / n)
-        if self.kind == EXCHANGE:
-            return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
-        return local * (n - 1) // n
+            return -(-2 * local * (n - 1) // n)
+        if self.kind == ALL_TO_ALL:  # what is cut may be padded first; the joined dim is not yet
+            local = local // (self.before.local_shape(self.shape, mesh)[self.dim] or 1) * (self.cut_length(mesh) or 0)
+            return local * (n - 1) // n
+        return math.prod(self.after.local_shape(self.shape, mesh)) * (n - 1)
 
     def busiest(self, mesh: Mesh) -> int:
         """Elements that the rank which sends most sends to others."""
@@ -161,12 +177,17 @@ def _bounds(layout: Layout, shape: tuple[int, ...], mesh: Mesh, ranks: Integers)
     """`layout.block` of many ranks: starts and stops, [rank, dim]."""
     local = np.array(layout.local_shape(shape, mesh))
     starts = np.stack([_index(ranks, dim, mesh) for dim in layout.dims], axis=1) * local
-    return starts, starts + local
+    return np.minimum(starts, shape), np.minimum(starts + local, shape)
 
 
 def _exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Step:
     """One all-to-all with uneven splits, among ranks that differ along an axis that the layouts place differently."""
-    same = {a for x, y in zip(before.dims, after.dims, strict=True) for a, b in _common(x, y) if a == b}
+    same = {
+        axis
+        for size, x, y in zip(shape, before.dims, after.dims, strict=True)
+        if x == y or not (_padded(size, x, mesh) or _padded(size, y, mesh))
+        for axis, _ in _common(x, y)
+    }
     axes = mesh.sorted((before.axes | after.axes) - same)
     return Step(EXCHANGE, axes, 0, 0, before, after, shape)
 
@@ -205,16 +226,18 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
             yield step(REDUCE_SCATTER, reduced, dim, {dim: have + reduced}, now.partial - pending)
         if free and size % mesh.product(have + free) == 0:
             yield step(SLICE, free, dim, {dim: have + free}, now.partial)
-    for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
-        same = _prefix(have, want)
-        for cut in range(same, len(have)):
+    for dim, (size, have, want) in enumerate(zip(shape, now.dims, target.dims, strict=True)):
+        if have == want:
+            continue
+        same, padded, pads = _prefix(have, want), _padded(size, have, mesh), _padded(size, want, mesh)
+        for cut in (0,) if padded else range(0 if pads else same, len(have)):
             keep, tail = have[:cut], have[cut:]
             yield step(ALL_GATHER, tail, dim, {dim: keep}, now.partial)
             if set(tail) <= target.partial:
                 yield step(PAD, tail, dim, {dim: keep}, now.partial | set(tail))
-        if same < len(have):
+        if same < len(have) or (have and (padded or pads)):
             continue
-        for end in range(same + 1, len(want) + 1):
+        for end in (len(want),) if pads else range(same + 1, len(want) + 1):
             added = want[same:end]
             grown = {dim: have + added}
             if set(added) <= pending:
@@ -223,15 +246,21 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
                 yield step(SLICE, added, dim, grown, now.partial)
             else:
                 for other, axes in enumerate(now.dims):
+                    left = axes[: -len(added)]
                     if (
                         other != dim
                         and axes[-len(added) :] == added
-                        and _prefix(axes, target.dims[other]) <= len(axes) - len(added)
+                        and _prefix(axes, target.dims[other]) <= len(left)
+                        and not (left and _padded(shape[other], axes, mesh))
                     ):
-                        dims = grown | {other: axes[: -len(added)]}
-                        yield step(ALL_TO_ALL, added, dim, dims, now.partial, other)
+                        yield step(ALL_TO_ALL, added, dim, grown | {other: left}, now.partial, other)
     if now.partial == target.partial and now.axes | target.axes and not (now.partial & target.axes):
         yield _exchange(now, target, shape, mesh)
+
+
+def _padded(size: int, axes: Sequence[str], mesh: Mesh) -> bool:
+    """Whether a dim of this size sliced over these axes has padding."""
+    return size % mesh.product(axes) != 0
 
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
@@ -248,14 +277,12 @@ def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> 
     """The cheapest steps from `before` to `after` for a tensor of global `shape`.
 
     `after.partial` may hold axes that are partial in `before`, or that slice `before` at the end of a dim (those are
-    padded). Raises StrategyError if a dim does not divide under either layout, or if the target cannot be
-    reached.
+    padded). Raises StrategyError if the target cannot be reached.
     """
     if 1 in mesh.sizes.values():  # an axis of one rank slices nothing and needs no collective
         before, after = _without_single(before, mesh), _without_single(after, mesh)
     if len(before.dims) != len(shape) or len(after.dims) != len(shape):
         raise StrategyError(f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
-    before.local_shape(shape, mesh), after.local_shape(shape, mesh)
     order, best = count(), {before: (0, 0, 0)}
     queue: list[tuple[tuple[int, int, int], int, Layout, Chain]] = [((0, 0, 0), next(order), before, ())]
     while queue:

@@ -1,7 +1,8 @@
 """MNIST, or anything in its files: the digits shipped with this package, or a folder of the user's.
 
-The invariant: sample i is (image, label), a float32 tensor [784] and an int64 scalar, the same on every rank and
-in every run, and `read` returns exactly a part of it while reading no more of the file than that part.
+The invariant: sample i is (image, label), a float32 tensor [784] (or [1, 28, 28]) and an int64 scalar (or the digit as
+a number, float32 [1]), the same on every rank and in every run, and `read` returns exactly a part of it while reading
+no more of the file than that part.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ MEAN, STD = 0.3063, 0.3254
 
 
 class Mnist:
-    """Images standardised as (pixel / 255 - MEAN) / STD and flattened row by row, with their labels.
+    """Images standardised as (pixel / 255 - MEAN) / STD, with their labels.
 
-    `train` chooses the files `train-*` or `t10k-*`; `path` is a folder that holds them, plain (memory-mapped) or
-    with `.gz`, and None means the shipped digits: 1437 to train, 360 to test.
+    `flat` images are [784], row by row; the others [1, 28, 28], one channel. `number` makes the label a float32 [1],
+    for regression. `train` chooses the files `train-*` or `t10k-*`; `path` is a folder that holds them, plain
+    (memory-mapped) or with `.gz`, and None means the shipped digits: 1437 to train, 360 to test.
     Raises ConfigError: a file is missing or damaged, or there are not as many labels as images.
     """
 
-    def __init__(self, train: bool = True, path: str | None = None) -> None:
+    def __init__(self, train: bool = True, flat: bool = True, number: bool = False, path: str | None = None) -> None:
         folder = SHIPPED if path is None else Path(path).expanduser()
         prefix = "train" if train else "t10k"
         images = idx.find(folder, f"{prefix}-images-idx3-ubyte")
@@ -41,22 +43,25 @@ class Mnist:
                 f"{images} holds {len(pixels)} images and {labels.name} beside it {len(self._labels)} labels; "
                 "both files must come from one data set."
             )
-        self._pixels = pixels.reshape(len(pixels), pixels.shape[1] * pixels.shape[2])
+        rows, height, width = pixels.shape
+        self._pixels = pixels.reshape((rows, height * width) if flat else (rows, 1, height, width))
+        self._number = number
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._image(index, slice(None)), self._label(index)
+        return self._image(index, ()), self._label(index, ())
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> tuple[Tensor, Tensor]:
-        """Sample `index` with only the pixels of `slices[0][0]`; see `runner.data.loader.Sliced`."""
-        ((pixels,), ()) = slices
-        return self._image(index, pixels), self._label(index)
+        """Sample `index` with only the pixels of `slices[0]`; see `runner.data.loader.Sliced`."""
+        pixels, label = slices
+        return self._image(index, pixels), self._label(index, label)
 
-    def _image(self, index: int, pixels: slice) -> Tensor:
-        scaled = np.asarray(self._pixels[index, pixels], np.float32) / np.float32(255)
+    def _image(self, index: int, pixels: tuple[slice, ...]) -> Tensor:
+        scaled = np.asarray(self._pixels[index][pixels], np.float32) / np.float32(255)
         return torch.from_numpy((scaled - np.float32(MEAN)) / np.float32(STD))
 
-    def _label(self, index: int) -> Tensor:
-        return torch.tensor(int(self._labels[index]), dtype=torch.int64)
+    def _label(self, index: int, part: tuple[slice, ...]) -> Tensor:
+        label = int(self._labels[index])
+        return torch.tensor([float(label)])[part] if self._number else torch.tensor(label, dtype=torch.int64)

@@ -133,7 +133,10 @@ def _reference(config: Config) -> Config:
         "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "dump_ir": False,
     }  # fmt: skip
     if config.verify.reference.target is not None:
-        content["model"] |= {"target": config.verify.reference.target, "args": config.verify.reference.args}
+        content["model"] |= {
+            "target": config.verify.reference.target, "args": config.verify.reference.args,
+            "config": None, "weights": None, "rename": [],
+        }  # fmt: skip
     return Config.model_validate(content)
 
 

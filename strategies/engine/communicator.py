@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.engine.slices import padded, resized
 from strategies.layout import Block
 from strategies.mesh import Mesh
 from strategies.redistribution import (
@@ -92,10 +93,12 @@ class Communicator:
     def _step(self, step: Step) -> Carrier:
         mesh, rank = self.mesh, self.rank
         n, index = mesh.product(step.axes), mesh.index(rank, step.axes)
+        length = step.cut_length(mesh)
         if step.kind == SLICE:
-            return lambda tensor: tensor.chunk(n, step.dim)[index].contiguous()
+            return lambda tensor: resized(tensor, step.dim, length).chunk(n, step.dim)[index].contiguous()
+        end = step.joined_length(mesh, step.source if step.kind == ALL_TO_ALL else step.dim)
         if step.kind == PAD:
-            return lambda tensor: padded(tensor, step.dim, n, index)
+            return lambda tensor: resized(padded(tensor, step.dim, n, index), step.dim, end)
         assert step.kind not in LOCAL
         group = self.group(step.axes)
         order = mesh.group(rank, step.axes)  # the ranks in the order of the slices; process groups are sorted
@@ -103,11 +106,15 @@ class Communicator:
         if step.kind == ALL_REDUCE:
             return lambda tensor: self._all_reduce(tensor, n, group)
         if step.kind == ALL_GATHER:
-            return lambda tensor: self._all_gather(tensor, step.dim, n, places, group)
+            return lambda tensor: resized(self._all_gather(tensor, step.dim, n, places, group), step.dim, end)
         if step.kind == REDUCE_SCATTER:
-            return lambda tensor: self._reduce_scatter(tensor, step.dim, n, places, group)
+            return lambda tensor: self._reduce_scatter(resized(tensor, step.dim, length), step.dim, n, places, group)
         if step.kind == ALL_TO_ALL:
-            return lambda tensor: self._all_to_all(tensor, step.source, step.dim, n, places, group)
+            return lambda tensor: resized(
+                self._all_to_all(resized(tensor, step.dim, length), step.source, step.dim, n, places, group),
+                step.source,
+                end,
+            )
         assert step.kind == EXCHANGE
         return self._exchange(step, group, sorted(order))
 
@@ -154,7 +161,8 @@ class Communicator:
         put = {peer: _within(block, wanted) for peer, block in incoming.items()}
         give = [size_of(outgoing[peer]) if peer in outgoing and peer != rank else 0 for peer in peers]
         get = [size_of(incoming[peer]) if peer in incoming and peer != rank else 0 for peer in peers]
-        shape = [stop - start for start, stop in wanted]
+        shape = step.after.local_shape(step.shape, mesh)
+        full = shape == tuple(stop - start for start, stop in wanted)
 
         def run(tensor: Tensor) -> Tensor:
             parts = [tensor[take[peer]].reshape(-1) for peer, size in zip(peers, give, strict=True) if size]
@@ -162,7 +170,7 @@ class Communicator:
             received = tensor.new_empty(sum(get))
             dist.all_to_all_single(received, packed, get, give, group=group)
             self.count(EXCHANGE, sum(give), tensor)
-            result = tensor.new_empty(shape)
+            result = tensor.new_empty(shape) if full else tensor.new_zeros(shape)
             if rank in put:
                 result[put[rank]] = tensor[take[rank]]
             for peer, piece in zip(peers, torch.split(received, get), strict=True):
@@ -183,12 +191,3 @@ def _by_place(pieces: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 
 def _within(block: Block, held: Block) -> tuple[slice, ...]:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, held, strict=True))
-
-
-def padded(tensor: Tensor, dim: int, n: int, index: int) -> Tensor:
-    """Slice `index` of `n` in a tensor of zeros, n times as large along `dim`."""
-    shape = list(tensor.shape)
-    shape[dim] *= n
-    wide = tensor.new_zeros(shape)
-    wide.narrow(dim, index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
-    return wide

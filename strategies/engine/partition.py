@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
 from strategies.graph import Ref, refs, rewrite
@@ -88,8 +89,11 @@ class _Tree:
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
-        self.root = self._unit(list(program.instructions), 0, inputs, list(program.outputs), "Program", "")
+        outputs = [*program.outputs, *(value for _, value in program.updates)]
+        self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "")
         self._restore_names()
+        if program.updates:
+            self._store()
 
     def _path(self, instruction: Instruction) -> tuple[str, ...]:
         owner = ".".join(instruction.path)
@@ -174,7 +178,7 @@ class _Tree:
                     ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id
                 ):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
-                for ref in self.program.outputs:
+                for ref in (*self.program.outputs, *(value for _, value in self.program.updates)):
                     if ref.id == instruction.id and ref not in values:
                         values[ref] = graph.call_function(python_operator.getitem, (node, ref.index))
                 return
@@ -221,6 +225,19 @@ class _Tree:
         else:
             module.register_buffer(local, tensor)
         return local
+
+    def _store(self) -> None:
+        """Let the root keep the new values of buffers, which it computes beside the outputs, under the buffers' own
+        names."""
+        graph = self.root.graph
+        (end,) = graph.find_nodes(op="output")
+        count = len(self.program.outputs)
+        found, values = end.args[0][:count], end.args[0][count:]
+        with graph.inserting_before(end):
+            buffers = tuple(graph.get_attr(self.owned[Ref(id)]) for id, _ in self.program.updates)
+            graph.call_function(store, (buffers, values))
+        end.args = (found[0] if count == 1 else found,)
+        self.root.recompile()
 
     def _restore_names(self) -> None:
         """Give every parameter and buffer its own name in the model's order, also those that no unit owns."""

@@ -78,7 +78,8 @@ Instruction = Compute | Redistribute
 class Program:
     """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
-    must still be added."""
+    must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
+    instructions are done."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -89,6 +90,7 @@ class Program:
     parameter_order: tuple[str, ...]
     random: bool
     loss_axes: tuple[str, ...] = ()
+    updates: tuple[tuple[str, Ref], ...] = ()
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
@@ -152,6 +154,7 @@ class _Lowering:
             outputs: tuple[Ref, ...] = (self.local[loss],)
         else:
             outputs = tuple(self._output(ref) for ref in self.graph.outputs)
+        updates = tuple((buffer, self._update(buffer, ref)) for buffer, ref in self.graph.updates)
         layouts = {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources}
         return Program(
             self.mesh,
@@ -163,6 +166,7 @@ class _Lowering:
             self.graph.parameter_order,
             self.random > 0,
             loss_axes,
+            updates,
         )
 
     def _planned(self, operator: Operator) -> OperatorPlan:
@@ -206,7 +210,7 @@ class _Lowering:
         if isinstance(source, Source) and source.kind == "parameter":
             if not gradient:
                 return self._shared(operator, position, ref, wanted, None, (), name)
-            left = self._left(have, returned)
+            left = self._left(have, returned, spec.shape)
             back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
             scale = self._scale(source.name, have, left)
             return self._redistribute(operator, position, ref, wanted, back, name, True, scale)
@@ -254,12 +258,15 @@ class _Lowering:
         )
         return Ref(fresh)
 
-    def _left(self, have: Layout, returned: Layout) -> frozenset[str]:
+    def _left(self, have: Layout, returned: Layout, shape: tuple[int, ...]) -> frozenset[str]:
         """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is
-        one, and those that slice the end of a dim at the use (there the gradient is padded with zeros)."""
+        one, and those that slice the end of a dim at the use (there the gradient is filled up with zeros; slices that
+        are padded themselves only all at once)."""
         replica = set(have.replica_axes(self.mesh))
         left = set(returned.partial) & replica
-        for dim in returned.dims:
+        for size, dim in zip(shape, returned.dims, strict=True):
+            if size % self.mesh.product(dim) and not set(dim) <= replica:
+                continue
             for axis in reversed(dim):
                 if axis not in replica:
                     break
@@ -282,7 +289,7 @@ class _Lowering:
                 if operator.id not in self.returning:
                     continue
                 returned = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)[position]
-                left |= self._left(have, returned)
+                left |= self._left(have, returned, source.spec.shape)
             found[source.name] = self.mesh.sorted(left)
         return found
 
@@ -304,6 +311,19 @@ class _Lowering:
         fresh = self.fresh(f"{ref.id}_output")
         self.instructions.append(
             Redistribute(fresh, self.local[ref], forward, back, 1.0, self.gradient[ref], spec, producer.name, -1, ())
+        )
+        return Ref(fresh)
+
+    def _update(self, buffer: str, ref: Ref) -> Ref:
+        """The slice of a buffer's new value, laid out like the buffer. No gradient comes back through it."""
+        spec = self.graph.specs[ref]
+        forward = chain(self.layouts[ref], self.layouts[Ref(buffer)], spec.shape, self.mesh)
+        if not forward:
+            return self.local[ref]
+        fresh = self.fresh(f"{buffer}_update")
+        producer = self.graph.by_id[ref.id]
+        self.instructions.append(
+            Redistribute(fresh, self.local[ref], forward, (), 1.0, False, spec, producer.name, -1, ())
         )
         return Ref(fresh)
 

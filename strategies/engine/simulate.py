@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.engine.communicator import padded
+from strategies.engine.buffers import store
 from strategies.engine.program import KEY, Compute, Program, RankValue, Redistribute
+from strategies.engine.slices import cut, padded, resized
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -36,8 +37,7 @@ from strategies.rules.registry import resolve
 
 def shard(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     """The slices of a whole tensor, one per rank (copies)."""
-    blocks = [layout.block(tensor.shape, mesh, rank) for rank in range(mesh.size)]
-    return [tensor[tuple(slice(*bounds) for bounds in block)].clone() for block in blocks]
+    return [cut(tensor, layout, mesh, rank) for rank in range(mesh.size)]
 
 
 def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mesh: Mesh) -> Tensor:
@@ -47,31 +47,43 @@ def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mes
     silent = [axis for axis in replicas if axis not in layout.partial]
     for rank, piece in enumerate(slices):
         if mesh.index(rank, silent) == 0:
-            whole[tuple(slice(*bounds) for bounds in layout.block(shape, mesh, rank))] += piece
+            block = layout.block(shape, mesh, rank)
+            inside = piece[tuple(slice(stop - start) for start, stop in block)]
+            whole[tuple(slice(*bounds) for bounds in block)] += inside
     return whole
 
 
 def carry_out(step: Step, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """One redistribution step on all ranks."""
-    n = mesh.product(step.axes)
+    n, length = mesh.product(step.axes), step.cut_length(mesh)
     if step.kind == SLICE:
-        return [t.chunk(n, step.dim)[mesh.index(rank, step.axes)] for rank, t in enumerate(tensors)]
+        return [
+            resized(t, step.dim, length).chunk(n, step.dim)[mesh.index(rank, step.axes)]
+            for rank, t in enumerate(tensors)
+        ]
+    joined_dim = step.source if step.kind == ALL_TO_ALL else step.dim
+    end = step.joined_length(mesh, joined_dim)
     if step.kind == PAD:
-        return [padded(t, step.dim, n, mesh.index(rank, step.axes)) for rank, t in enumerate(tensors)]
+        return [
+            resized(padded(t, step.dim, n, mesh.index(rank, step.axes)), step.dim, end)
+            for rank, t in enumerate(tensors)
+        ]
     if step.kind == EXCHANGE:
         return [_exchanged(step, tensors, mesh, rank) for rank in range(mesh.size)]
     results: list[Tensor] = [tensors[0]] * mesh.size
     for group in mesh.groups(step.axes):
         parts = [tensors[rank] for rank in group]
         if step.kind == ALL_GATHER:
-            joined = [torch.cat(parts, step.dim)] * n
+            joined = [resized(torch.cat(parts, step.dim), step.dim, end)] * n
         elif step.kind == ALL_REDUCE:
             joined = [_sum(parts)] * n
         elif step.kind == REDUCE_SCATTER:
-            joined = list(_sum(parts).chunk(n, step.dim))
+            joined = list(resized(_sum(parts), step.dim, length).chunk(n, step.dim))
         elif step.kind == ALL_TO_ALL:
-            pieces = [part.chunk(n, step.dim) for part in parts]
-            joined = [torch.cat([piece[i] for piece in pieces], step.source) for i in range(n)]
+            pieces = [resized(part, step.dim, length).chunk(n, step.dim) for part in parts]
+            joined = [
+                resized(torch.cat([piece[i] for piece in pieces], step.source), step.source, end) for i in range(n)
+            ]
         else:
             raise ValueError(step.kind)
         for rank, result in zip(group, joined, strict=True):
@@ -88,7 +100,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> Tensor:
     wanted = step.after.block(step.shape, mesh, rank)
-    result = tensors[rank].new_empty([stop - start for start, stop in wanted])
+    result = tensors[rank].new_zeros(step.after.local_shape(step.shape, mesh))
     for peer, block in receives(step, mesh, rank):
         held = step.before.block(step.shape, mesh, peer)
         source = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, held, strict=True))
@@ -127,7 +139,8 @@ def redistribute(instruction: Redistribute, mesh: Mesh, tensors: Sequence[Tensor
 class Simulation:
     """Runs a program on simulated ranks. `values` maps every source's name to its whole tensor.
 
-    After `backward`, `gradients` gives every trainable parameter's whole gradient.
+    After `backward`, `gradients` gives every trainable parameter's whole gradient. `run` writes the buffers that the
+    model writes; `buffers` gives them whole.
     """
 
     def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
@@ -149,6 +162,9 @@ class Simulation:
                     values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
             else:
                 self._compute(instruction, values)
+        for rank in range(self.mesh.size):
+            written = [(self.slices[Ref(buffer)][rank], values[ref][rank]) for buffer, ref in self.program.updates]
+            store([buffer for buffer, _ in written], [value for _, value in written])
         return [values[ref] for ref in self.program.outputs]
 
     def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
@@ -171,6 +187,16 @@ class Simulation:
 
     def backward(self, losses: Sequence[Tensor]) -> None:
         torch.autograd.backward(list(losses), [torch.ones_like(loss) for loss in losses])
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Every buffer, whole, by name."""
+        return {
+            source.name: assemble(
+                self.slices[Ref(source.id)], self.program.layouts[source.id], source.spec.shape, self.mesh
+            )
+            for source in self.program.sources
+            if source.kind == "buffer"
+        }
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients: what the ranks hold, added over the axes that lowering left to the optimizer parallel."""

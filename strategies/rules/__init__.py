@@ -8,12 +8,29 @@ rule run on whole tensors on every rank, and plans report them.
 from __future__ import annotations
 
 from strategies.graph import Operator, OperatorGraph
+from strategies.rules import attention as attention_rules
+from strategies.rules import batch_norm as batch_norm_rules
 from strategies.rules import embedding as embedding_rules
+from strategies.rules import class_losses, einsum
 from strategies.rules import losses, matmul, normalization, pointwise, random, reductions, selections, views
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, whole
 
-FAMILIES = (pointwise, matmul, views, selections, reductions, normalization, embedding_rules, losses, random)
+FAMILIES = (
+    pointwise,
+    matmul,
+    views,
+    selections,
+    reductions,
+    normalization,
+    embedding_rules,
+    losses,
+    class_losses,
+    einsum,
+    random,
+    batch_norm_rules,
+    attention_rules,
+)
 
 
 def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:

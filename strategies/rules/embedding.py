@@ -1,5 +1,5 @@
-"""Table lookup: factors v (vocabulary), e (embedding dim) and the dims of the indices. A sliced vocabulary looks up
-with an offset and a mask, and leaves a partial sum."""
+"""Table lookup: factors v (vocabulary, uneven), e (embedding dim, uneven) and the dims of the indices. A sliced
+vocabulary looks up with an offset and a mask, and leaves a partial sum; rows past the end are never looked up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, rule
-from strategies.rules.sharding import Local, Sharding, sharding
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
 @local_function
@@ -31,26 +32,64 @@ def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total
     return torch.where(inside.unsqueeze(-1), rows, rows.new_zeros(()))
 
 
-def _options(operator: Operator) -> dict[str, object]:
-    return dict(zip(("padding_idx", "scale_grad_by_freq", "sparse"), operator.args[2:], strict=False))
-
-
 def _embedding(operator: Operator, local: Local) -> Ref:
     if local.slices("v") == 1:
-        return local.call(operator.target, *local.args)
-    table, indices = local.args[:2]
-    rows = local.operand_shape(0)[0]
-    padding = _options(operator).get("padding_idx", -1)
+        return local.call(operator.target, *local.args, **local.kwargs)
+    options = named(operator.target, local.args, local.kwargs)
+    start = local.position("v", local.operand_shape(0)[0])
     return local.call(
-        "local.lookup_slice", table, indices, local.position("v", rows), padding, rows * local.slices("v")
+        "local.lookup_slice", options["weight"], options["indices"], start, options["padding_idx"], local.size("v")
     )
 
 
 @rule("embedding")
 def embedding(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """embedding(table [v, e], indices [...]) -> [..., e]."""
-    options = _options(operator)
-    if options.get("scale_grad_by_freq") or options.get("sparse"):
-        return None  # the gradient depends on counts over the whole batch, or is not a dense tensor
-    dims = tuple(f"i{i}" for i in range(len(specs[1].shape)))
-    return sharding([("v", "e"), dims], [(*dims, "e")], specs, operator.results, sums=["v"], local=_embedding)
+    """embedding(table [v, e], indices [...]) -> [..., e]. Where the gradient depends on counts over all indices, only e
+    is a factor."""
+    options = named(operator.target, operator.args, operator.keywords)
+    if options["sparse"]:
+        return None  # the gradient is not a dense tensor
+    counts = options["scale_grad_by_freq"]
+    dims: Dims = tuple(None if counts else f"i{i}" for i in range(len(specs[1].shape)))
+    table: Dims = (None if counts else "v", "e")
+    return sharding(
+        [table, dims],
+        [(*dims, "e")],
+        specs,
+        operator.results,
+        sums=[] if counts else ["v"],
+        local=_embedding,
+        uneven=("v", "e"),
+    )
+
+
+@rule("embedding_bag")
+def embedding_bag(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """Sums, means or maxima of bags of rows: table [v, e], indices, offsets, weights of the samples -> [bags, e]. The
+    bags are counted through all indices, so only e is a factor."""
+    if named(operator.target, operator.args, operator.keywords)["sparse"]:
+        return None  # the gradient is not a dense tensor
+    whole: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1:]]
+    results: list[Dims] = [(None, "e") if len(spec.shape) == 2 else (None,) for spec in operator.results]
+    return sharding([(None, "e"), *whole], results, specs, operator.results, uneven=("e",))
+
+
+@local_function
+def one_hot_slice(indices: Tensor, start: int, classes: int) -> Tensor:
+    """Classes start, start + 1, ... of a one-hot code: indices [...] -> [..., classes]."""
+    own = torch.arange(start, start + classes, device=indices.device)
+    return (indices.unsqueeze(-1) == own).to(torch.int64)
+
+
+def _one_hot(operator: Operator, local: Local) -> Ref:
+    if local.slices("c") == 1:
+        return local.call(operator.target, *local.args)
+    classes = local.result_shape()[-1]
+    return local.call("local.one_hot_slice", local.args[0], local.position("c", classes), classes)
+
+
+@rule("one_hot")
+def one_hot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """indices [...] -> [..., c]."""
+    dims = tuple(f"i{i}" for i in range(len(specs[0].shape)))
+    return sharding([dims], [(*dims, "c")], specs, operator.results, local=_one_hot, uneven=("c",))

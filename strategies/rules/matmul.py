@@ -7,6 +7,7 @@ rule then holds for it unchanged (the other slices return zeros).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor
@@ -30,12 +31,17 @@ def _linear(operator: Operator, local: Local) -> Ref:
     return local.call(operator.target, x, weight, local.call("local.first_slice_only", bias, local.position("k")))
 
 
+def _padding(product: Sharding) -> Sharding:
+    """Every factor may have padded slices but those that are summed over."""
+    return replace(product, uneven=frozenset(product.sizes) - product.sums)
+
+
 @rule("linear")
 def linear(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     flops = 2.0 * specs[0].elements * specs[1].shape[0]
     if len(specs[1].shape) == 1:  # a weight [in] without an out dim, as F.linear allows
-        return notation("... k, k -> ...", specs, operator.results, flops=flops)
-    return notation("... k, n k, n -> ... n", specs, operator.results, local=_linear, flops=flops)
+        return _padding(notation("... k, k -> ...", specs, operator.results, flops=flops))
+    return _padding(notation("... k, n k, n -> ... n", specs, operator.results, local=_linear, flops=flops))
 
 
 PRODUCTS = {
@@ -50,7 +56,7 @@ PRODUCTS = {
 @rule(*PRODUCTS)
 def product(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     columns = specs[1].shape[-1] if operator.op in ("mm", "bmm", "outer") else 1
-    return notation(PRODUCTS[operator.op], specs, operator.results, flops=2.0 * specs[0].elements * columns)
+    return _padding(notation(PRODUCTS[operator.op], specs, operator.results, flops=2.0 * specs[0].elements * columns))
 
 
 @rule("matmul")
@@ -69,7 +75,7 @@ def matmul(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     rows, columns = ("m",) if len(left) > 1 else (), ("n",) if len(right) > 1 else ()
     out: Dims = (*(f"b{i}" for i in range(lead)), *rows, *columns)
     flops = 2.0 * prod(operator.results[0].shape) * left[-1]
-    return sharding([x, y], [out], specs, operator.results, sums=["k"], flops=flops)
+    return _padding(sharding([x, y], [out], specs, operator.results, sums=["k"], flops=flops))
 
 
 def _addmm(operator: Operator, local: Local) -> Ref:
@@ -89,4 +95,4 @@ def addmm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     x: Dims = (*out[:-1], "k")
     y: Dims = (*out[:-2], "k", "n")
     flops = 2.0 * specs[1].elements * specs[2].shape[-1]
-    return sharding([bias, x, y], [out], specs, operator.results, sums=["k"], local=_addmm, flops=flops)
+    return _padding(sharding([bias, x, y], [out], specs, operator.results, sums=["k"], local=_addmm, flops=flops))

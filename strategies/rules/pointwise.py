@@ -27,6 +27,18 @@ multiply ne nextafter not_equal remainder rsub sub subtract true_divide where xl
 """.split()
 
 
+BOUNDED = frozenset(
+    """
+abs add alias bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clone contiguous copy cos detach
+elu empty_like eq erf ge gelu greater gt hardsigmoid hardswish hardtanh le leaky_relu less lift_fresh_copy
+log_sigmoid logical_and logical_not logical_or logical_xor lt maximum minimum mish mul multiply ne neg
+not_equal ones_like positive relu relu6 rsub selu sgn sigmoid sign silu sin softplus square sub subtract tanh to _to_copy
+type_as where zeros_like __and__ __or__ __xor__
+""".split()
+)
+"""Operators that are finite with a finite slope at every finite argument: what padding holds does no harm to them."""
+
+
 def broadcast_dims(specs: Sequence[TensorSpec], shape: Sequence[int]) -> list[Dims]:
     """Per operand: the result's dim that each of its dims is, None where it is broadcast."""
     aligned = []
@@ -41,8 +53,9 @@ def pointwise(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | Non
     shape = operator.results[0].shape
     if operator.multiple or any(len(spec.shape) > len(shape) for spec in specs):
         return None  # where(condition) alone lists indices; type_as may be given a tensor with more dims
-    result: Dims = tuple(f"d{i}" for i in range(len(shape)))
-    return sharding(broadcast_dims(specs, shape), [result], specs, operator.results)
+    result = tuple(f"d{i}" for i in range(len(shape)))
+    padded = result if operator.op in BOUNDED else ()
+    return sharding(broadcast_dims(specs, shape), [result], specs, operator.results, uneven=padded)
 
 
 @rule("broadcast_tensors")

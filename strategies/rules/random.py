@@ -10,7 +10,8 @@ device. There is no generator state that could go wrong under recompute or inter
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,12 +52,26 @@ def dropout_block(
     return x * mask.to(x.device) / (1 - probability) if probability < 1 else x * 0
 
 
-@local_function
-def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Any random operator, with torch's generators set from (key, ordinal) for this call and put back afterwards."""
+@contextmanager
+def seeding(*numbers: int) -> Iterator[None]:
+    """torch's generators set from `numbers` inside, and put back afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
-        torch.manual_seed(mix(key, ordinal))
+        torch.manual_seed(mix(*numbers))
+        yield
+
+
+@local_function
+def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Any random operator, with the generators set from (key, ordinal) for this call."""
+    with seeding(key, ordinal):
+        return resolve(target)(*args, **kwargs)
+
+
+@local_function
+def seeded_slice(target: str, key: int, ordinal: int, position: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Any random operator on one slice, with numbers of its own, from (key, ordinal, position of the slice)."""
+    with seeding(key, ordinal, position):
         return resolve(target)(*args, **kwargs)
 
 

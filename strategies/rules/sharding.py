@@ -8,13 +8,14 @@ U minus the operand's own axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.layout import Layout
+from strategies.mesh import Mesh
 
 Dims = tuple[str | None, ...]
 Assignment = Mapping[str, tuple[str, ...]]
@@ -66,6 +67,10 @@ class Sharding:
     """The factors of one operator. `sizes` holds, per factor, the number that a slice count must divide, in the order
     in which the operands name the factors; `sums` are the factors over which results are partial sums.
 
+    `uneven` are the factors that may also be cut into slices that do not divide: the last slices are then padded. For
+    them the rule warrants that padding of operands reaches nothing but padding of results (forward values there are
+    arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is.
+
     `local` computes one rank's slice; None calls the operator itself on the slices. `known` is False for operators
     without a rule.
     """
@@ -77,10 +82,22 @@ class Sharding:
     local: LocalProgram | None = None
     flops: float = 0.0
     known: bool = True
+    uneven: frozenset[str] = frozenset()
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
         return tuple(self.sizes)
+
+    def fits(self, factor: str, count: int) -> bool:
+        """Whether a factor can be cut into `count` slices: equal ones, or padded ones of which none is empty."""
+        size = self.sizes[factor]
+        return size % count == 0 or (factor in self.uneven and -(-size // count) * (count - 1) < size)
+
+    def legal(self, assignment: Assignment, mesh: Mesh) -> bool:
+        """Whether every factor can be cut as `assignment` says."""
+        return all(
+            factor in self.sizes and self.fits(factor, mesh.product(axes)) for factor, axes in assignment.items()
+        )
 
     def used(self, assignment: Assignment) -> frozenset[str]:
         return frozenset(axis for factor in self.factors for axis in assignment.get(factor, ()))
@@ -112,6 +129,7 @@ def sharding(
     local: LocalProgram | None = None,
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
+    uneven: Iterable[str] = (),
 ) -> Sharding:
     """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut coarser."""
     found: dict[str, int] = {}
@@ -121,7 +139,8 @@ def sharding(
                 found.setdefault(factor, size)
     found |= {factor: size for factor, size in (sizes or {}).items() if factor in found}
     work = float(max((spec.elements for spec in (*specs, *result_specs)), default=0)) if flops is None else flops
-    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work)
+    padded = frozenset(uneven) & found.keys()
+    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, uneven=padded)
 
 
 def notation(text: str, specs: Sequence[TensorSpec], result_specs: Sequence[TensorSpec], **more: Any) -> Sharding:

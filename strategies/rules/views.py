@@ -17,11 +17,13 @@ from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
-def matched(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
-    """Factors of a reshape: dims before, dims after, and per factor the number that its slice count must divide."""
+def matched(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], set[str]]:
+    """Factors of a reshape: dims before, dims after, per factor the number that its slice count must divide, and the
+    factors of dims that stay as they are (these may have padded slices)."""
     left: list[str | None] = [None] * len(before)
     right: list[str | None] = [None] * len(after)
     sizes: dict[str, int] = {}
+    alone: set[str] = set()
     i = j = 0
     while i < len(before) and j < len(after):
         if before[i] == 1 or after[j] == 1:  # a dim of size 1 belongs to no run
@@ -38,8 +40,9 @@ def matched(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, di
         factor = f"r{len(sizes)}"
         left[first] = right[second] = factor
         sizes[factor] = math.gcd(before[first], after[second])
+        alone |= {factor} if (first, second) == (i, j) else set()
         i, j = i + 1, j + 1
-    return tuple(left), tuple(right), sizes
+    return tuple(left), tuple(right), sizes, alone
 
 
 def _reshape(operator: Operator, local: Local) -> Ref:
@@ -52,9 +55,9 @@ def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     result = operator.results[0]
     if result.dtype != specs[0].dtype or 0 in result.shape:
         return None  # a reinterpretation of bits, or nothing to slice
-    left, right, sizes = matched(specs[0].shape, result.shape)
+    left, right, sizes, alone = matched(specs[0].shape, result.shape)
     like = [right] * (len(specs) - 1)  # the tensor whose shape is asked for
-    return sharding([left, *like], [right], specs, operator.results, local=_reshape, sizes=sizes)
+    return sharding([left, *like], [right], specs, operator.results, local=_reshape, sizes=sizes, uneven=alone)
 
 
 def _order(operator: Operator, rank: int) -> list[int]:
@@ -82,7 +85,7 @@ def permutation(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """The same dims in another order."""
     names = [f"d{i}" for i in range(len(specs[0].shape))]
     result: Dims = tuple(names[i] for i in _order(operator, len(names)))
-    return sharding([tuple(names)], [result], specs, operator.results)
+    return sharding([tuple(names)], [result], specs, operator.results, uneven=names)
 
 
 def _expand(operator: Operator, local: Local) -> Ref:
@@ -93,10 +96,10 @@ def _expand(operator: Operator, local: Local) -> Ref:
 def expand(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """Dims that are new or grow from size 1 are factors of the result alone: every slice expands the same operand."""
     shape = operator.results[0].shape
-    result: Dims = tuple(f"d{i}" for i in range(len(shape)))
+    result = tuple(f"d{i}" for i in range(len(shape)))
     (dims,) = broadcast_dims(specs[:1], shape)
     like = [result] * (len(specs) - 1)  # the tensor whose shape is asked for
-    return sharding([dims, *like], [result], specs, operator.results, local=_expand)
+    return sharding([dims, *like], [result], specs, operator.results, local=_expand, uneven=result)
 
 
 @rule("repeat")

@@ -9,9 +9,14 @@ from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 
 
+def divisors(number: int) -> list[int]:
+    """Every divisor, smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def largest_fit(size: int, world_size: int) -> int:
     """The largest divisor of `world_size` that divides `size`."""
-    return max(n for n in range(1, world_size + 1) if world_size % n == 0 and size % n == 0)
+    return max(n for n in divisors(world_size) if size % n == 0)
 
 
 def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> Assignment:

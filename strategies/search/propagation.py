@@ -125,13 +125,13 @@ def candidates(
     sharding: Sharding, problem: Problem, neighbours: Sequence[tuple[tuple[str | None, ...], Layout]] = ()
 ) -> list[Assignment]:
     """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's
-    axes in its order."""
+    axes in its order. Padded slices come from neighbours alone."""
     mesh = problem.mesh
     found: dict[tuple[tuple[str, tuple[str, ...]], ...], Assignment] = {}
     starts: list[Assignment] = [{}]
     for dims, layout in neighbours:
         start: Assignment = {f: axes for f, axes in zip(dims, layout.dims, strict=True) if f is not None and axes}
-        if all(sharding.sizes[factor] % mesh.product(axes) == 0 for factor, axes in start.items()):
+        if sharding.legal(start, mesh):
             starts.append(start)
     for begun in starts:
         for assignment in _extensions(sharding, problem, begun):
@@ -154,7 +154,10 @@ def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iter
         for axis, factor in zip(free, placement, strict=True):
             if factor is not None:
                 assignment[factor] = (*assignment.get(factor, ()), axis)
-        if all(sharding.sizes[factor] % mesh.product(axes) == 0 for factor, axes in assignment.items()):
+        if all(
+            axes == start.get(factor) or sharding.sizes[factor] % mesh.product(axes) == 0
+            for factor, axes in assignment.items()
+        ):
             yield {factor: assignment[factor] for factor in sharding.factors if factor in assignment}
 
 

@@ -17,6 +17,8 @@ ALLOWED = {
 }
 SPECIAL = {
     "strategies/engine/zero.py": {"deepspeed"},
+    "strategies/engine/stored.py": {"safetensors"},
+    "runner/huggingface.py": {"transformers"},
 }
 
 

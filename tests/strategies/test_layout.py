@@ -100,8 +100,13 @@ def test_an_axis_is_used_once():
 
 
 def test_dims_that_do_not_divide():
+    mesh, layout = Mesh((("a", 4),)), Layout(((), ("a",)))
+    assert layout.local_shape((4, 6), mesh) == (4, 2)
+    assert [layout.block((4, 6), mesh, rank)[1] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 6)]
+    assert [layout.block((4, 7), mesh, rank)[1] for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    layout.check_even((4, 8), mesh)
     with pytest.raises(StrategyError, match=r"Dim 1 of a tensor of shape \(4, 6\) cannot be cut into 4"):
-        Layout(((), ("a",))).local_shape((4, 6), Mesh((("a", 4),)))
+        layout.check_even((4, 6), mesh)
 
 
 def test_text():

@@ -67,14 +67,14 @@ def test_every_rule_has_a_case(cases, uncovered):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "left", "right", "sizes"),
+    ("before", "after", "left", "right", "sizes", "alone"),
     [
-        ((6, 4, 5), (8, 3, 5), ("r0", None, "r1"), ("r0", None, "r1"), {"r0": 2, "r1": 5}),
-        ((8, 16, 32), (128, 32), ("r0", None, "r1"), ("r0", "r1"), {"r0": 8, "r1": 32}),
-        ((128, 32), (8, 16, 4, 8), ("r0", "r1"), ("r0", None, "r1", None), {"r0": 8, "r1": 4}),
-        ((1, 6, 1), (6,), (None, "r0", None), ("r0",), {"r0": 6}),
-        ((), (1, 1), (), (None, None), {}),
+        ((6, 4, 5), (8, 3, 5), ("r0", None, "r1"), ("r0", None, "r1"), {"r0": 2, "r1": 5}, {"r1"}),
+        ((8, 16, 32), (128, 32), ("r0", None, "r1"), ("r0", "r1"), {"r0": 8, "r1": 32}, {"r1"}),
+        ((128, 32), (8, 16, 4, 8), ("r0", "r1"), ("r0", None, "r1", None), {"r0": 8, "r1": 4}, set()),
+        ((1, 6, 1), (6,), (None, "r0", None), ("r0",), {"r0": 6}, {"r0"}),
+        ((), (1, 1), (), (None, None), {}, set()),
     ],
 )
-def test_matched_runs(before, after, left, right, sizes):
-    assert matched(before, after) == (left, right, sizes)
+def test_matched_runs(before, after, left, right, sizes, alone):
+    assert matched(before, after) == (left, right, sizes, alone)

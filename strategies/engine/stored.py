@@ -1,0 +1,174 @@
+"""Whole tensors in files, read block by block: safetensors files, torch state dicts, and folders of either.
+
+Invariant: `index` reads headers alone, and a block costs reading and memory of its own size, whatever the size of the
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from strategies.errors import StrategyError
+from strategies.layout import Block
+
+SAFETENSORS = ".safetensors"
+TORCH = (".pt", ".pth", ".bin")
+INDEX = ".index.json"
+NAMES = ("model.safetensors", "pytorch_model.bin")
+"""What a folder of pretrained weights holds: one of these, or its index `NAME.index.json`."""
+NESTED = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training scripts keep a state dict beside other things."""
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name)."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Reader:
+    """Reads blocks. Files stay mapped as long as the reader lives."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+
+    def whole(self, stored: Stored) -> Tensor:
+        return self.block(stored, tuple((0, size) for size in stored.shape))
+
+    def block(self, stored: Stored, block: Block) -> Tensor:
+        """The part `block` of a tensor, [stop - start, ...], in the stored dtype, in memory of its own.
+
+        Raises StrategyError where the file is gone or damaged.
+        """
+        if stored.file not in self._open:
+            self._open[stored.file] = _opened(stored.file)
+        cut = tuple(slice(*bounds) for bounds in block)
+        with _told(stored.file):
+            found = self._open[stored.file]
+            if isinstance(found, dict):
+                tensor: Tensor = found[stored.key][cut].clone(memory_format=torch.contiguous_format)
+            else:
+                tensor = found.get_slice(stored.key)[cut]
+            return tensor
+
+
+def index(path: Path) -> dict[str, Stored]:
+    """Every tensor in `path` by name: a safetensors file, a torch state dict, an index of several files of either kind,
+    or a folder with one of these.
+
+    Raises StrategyError for anything else.
+    """
+    path = path.absolute()
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.is_file():
+        raise StrategyError(f"{path}: there is no such file or folder.")
+    if path.name.endswith(INDEX):
+        return _sharded(path)
+    if path.suffix not in (SAFETENSORS, *TORCH):
+        raise StrategyError(
+            f"{path}: weights are read from {SAFETENSORS}, {', '.join(TORCH)}, an {INDEX} file, or a folder with one "
+            "of these."
+        )
+    return dict(_entries(str(path)))
+
+
+def _in_folder(folder: Path) -> Path:
+    """The one file of weights, or index of several, that a folder holds."""
+    for name in NAMES:
+        for candidate in (folder / f"{name}{INDEX}", folder / name):
+            if candidate.is_file():
+                return candidate
+    found = sorted(file for file in folder.iterdir() if file.suffix in (SAFETENSORS, *TORCH))
+    if len(found) != 1:
+        what = f"several of them ({', '.join(file.name for file in found[:6])})" if found else "no file of weights"
+        raise StrategyError(
+            f"{folder}: this folder holds {what}; give the file itself, or a folder with {' or '.join(NAMES)} (or "
+            f"their {INDEX})."
+        )
+    return found[0]
+
+
+def _sharded(path: Path) -> dict[str, Stored]:
+    with _told(str(path)):
+        named: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    found: dict[str, Stored] = {}
+    for file in dict.fromkeys(named.values()):
+        if not (path.parent / file).is_file():
+            raise StrategyError(f"{path}: the file {file} that it names is not beside it; the download is incomplete?")
+        found |= {name: one for name, one in _entries(str(path.parent / file)) if named.get(name) == file}
+    if lacking := [name for name in named if name not in found]:
+        raise StrategyError(f"{path}: {lacking[0]} is not in {named[lacking[0]]}, although the index says so.")
+    return found
+
+
+def _entries(file: str) -> Iterator[tuple[str, Stored]]:
+    found = _opened(file)
+    if isinstance(found, dict):
+        for name, tensor in found.items():
+            yield name, Stored(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return
+    for name in found.keys():  # noqa: SIM118  (not a mapping)
+        header = found.get_slice(name)
+        kind = header.get_dtype()
+        if kind not in DTYPES:
+            raise StrategyError(f"{file}: {name} is stored as {kind}; quantised weights are not read, only {_kinds()}.")
+        yield name, Stored(file, name, tuple(header.get_shape()), DTYPES[kind])
+
+
+def _kinds() -> str:
+    return ", ".join(DTYPES.values())
+
+
+def _opened(file: str) -> Any:
+    """A mapped state dict, or an open safetensors file."""
+    with _told(file):
+        if file.endswith(SAFETENSORS):
+            return safe_open(file, framework="pt")
+        return _state_dict(file, torch.load(file, mmap=True, weights_only=True, map_location="cpu"))
+
+
+def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
+    """The state dict in what a file holds: all of it, or one entry of it."""
+    for candidate in (content, *(content[key] for key in NESTED if isinstance(content, dict) and key in content)):
+        if isinstance(candidate, dict) and candidate and all(isinstance(one, Tensor) for one in candidate.values()):
+            return candidate
+    held = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
+    raise StrategyError(
+        f"{file}: holds {held}, not a state dict (tensors by name, alone or under {', '.join(NESTED)}); save one with "
+        "torch.save(model.state_dict(), FILE)."
+    )
+
+
+@contextmanager
+def _told(file: str) -> Iterator[None]:
+    """Tell what goes wrong while a file is read as one paragraph."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise StrategyError(
+            f"{file}: holds more than tensors and plain data, and is not read because that could run code from it; "
+            "save the weights alone, with torch.save(model.state_dict(), FILE)."
+        ) from error
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+        text = " ".join(str(error).split())[:200].rstrip(".")
+        cure = "; store it anew with a current torch.save" if "mmap can only be used" in text else ""
+        raise StrategyError(f"{file}: cannot be read as weights ({type(error).__name__}: {text}){cure}.") from error

@@ -1,0 +1,277 @@
+"""A captured graph without writes: what the model writes in place becomes new values.
+
+Every tensor of the graph has a home: the tensor whose memory it shows, and the view that it takes of it. A write
+through a view computes the view's new value and puts it back along the views into a new value of the home; whoever
+reads the home or any other view of it afterwards takes the same view of the new value. So gradients come out as in
+eager torch: none for what was overwritten. The last value of a buffer that was written is an update. Batch
+normalization in training, which writes its running statistics unseen, returns them instead.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from strategies.errors import StrategyError
+from strategies.nodes import at, call, fakes, floating, op_of
+from strategies.rules.registry import resolve
+from strategies.twins import twin, written_argument
+from strategies.views import put_back
+
+aten = torch.ops.aten
+CUMULATIVE = -1.0
+"""The momentum that capture gives a batch normalization without one, which averages over all its batches."""
+UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"})
+"""Operators that write running statistics although their schema does not say so, and that no module of torch calls."""
+
+
+def make_functional(
+    graph: fx.Graph, kinds: dict[str, str], buffers: dict[str, str], trainable: Callable[[fx.Node], bool]
+) -> dict[fx.Node, fx.Node]:
+    """Rewrite `graph` in place; returns the new value of every buffer that is written, by its placeholder.
+
+    `kinds` says what each placeholder is that holds state (parameter, buffer or constant; the others are the batch),
+    `buffers` the names of buffers by placeholder, `trainable` which placeholders need a gradient. Raises StrategyError
+    for writes that are no plain value: to parameters, to the batch, to constants, through views that cannot be put
+    back, to several tensors at once, and under no_grad to what needs a gradient.
+    """
+    return _Rewriting(graph, kinds, buffers, trainable).updates
+
+
+class _Rewriting:
+    def __init__(
+        self, graph: fx.Graph, kinds: dict[str, str], buffers: dict[str, str], trainable: Callable[[fx.Node], bool]
+    ) -> None:
+        self.graph, self.kinds, self.buffers, self.trainable = graph, kinds, buffers, trainable
+        self.parent: dict[fx.Node, fx.Node] = {}  # a view -> what it is a view of
+        self.same: dict[fx.Node, fx.Node] = {}  # what an in-place operator returned -> what it wrote
+        self.now: dict[fx.Node, fx.Node] = {}  # a home -> its value
+        self.version: dict[fx.Node, int] = {}  # a home -> how often it was written
+        self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its home
+        self.replaced: list[fx.Node] = []
+        for node in list(graph.nodes):
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                node.args = fx.map_arg(node.args, self.read)
+            else:
+                self._settle(node, None)
+        self.updates = {
+            home: self.now[home] for home in self.now if home.op == "placeholder" and self.version[home] > 0
+        }
+        for node in reversed(self.replaced):
+            graph.erase_node(node)
+
+    def _settle(self, node: fx.Node, parent: fx.Node | None) -> None:
+        """Give a node its home; its value is its own until something is written there."""
+        if parent is None:
+            self.now[node], self.version[node] = node, 0
+        else:
+            self.parent[node] = parent
+            self.seen[node] = self.version[self._home(node)], node
+
+    def _home(self, node: fx.Node) -> fx.Node:
+        while node in self.same or node in self.parent:
+            node = self.same[node] if node in self.same else self.parent[node]
+        return node
+
+    def read(self, node: fx.Node) -> fx.Node:
+        """The node that holds the value of `node` now."""
+        node = self._name(node)
+        if node not in self.parent:
+            return self.now[node]
+        version = self.version[self._home(node)]
+        known, value = self.seen[node]
+        if known != version:
+            value = self.graph.node_copy(node, lambda arg: self.read(arg))
+            self.seen[node] = version, value
+        return value
+
+    def _name(self, node: fx.Node) -> fx.Node:
+        """The node that first stood for the tensor of `node`."""
+        while node in self.same:
+            node = self.same[node]
+        return node
+
+    def _write(self, node: fx.Node, value: fx.Node, writer: fx.Node) -> None:
+        """Let `node`, which `writer` writes, hold `value` from now on."""
+        node = self._name(node)
+        if node not in self.parent:
+            self._check(node, writer)
+            self.now[node] = value
+            self.version[node] += 1
+            return
+        above, piece = self.parent[node], None
+        if node.target is python_operator.getitem:
+            above, piece = self.parent[above], node.args[1]
+        view = self.parent[node] if piece is not None else node
+        whole = put_back(self.graph, writer, view, piece, self.read(above), value)
+        self._write(above, whole, writer)
+        self.seen[node] = self.version[self._home(node)], value
+
+    def _check(self, home: fx.Node, writer: fx.Node) -> None:
+        kind = self.kinds.get(home.name, "batch tensor") if home.op == "placeholder" else None
+        if kind is not None and kind != "buffer":
+            cure = {
+                "parameter": "let the optimizer do so, or hold it in a buffer",
+                "constant": "register it as a buffer (register_buffer)",
+                "batch tensor": f"use an operator that returns a new tensor ({op_of(writer).rstrip('_')}, torch.where)",
+            }
+            raise StrategyError(f"{op_of(writer)}{at(writer)} writes in place to a {kind}; {cure[kind]}.")
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is python_operator.getitem:
+            (above,) = node.all_input_nodes
+            node.args = (self.read(above), node.args[1])
+            self._settle(node, above if above in self.parent else None)
+            return
+        op = op_of(node)
+        if op in ("batch_norm", "instance_norm") and _counts(node):
+            self._statistics(node, op)
+            return
+        if op in UNSEEN and any(arg is True for arg in node.args):
+            raise StrategyError(f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm.")
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            self._in_place(node, op)
+            return
+        above = _shown(node)
+        node.args, node.kwargs = fx.map_arg(node.args, self.read), fx.map_arg(node.kwargs, self.read)
+        self._settle(node, None if above is None else self._name(above))
+
+    def _in_place(self, node: fx.Node, op: str) -> None:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        name = written_argument(node.target)
+        base = None if name is None else node.kwargs[name] if name in node.kwargs else node.args[0]
+        if not isinstance(base, fx.Node):
+            raise StrategyError(f"{op}{at(node)} writes in place to several tensors, which cannot be captured.")
+        with self.graph.inserting_before(node):
+            if torch.Tag.inplace_view in node.target.tags:
+                self._turn(node, base, op)
+                return
+            old = self.read(base)
+            value = self._new_value(node, op, old, name)
+            if node.meta.get("without_grad") and floating(value.meta["val"]):
+                if self._needs_gradient(self.read(self._home(base))):
+                    raise StrategyError(
+                        f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
+                        "not know of it; write outside of no_grad, or to a detached copy."
+                    )
+                value = call(self.graph, node, aten.detach.default, value)
+            self._write(base, value, node)
+        self.same[node] = base
+        self.replaced.append(node)
+
+    def _new_value(self, node: fx.Node, op: str, old: fx.Node, name: str | None) -> fx.Node:
+        """What the in-place operator `node` leaves in the tensor that held `old`."""
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.read)
+        if op == "copy_":
+            value = args[1]
+        elif op == "detach_":
+            value = call(self.graph, node, aten.detach.default, old)
+        elif op == "zero_":
+            value = call(self.graph, node, aten.zeros_like.default, old)
+        else:
+            target = twin(node.target)  # type: ignore[arg-type]
+            if target is None:
+                raise StrategyError(f"{op}{at(node)} writes in place and has no form that returns a new tensor.")
+            kwargs = {key: item for key, item in kwargs.items() if key != name}
+            value = call(self.graph, node, target, *args, **kwargs)
+        spec, fresh = old.meta["val"], value.meta["val"]
+        if fresh.dtype != spec.dtype:
+            value = call(self.graph, node, aten.to.dtype, value, spec.dtype)
+        if fresh.shape != spec.shape:
+            value = call(self.graph, node, aten.expand.default, value, list(spec.shape))
+        return value
+
+    def _turn(self, node: fx.Node, base: fx.Node, op: str) -> None:
+        """An operator that changes which view a tensor is (transpose_, unsqueeze_): its result is a view, and so are
+        later uses of the tensor itself."""
+        target = twin(node.target)  # type: ignore[arg-type]
+        if target is None or self.kinds.get(self._name(base).name):
+            raise StrategyError(f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}.")
+        above = self._name(base)
+        view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
+        earlier = self.graph.node_copy(above, self.read) if above in self.parent else None
+        if earlier is not None:  # views of it stay views of what it was
+            raise StrategyError(f"{op}{at(node)} changes the shape of a view in place; use {op.rstrip('_')}.")
+        self._settle(view, above)
+        node.replace_all_uses_with(view)
+        for user in list(above.users):
+            if user is not view and user > node:
+                user.replace_input_with(above, view)
+        self.replaced.append(node)
+
+    def _statistics(self, node: fx.Node, op: str) -> None:
+        """Batch normalization in training, which returns its running statistics; instance normalization is that of one
+        sample whose channels are all samples' channels."""
+        x, weight, bias, mean, var, _, momentum, eps, _ = fx.map_arg(node.args, self.read)
+        make = lambda target, *args: call(self.graph, node, target, *args)  # noqa: E731
+        with self.graph.inserting_before(node):
+            olds = mean, var
+            shape = list(x.meta["val"].shape)
+            if op == "instance_norm":
+                repeat = lambda of: of if of is None else make(aten.repeat.default, of, [shape[0]])  # noqa: E731
+                weight, bias, mean, var = map(repeat, (weight, bias, mean, var))
+                x = make(aten.reshape.default, x, [1, shape[0] * shape[1], *shape[2:]])
+            given = 1.0 if momentum == CUMULATIVE else momentum
+            normed = self.graph.call_function(
+                resolve("local.batch_norm_training"), (x, weight, bias, mean, var, given, eps)
+            )
+            normed.meta = {**node.meta, "val": (x.meta["val"], mean.meta["val"], var.meta["val"])}
+            out, *news = (make(python_operator.getitem, normed, index) for index in range(3))
+            if op == "instance_norm":
+                out = make(aten.reshape.default, out, shape)
+                news = [
+                    make(aten.mean.dim, make(aten.reshape.default, new, [shape[0], shape[1]]), [0]) for new in news
+                ]
+            for old, new, written in zip(olds, news, node.args[3:5], strict=True):
+                if momentum == CUMULATIVE:  # the average of all batches, this one included
+                    part = make(aten.reciprocal.default, make(aten.to.dtype, self._count(node), new.meta["val"].dtype))
+                    new = make(aten.lerp.Tensor, old, new, part)
+                assert isinstance(written, fx.Node)
+                self._write(written, new, node)
+        self._settle(out, None)
+        node.replace_all_uses_with(out)
+        self.replaced.append(node)
+
+    def _count(self, node: fx.Node) -> fx.Node:
+        """How many batches the batch normalization `node` has seen, this one included."""
+        assert isinstance(node.args[3], fx.Node)
+        name = self.buffers[self._home(node.args[3]).name].removesuffix("running_mean") + "num_batches_tracked"
+        return self.read(next(home for home in self.now if self.buffers.get(home.name) == name))
+
+    def _needs_gradient(self, node: fx.Node) -> bool:
+        """Whether a trainable parameter stands behind a value."""
+        waiting, seen = [node], {node}
+        while waiting:
+            node = waiting.pop()
+            if node.op == "placeholder" and self.trainable(node):
+                return True
+            if op_of(node) == "detach" or not any(map(floating, fakes(node.meta.get("val")))):
+                continue
+            fresh = set(node.all_input_nodes) - seen
+            seen |= fresh
+            waiting += fresh
+        return False
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a normalization writes running statistics: (x, weight, bias, mean, var, of this batch, ...)."""
+    return node.args[3] is not None and node.args[5] is True
+
+
+def _shown(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory the result of a node shows, if any."""
+    found = [fake for fake in fakes(node.meta.get("val")) if isinstance(fake, Tensor)]
+    if not found:
+        return None
+    memory = found[0].untyped_storage()._cdata
+    for operand in node.all_input_nodes:
+        value = operand.meta.get("val")
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:
+            return operand
+    return None

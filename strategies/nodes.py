@@ -1,0 +1,96 @@
+"""Nodes of an exported graph: where the user wrote them, and new ones beside them.
+
+A pass that adds a node computes its value on fake tensors, so that every node knows its shape and dtype, and gives it
+the module call and the source line of the node that it serves.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
+"""Where source lines are not the user's (site-packages may lie in the standard library's folder)."""
+WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
+"""What a new node inherits from the node that it serves."""
+
+
+def in_library(filename: str) -> bool:
+    return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
+
+
+def short(filename: str) -> str:
+    """The last two parts of a path: enough to find a file, and the same on every machine."""
+    return "/".join(re.split(r"[/\\]", filename)[-2:])
+
+
+def source_of(node: fx.Node) -> str:
+    """file:line of the innermost frame outside torch, or nothing."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    for filename, line in reversed(frames):
+        if not in_library(filename):
+            return f"{short(filename)}:{line}"
+    return ""
+
+
+def at(node: fx.Node) -> str:
+    """` at file:line`, for errors, or nothing."""
+    source = source_of(node)
+    return f" at {source}" if source else ""
+
+
+def op_of(node: fx.Node) -> str:
+    """The name of what a node calls, without namespace and overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name).split("::")[1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def values(nested: Any) -> Any:
+    """Nested arguments with the (fake) values of nodes in their place."""
+    return fx.map_arg(nested, lambda node: node.meta["val"])
+
+
+def fakes(nested: Any) -> Iterator[FakeTensor]:
+    """The fake tensors in nested plain data."""
+    if isinstance(nested, FakeTensor):
+        yield nested
+    elif isinstance(nested, (tuple, list)):
+        for item in nested:
+            yield from fakes(item)
+    elif isinstance(nested, dict):
+        for item in nested.values():
+            yield from fakes(item)
+
+
+def mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The mode in which the graph's values were made."""
+    return next(fake.fake_mode for node in graph.nodes for fake in fakes(node.meta.get("val")))
+
+
+def inferred(graph: fx.Graph, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What `target` returns on fake tensors; arguments are nodes and plain data. Raises whatever the operator raises
+    for operands that do not fit."""
+    with mode_of(graph), torch.no_grad():
+        return target(*values(args), **values(kwargs))
+
+
+def call(graph: fx.Graph, serves: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node at the graph's insertion point, which computes something for the node `serves`."""
+    value = inferred(graph, target, args, kwargs)
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {name: serves.meta[name] for name in WHENCE if name in serves.meta} | {"val": value}
+    return node

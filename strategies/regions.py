@@ -1,0 +1,168 @@
+"""Regions of a captured graph (no_grad, enable_grad, autocast) become plain operators.
+
+What leaves a region without gradients passes `detach`. What autocast does is written out as casts: which operands it
+casts is read off a run of the operator on fake tensors under the same autocast, so there is no table of operators to
+keep. As in autocast, a parameter is cast once and every other operand at each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from strategies.errors import StrategyError
+from strategies.nodes import at, call, fakes, floating, mode_of, op_of, values
+
+aten = torch.ops.aten
+REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """An autocast region, as torch.autocast takes it."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+    cached: bool
+    """Whether casts of parameters are kept; export always switches that off."""
+
+
+def flatten(module: fx.GraphModule, trainable: Callable[[fx.Node], bool]) -> None:
+    """Inline every region of `module`; `trainable` tells parameters that need a gradient.
+
+    Raises StrategyError for an autocast region whose casts cannot be found out, or of another device than the batch's.
+    """
+    _inline(module)
+    _write_casts(module.graph, trainable)
+    _write_detach(module.graph)
+
+
+def _inline(module: fx.GraphModule) -> None:
+    """Replace the calls of regions by their nodes, which note the innermost region of each kind."""
+    for node in list(module.graph.nodes):
+        kind = str(node.target)
+        if node.op != "call_function" or not any(name in kind for name in REGIONS):
+            continue
+        *settings, body, arguments = _parts(node, 1 if "grad" in kind else 4)
+        inner: fx.GraphModule = getattr(module, body.target)
+        _inline(inner)
+        inputs = iter(arguments)
+        copied: dict[fx.Node, Any] = {}
+        with module.graph.inserting_before(node):
+            for part in inner.graph.nodes:
+                if part.op == "placeholder":
+                    copied[part] = next(inputs)
+                elif part.op == "output":
+                    results = [copied.get(value, value) for value in part.args[0]]
+                else:
+                    copied[part] = fresh = module.graph.node_copy(part, copied.__getitem__)
+                    if "grad" in kind:
+                        fresh.meta.setdefault("without_grad", not settings[0])
+                    else:
+                        fresh.meta.setdefault("autocast", Autocast(*settings))
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        if not body.users:
+            module.graph.erase_node(body)
+
+
+def _parts(node: fx.Node, count: int) -> tuple[Any, ...]:
+    """The settings of a region, its body, and the list of its arguments."""
+    return (*node.args[:count], node.args[count], node.args[count + 1 :])
+
+
+def _write_detach(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if not node.meta.get("without_grad") or not floating(node.meta.get("val")):
+            continue
+        outside = [user for user in node.users if not user.meta.get("without_grad")]
+        if outside:
+            with graph.inserting_after(node):
+                cut = graph.call_function(aten.detach.default, (node,))
+            cut.meta = dict(node.meta)
+            for user in outside:
+                user.replace_input_with(node, cut)
+
+
+class _Seen(TorchDispatchMode):
+    """Notes which of the given tensors are cast, and to what; and how often other tensors are."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.operands = {id(operand) for operand in operands}
+        self.casts: dict[int, torch.dtype] = {}
+        self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = (kwargs or {}).get("dtype")
+        if func is aten._to_copy.default and wanted is not None:
+            if id(args[0]) in self.operands:
+                self.casts[id(args[0])] = wanted
+            else:
+                self.others += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
+    cached: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
+    for node in list(graph.nodes):
+        region: Autocast | None = node.meta.get("autocast")
+        if region is None or not region.enabled or not _casts(node):
+            continue
+        operands = [fake for fake in fakes(values((node.args, node.kwargs))) if fake.is_floating_point()]
+        if any(operand.device.type != region.device for operand in operands):
+            raise StrategyError(
+                f"torch.autocast({region.device!r}) around {op_of(node)}{at(node)} is of another device than the "
+                f"tensors in it; take that of the batch: torch.autocast(x.device.type, {region.dtype})."
+            )
+        found = _dtypes(graph, node, region, operands)
+
+        def cast(operand: fx.Node, node: fx.Node = node, region: Autocast = region, found: Any = found) -> fx.Node:
+            dtype = found.get(id(operand.meta["val"]))
+            if dtype is None or dtype == operand.meta["val"].dtype:
+                return operand
+            key = (operand, dtype, bool(node.meta.get("without_grad")))
+            once = operand.op == "placeholder" and trainable(operand)
+            if not once or key not in cached:
+                with graph.inserting_before(node):
+                    fresh = call(graph, node, aten.to.dtype, operand, dtype)
+                if not once:
+                    return fresh
+                cached[key] = fresh
+            return cached[key]
+
+        node.args, node.kwargs = fx.map_arg(node.args, cast), fx.map_arg(node.kwargs, cast)
+
+
+def _casts(node: fx.Node) -> bool:
+    """Whether autocast may cast the operands of a node."""
+    known = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    return known and op_of(node) not in ("to", "_to_copy", "_assert_tensor_metadata", "item")
+
+
+def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence[Tensor]) -> dict[int, torch.dtype]:
+    """What autocast casts each operand to, by the id of its value. Raises StrategyError if it casts inside of the
+    operator what a cast of the operands does not stand for."""
+    args, kwargs = values(node.args), values(node.kwargs)
+    with mode_of(graph), torch.no_grad():
+        with torch.autocast(region.device, region.dtype, cache_enabled=False), _Seen(operands) as seen:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        for casts in (seen.casts, {id(operand): region.dtype for operand in operands}):
+            replace = lambda value, casts=casts: value.to(casts[id(value)]) if id(value) in casts else value  # noqa: E731
+            changed = tree_map_only(Tensor, replace, (args, kwargs))
+            with _Seen(()) as plain:
+                result = node.target(*changed[0], **changed[1])  # type: ignore[operator]
+            recorded = [fake.dtype for fake in fakes(node.meta["val"])]
+            inside = plain.others == seen.others or casts is not seen.casts and recorded[0] == region.dtype
+            if inside and [fake.dtype for fake in fakes(result)] == recorded:
+                return casts
+    raise StrategyError(f"What torch.autocast does to {op_of(node)}{at(node)} cannot be written as casts.")

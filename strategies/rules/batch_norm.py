@@ -1,0 +1,193 @@
+"""Batch norm with the statistics of the whole batch, as one device would compute them, however the batch is sliced.
+
+Every rank takes mean and variance of its own slice (two passes over the data), the slices' statistics are gathered, and
+each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Slices are
+equally long, so plain means are right. The gathering is differentiable; that is the only communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import named
+from strategies.rules.registry import local_function, rule
+from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
+
+
+@local_function
+def batch_norm_training(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's batch norm of `input` [n, c, ...] in training, and the running statistics [c] that follow it (without
+    gradient); the given ones are not written."""
+    mean, variance = running_mean.detach().clone(), running_var.detach().clone()
+    cudnn = torch.backends.cudnn.enabled
+    output = torch.batch_norm(input, weight, bias, mean, variance, True, momentum, eps, cudnn)
+    return output, mean, variance
+
+
+@local_function
+def instance_norm_training(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's instance norm of `input` [n, c, ...] in training, and the running statistics [c] that follow it: those
+    of the samples, averaged."""
+    mean, variance = running_mean.detach().clone(), running_var.detach().clone()
+    cudnn = torch.backends.cudnn.enabled
+    output = torch.instance_norm(input, weight, bias, mean, variance, True, momentum, eps, cudnn)
+    return output, mean, variance
+
+
+@local_function
+def slice_statistics(x: Tensor) -> Tensor:
+    """Variance (of the slice, not corrected) and mean of each channel of x [n, c, ...]: [2, c], float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.stack(torch.var_mean(wide, _all_but_channels(x), correction=0))
+
+
+@local_function
+def normalised(
+    x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n, c, ...] normalised by the statistics `gathered` [slices, 2, c]; mean and variance [c] of the whole batch,
+    without gradient."""
+    variances, means = gathered.unbind(1)
+    mean = means.mean(0)
+    variance = variances.mean(0) + (means - mean).square().mean(0)
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    result = (x - mean.view(shape)) * scale.view(shape)
+    if bias is not None:
+        result = result + bias.view(shape)
+    return result.to(x.dtype), mean.detach(), variance.detach()
+
+
+@local_function
+def running(
+    mean: Tensor, variance: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """The running statistics after a batch of `count` elements per channel; the variance is the unbiased one."""
+    unbiased = variance * (count / (count - 1))
+    return (
+        (running_mean.detach() * (1 - momentum) + mean * momentum).to(running_mean.dtype),
+        (running_var.detach() * (1 - momentum) + unbiased * momentum).to(running_var.dtype),
+    )
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _dims(spec: TensorSpec) -> tuple[Dims, tuple[str, ...]]:
+    """Factors of x [n, c, ...], and those of them over which statistics are taken."""
+    spatial = tuple(f"s{i}" for i in range(len(spec.shape) - 2))
+    return ("n", "c", *spatial), ("n", *spatial)
+
+
+def _statistics(operator: Operator, local: Local, *, weight: Ref | None, bias: Ref | None, eps: float) -> Ref:
+    """Several results: the normalised slice, mean and variance of the whole batch."""
+    shape = local.operand_shape(0)
+    _, factors = _dims(TensorSpec(shape, operator.results[0].dtype))
+    own = local.call("local.slice_statistics", local.args[0])
+    gathered = local.gather_over(own, *factors, shape=(2, shape[1]))
+    return local.several("local.normalised", local.args[0], gathered, weight, bias, eps)
+
+
+def _sliced(operator: Operator, local: Local) -> bool:
+    _, factors = _dims(TensorSpec(local.operand_shape(0), operator.results[0].dtype))
+    return local.slices(*factors) > 1
+
+
+def _training(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
+    if not _sliced(operator, local):
+        return local.several(operator.target, *local.args)
+    _, weight, bias, running_mean, running_var, momentum, eps = local.args
+    found = _statistics(operator, local, weight=weight, bias=bias, eps=eps)
+    shape = operator.results[0].shape
+    count = prod(shape) // shape[1]
+    mean, variance = Ref(found.id, 1), Ref(found.id, 2)
+    after = local.several("local.running", mean, variance, running_mean, running_var, momentum, count)
+    return found, after, Ref(after.id, 1)
+
+
+def _without_history(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
+    if not _sliced(operator, local):
+        return local.call(operator.target, *local.args, **local.kwargs)
+    given = named(operator.target, local.args, local.kwargs)
+    found = _statistics(operator, local, weight=given["weight"], bias=given["bias"], eps=given["eps"])
+    return (found,)
+
+
+def _per_channel(
+    operator: Operator, specs: Sequence[TensorSpec], dims: Dims, local: LocalProgram | None = None
+) -> Sharding:
+    """x as `dims`; weight, bias and statistics [c], the further results too."""
+    vectors: list[Dims] = [("c",) for _ in specs[1:]]
+    more: list[Dims] = [("c",) for _ in operator.results[1:]]
+    return sharding([dims, *vectors], [dims, *more], specs, operator.results, local=local)
+
+
+@rule("batch_norm_training")
+def training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [n, c, ...], weight [c], bias [c], running mean [c], running variance [c] -> x, new mean, new variance."""
+    return _per_channel(operator, specs, _dims(specs[0])[0], _training)
+
+
+@rule("batch_norm")
+def batch_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """By running statistics: every dim passes. In training without running ones: by those of the batch. (With both,
+    torch writes its operands, which a graph does not have.)"""
+    given = named(operator.target, operator.args, operator.keywords)
+    dims, _ = _dims(specs[0])
+    if not given["training"]:
+        return _per_channel(operator, specs, dims)
+    return _per_channel(operator, specs, dims, _without_history) if given["running_mean"] is None else None
+
+
+def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
+    """The statistics of the samples are averaged, over the slices too."""
+    found = local.several(operator.target, *local.args)
+    slices = local.slices("n")
+    if slices == 1:
+        return found
+    shape = local.result_shape(1)
+    means = [local.sum_over(Ref(found.id, i), "n", shape=shape) for i in (1, 2)]
+    return found, *(local.call("aten.div.Tensor", mean, slices) for mean in means)
+
+
+@rule("instance_norm_training")
+def instance_training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """As batch_norm_training, every sample by itself: n and c pass, the other dims stay whole."""
+    dims: Dims = ("n", "c", *(None,) * (len(specs[0].shape) - 2))
+    return _per_channel(operator, specs, dims, _instances)
+
+
+@rule("instance_norm")
+def instance_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x [n, c, ...]: n and c pass; the other dims too where running statistics are used."""
+    given = named(operator.target, operator.args, operator.keywords)
+    dims, _ = _dims(specs[0])
+    if not given["use_input_stats"]:
+        return _per_channel(operator, specs, dims)
+    if given["running_mean"] is not None:
+        return None  # writes its operands
+    return _per_channel(operator, specs, ("n", "c", *(None,) * (len(dims) - 2)))

@@ -1,0 +1,221 @@
+"""Cross-entropy and negative log likelihood over classes: factors c (classes, uneven) and the dims of the predictions.
+
+A slice of the classes needs one thing from the others, the logarithm of the sum of all exponentials; each slice sends
+its largest score and its sum of exponentials relative to that. Then it adds up its own classes' part of the loss, so
+that the losses of the slices are summands. `mean` divides by the weight of the targets that count (ignore_index, class
+weights), added up over all predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.losses import MEAN, NONE, SUM
+from strategies.rules.registry import local_function, rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
+
+ARGUMENTS = {
+    "cross_entropy_loss": ("weight", "reduction", "ignore_index", "label_smoothing"),
+    "nll_loss_nd": ("weight", "reduction", "ignore_index"),
+    "nll_loss": ("weight", "reduction", "ignore_index"),
+    "nll_loss2d": ("weight", "reduction", "ignore_index"),
+}
+"""The arguments after scores and target."""
+DEFAULTS = {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0}
+
+
+def _options(operator: Operator, args: Sequence[Any]) -> Mapping[str, Any]:
+    return DEFAULTS | dict(zip(ARGUMENTS[operator.op], args[2:], strict=False))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 or wider: bfloat16 cannot count beyond 256, and is too coarse for sums over many classes."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _class_dim(scores: Tensor) -> int:
+    return min(1, scores.dim() - 1)
+
+
+def _padding(scores: Tensor, start: int, total: int) -> Tensor | None:
+    """Which classes of the slice lie past the last class, shaped to broadcast against `scores`; None if none do."""
+    classes = scores.shape[_class_dim(scores)]
+    if start + classes <= total:
+        return None
+    past = torch.arange(start, start + classes, device=scores.device) >= total
+    return past.view(-1, *(1,) * (scores.dim() - 1 - _class_dim(scores)))
+
+
+@local_function
+def target_weight(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean divides by: the number (or class weight) of the targets that count. A scalar, float32 or wider."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum(dtype=_wide(scores.dtype))
+    return weight[target[counted]].sum(dtype=_wide(scores.dtype))
+
+
+@local_function
+def divided(total: Tensor, count: Tensor) -> Tensor:
+    """`total / count` in the dtype of `total`."""
+    return (total / count).to(total.dtype)
+
+
+@local_function
+def exponentials(scores: Tensor, start: int, total: int) -> Tensor:
+    """Of the classes of one slice the largest score m, and the sum of exp(score - m): [2, ...] without the class dim.
+
+    m is no smaller than the smallest finite number, so that a slice with no class at all, or whose scores are all -inf,
+    has the sum 0 and gradients of 0.
+    """
+    past = _padding(scores, start, total)
+    if past is not None:
+        scores = scores.masked_fill(past, -math.inf)
+    scores, dim = scores.to(_wide(scores.dtype)), _class_dim(scores)
+    peak = scores.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    return torch.stack((peak.squeeze(dim), (scores - peak).exp().sum(dim)))
+
+
+def _logarithm(slices: Tensor) -> Tensor:
+    """log(sum(exp(scores))) over all classes, from every slice's `exponentials` [slices, 2, ...]."""
+    peaks, sums = slices.unbind(1)
+    peak = peaks.amax(0)
+    return (sums * (peaks - peak).exp()).sum(0).log() + peak
+
+
+@local_function
+def class_slice_loss(
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    slices: Tensor | None,
+    start: int,
+    total: int,
+    ignore_index: int,
+    smoothing: float,
+    reduced: bool,
+) -> Tensor:
+    """The part of the loss that one slice of the classes adds: per prediction, or `reduced` to their sum.
+
+    `scores` [n, classes of the slice, ...]; `target` global class indices [n, ...], or probabilities like `scores`;
+    `slices` the exponentials of all slices (None: scores are log probabilities already). Raises IndexError on the CPU
+    for a target outside the `total` classes, as the whole operator would (a GPU would have to wait for it).
+    """
+    wide, dim = scores.to(_wide(scores.dtype)), _class_dim(scores)
+    logarithm = torch.zeros((), dtype=wide.dtype, device=wide.device) if slices is None else _logarithm(slices)
+    if target.dim() == scores.dim():
+        spread = target.to(wide.dtype) * (1 - smoothing) + smoothing / total
+        losses = _spread_loss(wide, spread * _class_weights(wide, weight, start, total), logarithm)
+    else:
+        losses = (1 - smoothing) * _index_loss(wide, target, weight, logarithm, start, total, ignore_index)
+        if smoothing:
+            spread = _class_weights(wide, weight, start, total) * (smoothing / total)
+            ignored = target == ignore_index
+            losses = losses + _spread_loss(wide, spread, logarithm).masked_fill(ignored, 0)
+    return (losses.sum() if reduced else losses).to(scores.dtype)
+
+
+def _index_loss(
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    logarithm: Tensor,
+    start: int,
+    total: int,
+    ignore_index: int,
+) -> Tensor:
+    """weight * (logarithm - score) of the target's class where that class is in this slice, else 0."""
+    counted, dim = target != ignore_index, _class_dim(scores)
+    if target.device.type == "cpu" and bool((counted & ((target < 0) | (target >= total))).any()):
+        raise IndexError(f"cross-entropy: a target is outside the {total} classes (and is not ignored).")
+    own = target - start
+    inside = counted & (own >= 0) & (own < scores.shape[dim])
+    own = own.where(inside, 0)
+    losses = logarithm - scores.gather(dim, own.unsqueeze(dim)).squeeze(dim)
+    if weight is not None:
+        losses = losses * weight[target.where(inside, 0)]
+    return losses.where(inside, 0)
+
+
+def _class_weights(scores: Tensor, weight: Tensor | None, start: int, total: int) -> Tensor:
+    """The weights of the slice's classes (1 without weights, 0 past the last class), to broadcast against `scores`."""
+    dim = _class_dim(scores)
+    classes = torch.arange(start, start + scores.shape[dim], device=scores.device)
+    inside = classes < total
+    own = inside.to(scores.dtype) if weight is None else weight[classes.clamp(max=total - 1)] * inside
+    return own.view(-1, *(1,) * (scores.dim() - 1 - dim))
+
+
+def _spread_loss(scores: Tensor, spread: Tensor, logarithm: Tensor) -> Tensor:
+    """sum over classes of spread * (logarithm - score)."""
+    dim = _class_dim(scores)
+    return logarithm * spread.expand_as(scores).sum(dim) - (scores * spread).sum(dim)
+
+
+def _sliced(operator: Operator, local: Local, scores: Dims) -> Ref:
+    """Classes in slices: the sum over this slice's classes, per prediction or over the predictions."""
+    options, shape = _options(operator, local.args), local.operand_shape(0)
+    dim = scores.index("c")
+    start, total = local.position("c", shape[dim]), local.size("c")
+    slices = None
+    if operator.op == "cross_entropy_loss":
+        own = local.call("local.exponentials", local.args[0], start, total)
+        slices = local.gather_over(own, "c", shape=(2, *shape[:dim], *shape[dim + 1 :]))
+    reduced = options["reduction"] != NONE
+    rest = (options["ignore_index"], options["label_smoothing"], reduced)
+    return local.call("local.class_slice_loss", *local.args[:2], options["weight"], slices, start, total, *rest)
+
+
+def _class(operator: Operator, local: Local) -> Ref:
+    options = _options(operator, local.args)
+    shape = local.operand_shape(0)
+    scores_dims, predictions = _dims(len(shape))
+    slices, cut = local.slices(*predictions), local.slices("c") > 1
+    if not cut and (options["reduction"] != MEAN or slices == 1):
+        return local.call(operator.target, *local.args)
+    scores, target = local.args[:2]
+    if cut:
+        total = _sliced(operator, local, scores_dims)
+    else:
+        arguments = [SUM if name == "reduction" else options[name] for name in ARGUMENTS[operator.op]]
+        total = local.call(operator.target, scores, target, *arguments)
+    if options["reduction"] != MEAN:
+        return total
+    if len(local.operand_shape(1)) == len(shape):  # class probabilities: torch divides by the number of predictions
+        return local.call("aten.div.Tensor", total, math.prod(local.size(factor) for factor in predictions))
+    counted = local.call("local.target_weight", scores, target, options["weight"], options["ignore_index"])
+    if slices > 1:
+        counted = local.sum_over(counted, *predictions)
+    return local.call("local.divided", total, counted)
+
+
+def _dims(rank: int) -> tuple[Dims, tuple[str, ...]]:
+    """Factors of scores [classes], [n, classes] or [n, classes, d...], and of the predictions."""
+    if rank == 1:
+        return ("c",), ()
+    names = ("d0", *(f"d{i}" for i in range(2, rank)))
+    return (names[0], "c", *names[1:]), names
+
+
+@rule(*ARGUMENTS)
+def class_loss(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """scores [n, classes, ...], a target of class indices [n, ...] or of probabilities (shaped like the scores)."""
+    scores, predictions = _dims(len(specs[0].shape))
+    target = scores if len(specs[1].shape) == len(specs[0].shape) else predictions
+    weight: list[Dims] = [(None,) * len(spec.shape) for spec in specs[2:]]
+    reduced = _options(operator, operator.args)["reduction"] != NONE
+    return sharding(
+        [scores, target, *weight],
+        [() if reduced else predictions],
+        specs,
+        operator.results,
+        sums=("c", *predictions) if reduced else ("c",),
+        local=_class,
+        uneven=("c",),
+    )

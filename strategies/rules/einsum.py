@@ -1,0 +1,172 @@
+"""Contractions that say themselves which dims belong together: every index is a factor.
+
+An index that the result lacks is summed over; one that the result has may have padded slices, because padding of an
+index that passes meets nothing but itself. An index that one operand has twice (a diagonal) stays whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.matmul import first_slice_only
+from strategies.rules.registry import rule
+from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
+
+
+def contraction(
+    inputs: Sequence[Sequence[str]],
+    output: Sequence[str],
+    specs: Sequence[TensorSpec],
+    operator: Operator,
+    *,
+    whole: frozenset[str] = frozenset(),
+    local: LocalProgram | None = None,
+) -> Sharding:
+    """The sharding of a sum of products whose operands carry the indices `inputs`; those in `whole` stay whole.
+
+    A dim of size 1 is broadcast against a larger one of the same index, and stays whole.
+    """
+    sizes: dict[str, int] = {}
+    for indices, spec in zip(inputs, specs, strict=False):
+        for index, size in zip(indices, spec.shape, strict=True):
+            sizes[index] = max(size, sizes.get(index, 1))
+    blocked = whole | {index for indices in inputs for index, count in Counter(indices).items() if count > 1}
+
+    def dims(indices: Sequence[str], spec: TensorSpec) -> Dims:
+        return tuple(
+            None if index in blocked or size != sizes[index] else index
+            for index, size in zip(indices, spec.shape, strict=True)
+        )
+
+    operands = [dims(indices, spec) for indices, spec in zip(inputs, specs, strict=True)]
+    (result,) = operator.results
+    return sharding(
+        operands,
+        [dims(output, result)],
+        specs,
+        operator.results,
+        sums=[index for index in sizes if index not in blocked and index not in output],
+        local=local,
+        flops=2.0 * prod(sizes.values()),
+        uneven=[index for index in output if index not in blocked],
+    )
+
+
+def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """The indices of every operand and of the result. The dims of an ellipsis are named ".0", ".1", ... from the left
+    of the longest one."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    named = [len(term.replace("...", "")) for term in terms]
+    most = max((rank - count for rank, count in zip(ranks, named, strict=True)), default=0)
+
+    def expanded(term: str, rank: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        skip = most - (rank - len(before) - len(after)) if dots else most
+        return [*before, *(f".{i}" for i in range(skip, most)), *after]
+
+    inputs = [expanded(term, rank) for term, rank in zip(terms, ranks, strict=True)]
+    if arrow:
+        return inputs, expanded(right, most + len(right.replace("...", "")))
+    counts = Counter(index for indices in inputs for index in indices)
+    alone = sorted(index for index, count in counts.items() if count == 1 and not index.startswith("."))
+    return inputs, [*(f".{i}" for i in range(most)), *alone]
+
+
+@rule("einsum")
+def einsum(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """einsum(equation, operands), with an explicit result or in the short form."""
+    equation = operator.args[0]
+    if not isinstance(equation, str):
+        return None
+    inputs, output = _parse(equation, [len(spec.shape) for spec in specs])
+    return contraction(inputs, output, specs, operator)
+
+
+@rule("tensordot")
+def tensordot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """tensordot(x, y, dims of x, dims of y): the named dims are contracted in pairs."""
+    left, right = ([f"{side}{i}" for i in range(len(spec.shape))] for side, spec in zip("xy", specs, strict=True))
+    for a, b in zip(*operator.args[2:], strict=True):
+        right[b] = left[a]
+    output = [index for index in (*left, *right) if (index in left) != (index in right)]
+    return contraction([left, right], output, specs, operator)
+
+
+@rule("inner")
+def inner(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x [..., k], y [..., k] -> x's leading dims, then y's; a scalar operand multiplies."""
+    if not specs[0].shape or not specs[1].shape:
+        return None
+    left, right = ([f"{side}{i}" for i in range(len(spec.shape) - 1)] for side, spec in zip("xy", specs, strict=True))
+    return contraction([[*left, "k"], [*right, "k"]], [*left, *right], specs, operator)
+
+
+@rule("vdot")
+def vdot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [k], y [k] -> []."""
+    return contraction([["k"], ["k"]], [], specs, operator)
+
+
+@rule("ger")
+def ger(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [m], y [n] -> [m, n]."""
+    return contraction([["m"], ["n"]], ["m", "n"], specs, operator)
+
+
+@rule("chain_matmul", "linalg_multi_dot")
+def chain(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """A product of matrices; the first and the last may be vectors."""
+    inputs = [[f"k{i}", f"k{i + 1}"] for i in range(len(specs))]
+    inputs[0] = inputs[0][2 - len(specs[0].shape) :]
+    inputs[-1] = inputs[-1][: len(specs[-1].shape)]
+    first, last = (inputs[0][0] if len(inputs[0]) == 2 else ""), (inputs[-1][-1] if len(inputs[-1]) == 2 else "")
+    return contraction(inputs, [index for index in (first, last) if index], specs, operator)
+
+
+def _first_bias(position: int, *sums: str) -> LocalProgram:
+    """The operator itself, with the bias at `position` of the arguments added by the first slice of `sums` alone."""
+
+    def program(operator: Operator, local: Local) -> Ref:
+        args = list(local.args)
+        if len(args) > position and args[position] is not None and local.slices(*sums) > 1:
+            args[position] = local.call(f"local.{first_slice_only.__name__}", args[position], local.position(sums))
+        return local.call(operator.target, *args, **local.kwargs)
+
+    return program
+
+
+@rule("bilinear")
+def bilinear(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [..., i], y [..., j], weight [o, i, j], bias [o] -> [..., o]."""
+    lead = [f"b{i}" for i in range(len(specs[0].shape) - 1)]
+    inputs = [[*lead, "i"], [*lead, "j"], ["o", "i", "j"], ["o"]][: len(specs)]
+    return contraction(inputs, [*lead, "o"], specs, operator, local=_first_bias(3, "i", "j"))
+
+
+ADDED = {"addbmm": ("bmk", "bkn", "mn"), "addmv": ("mk", "k", "m"), "addr": ("m", "n", "mn")}
+"""Indices of the two factors, and of the result, of products that are added to their first operand."""
+
+
+@rule(*ADDED)
+def added(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """beta * bias + alpha * product, with the bias broadcast to the result."""
+    x, y, output = ADDED[operator.op]
+    bias = output[len(output) - len(specs[0].shape) :]
+    sums = sorted((set(x) | set(y)) - set(output))
+    return contraction([bias, x, y], output, specs, operator, local=_first_bias(0, *sums))
+
+
+@rule("kron")
+def kron(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x [a, ...], y [b, ...] -> [a * b, ...]: every block of the result is an element of x times all of y, so the
+    dims of x that are sliced slice the result."""
+    x, y = (spec.shape for spec in specs)
+    if len(x) < len(y):
+        return None
+    names = tuple(f"d{i}" for i in range(len(x)))
+    sizes = dict(zip(names, x, strict=True))
+    return sharding([names, (None,) * len(y)], [names], specs, operator.results, sizes=sizes)

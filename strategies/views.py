@@ -1,0 +1,76 @@
+"""The way back from a view: a tensor with new contents in the part that a view shows."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from strategies.errors import StrategyError
+from strategies.nodes import at, call, inferred, op_of
+
+aten = torch.ops.aten
+PERMUTATIONS = frozenset(
+    "transpose permute t movedim moveaxis swapaxes swapdims numpy_T matrix_H mT mH adjoint".split()
+)
+PIECES = frozenset("split split_with_sizes chunk tensor_split hsplit vsplit dsplit unsafe_split unsafe_chunk".split())
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+"""Sizes by which the dims of a permuted tensor are recognised."""
+
+
+def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole: fx.Node, value: fx.Node) -> fx.Node:
+    """`whole` with `value` in the part that `view` shows of it (`piece`: the number of the view, of several).
+
+    Raises StrategyError if the way back of the view is not known.
+    """
+    op, target = op_of(view), view.target
+    shape, own = whole.meta["val"].shape, value.meta["val"].shape
+    args, kwargs = view.args[1:], view.kwargs
+    make: Callable[..., fx.Node] = lambda target, *args, **kwargs: call(graph, writer, target, *args, **kwargs)  # noqa: E731
+    if op == "select":
+        return make(aten.select_scatter.default, whole, value, *args, **kwargs)
+    if op == "diagonal":
+        return make(aten.diagonal_scatter.default, whole, value, *args, **kwargs)
+    if op == "unbind":
+        return make(aten.select_scatter.default, whole, value, args[0] if args else kwargs.get("dim", 0), piece)
+    if op in PIECES:
+        return _piece(view, piece, whole, value, make)
+    if op == "view_as_real":
+        return make(aten.view_as_complex.default, value)
+    if op == "view_as_complex":
+        return make(aten.view_as_real.default, value)
+    if op in PERMUTATIONS:
+        labels = torch.empty(PRIMES[: len(shape)], device="meta")
+        order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]  # type: ignore[operator]
+        return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
+    bits = getattr(target, "_overloadname", "") == "dtype" and op == "view"
+    if own == shape and value.meta["val"].dtype == whole.meta["val"].dtype and not bits:
+        return value  # the view shows all of it
+    if op == "slice":
+        return make(aten.slice_scatter.default, whole, value, *args, **kwargs)
+    if op == "narrow":
+        dim, start, length = args
+        return make(aten.slice_scatter.default, whole, value, dim, start, start + length)  # type: ignore[operator]
+    if own.numel() == shape.numel() and not bits and op in RESHAPES:
+        return make(aten.reshape.default, value, list(shape))
+    raise StrategyError(f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")
+
+
+RESHAPES = frozenset(
+    "view reshape _unsafe_view _reshape_alias flatten unflatten unsqueeze squeeze view_as expand expand_as ravel "
+    "atleast_1d atleast_2d atleast_3d".split()
+)
+
+
+def _piece(view: fx.Node, piece: int, whole: fx.Node, value: fx.Node, make: Callable[..., fx.Node]) -> fx.Node:
+    """The way back of one of the pieces into which a dim is cut."""
+    pieces = [tuple(found.shape) for found in view.meta["val"]]
+    shape = tuple(whole.meta["val"].shape)
+    dim = next((d for d, size in enumerate(shape) if pieces[0][d] != size), 0)
+    start = sum(found[dim] for found in pieces[:piece])
+    if len(pieces) == 1:
+        return value
+    return make(aten.slice_scatter.default, whole, value, dim, start, start + pieces[piece][dim])

@@ -1,0 +1,182 @@
+"""Convolutions, pooling, attention, recurrent layers, resampling: the operators of network layers."""
+
+from __future__ import annotations
+
+import torch
+
+from strategies.graph import Ref
+from tests.fuzz.generators.table import draws
+from tests.fuzz.pool import Pool, Rejected
+
+
+def _image(pool: Pool, dims: int, least: int = 1) -> Ref:
+    """A value [n, channels, ...] with `dims` further dims of at least `least`."""
+    accept = lambda v: v.dim() == dims + 2 and min(v.shape[2:]) >= least and v.numel() <= 400  # noqa: E731
+    fitting = [ref for ref, value in pool.values.items() if value.is_floating_point() and accept(value)]
+    if fitting and pool.rng.random() < 0.7:
+        return pool.rng.choice(fitting)
+    n, channels = pool.rng.choice((1, 2, 3, 4, 6, 8)), pool.rng.choice((1, 2, 3, 4, 6))
+    room = {1: (4, 5, 6, 8), 2: (3, 4, 5), 3: (2, 3)}[dims]
+    return pool.floats((n, channels, *(max(pool.rng.choice(room), least) for _ in range(dims))))
+
+
+@draws("conv1d", "conv2d", "conv3d")
+def convolution(pool: Pool, op: str) -> None:
+    dims = int(op[4])
+    x = _image(pool, dims, 2)
+    channels = pool.shape_of(x)[1]
+    groups = pool.rng.choice([d for d in range(1, channels + 1) if channels % d == 0]) if pool.rng.random() < 0.4 else 1
+    out = groups * pool.rng.choice((1, 2, 3, 4))
+    width = pool.rng.choice((1, 2, 3))
+    weight = pool.floats((out, channels // groups, *(width,) * dims), -0.5, 0.5)
+    bias = pool.floats((out,)) if pool.rng.random() < 0.6 else None
+    stride, dilation = pool.rng.choice((1, 1, 2)), pool.rng.choice((1, 1, 2))
+    if pool.rng.random() < 0.15:
+        pool.emit(f"aten.{op}.padding", x, weight, bias, (1,) * dims, pool.rng.choice(("same", "valid")), (1,) * dims)
+        return
+    if groups > 1 or dilation > 1 or pool.rng.random() < 0.5:
+        more: tuple[object, ...] = ((stride,) * dims, (2,) * dims, (dilation,) * dims, groups)
+    else:
+        more = ((stride,) * dims, (1,) * dims)
+    pool.emit(f"aten.{op}.default", x, weight, bias, *more)
+
+
+@draws("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed(pool: Pool, op: str) -> None:
+    dims = int(op[-2])
+    x = _image(pool, dims)
+    channels, groups = pool.shape_of(x)[1], 1
+    if pool.rng.random() < 0.4:
+        groups = pool.rng.choice([d for d in range(1, channels + 1) if channels % d == 0])
+    out = pool.rng.choice((1, 2, 3))
+    weight = pool.floats((channels, out, *(pool.rng.choice((2, 3)),) * dims), -0.5, 0.5)
+    bias = pool.floats((out * groups,)) if pool.rng.random() < 0.6 else None
+    overload = {1: "default", 2: "input", 3: "input"}[dims]
+    pool.emit(f"aten.{op}.{overload}", x, weight, bias, (2,) * dims, (0,) * dims, (0,) * dims, groups)
+
+
+@draws(*(f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for dims in (1, 2, 3)))
+def pooling(pool: Pool, op: str) -> None:
+    dims = int(op[-2])
+    x = _image(pool, dims, 2)
+    if "max" in op:
+        pool.apart(x)
+    if op.startswith("adaptive"):
+        pool.call(f"aten.{op}.default", x, tuple(pool.rng.choice((1, 2)) for _ in range(dims)))
+    else:
+        pool.call(f"aten.{op}.default", x, (2,) * dims, (pool.rng.choice((1, 2)),) * dims)
+
+
+@draws(*(f"max_pool{dims}d_with_indices" for dims in (2, 3)))
+def pooling_with_indices(pool: Pool, op: str) -> None:
+    dims = int(op[8])
+    x = _image(pool, dims, 2)
+    pool.apart(x)
+    pool.call(f"aten.{op}.default", x, (2,) * dims, (1,) * dims)
+
+
+@draws("scaled_dot_product_attention")
+def attention(pool: Pool, op: str) -> None:
+    rng = pool.rng
+    if rng.random() < 0.3:  # what a projection made, cut into heads
+        q = pool.tensor(4, 4, accept=lambda value: min(value.shape[-2:]) > 1)
+    else:
+        q = pool.floats(
+            (rng.choice((1, 2, 3, 4)), rng.choice((2, 3, 4, 8)), rng.choice((3, 4, 6, 8)), rng.choice((2, 4)))
+        )
+    *lead, heads, s, d = pool.shape_of(q)
+    grouped = rng.random() < 0.35
+    kv_heads = rng.choice([h for h in range(1, heads + 1) if heads % h == 0]) if grouped else heads
+    causal = rng.random() < 0.35
+    t, e = (s if rng.random() < 0.5 else rng.choice((2, 3, 5, 8))), rng.choice((2, 3, 4))
+    k, v = pool.like((*lead, kv_heads, t, d)), pool.like((*lead, kv_heads, t, e))
+    mask = None
+    if not causal and rng.random() < 0.5:
+        shape = tuple(size if rng.random() < 0.6 else 1 for size in (*lead, heads, s)) + (t,)
+        shape = shape[rng.choice((0, 0, len(shape) - 2)) :]
+        if rng.random() < 0.5:
+            seen = torch.rand(shape, generator=pool.generator) < 0.6
+            seen[..., 0] = True  # a row that sees nothing has no softmax
+            mask = pool.source(seen)
+        else:
+            mask = pool.fixed(shape, -1.0, 1.0)
+    more: dict[str, object] = {"scale": 0.4} if rng.random() < 0.3 else {}
+    if kv_heads != heads:
+        more["enable_gqa"] = True
+    pool.emit("aten.scaled_dot_product_attention.default", q, k, v, mask, 0.0, causal, **more)
+
+
+@draws("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent(pool: Pool, op: str) -> None:
+    rng = pool.rng
+    x = pool.tensor(3, 3, accept=lambda value: value.numel() <= 200)
+    first = rng.random() < 0.5
+    a, b, width = pool.shape_of(x)
+    if (b if first else a) > 8:
+        raise Rejected
+    batch, hidden, layers, both = (a if first else b), rng.choice((2, 3, 4)), rng.choice((1, 2)), rng.random() < 0.3
+    gates, directions = {"lstm": 4, "gru": 3}.get(op, 1), 2 if both else 1
+    weights = []
+    for layer in range(layers):
+        into = width if layer == 0 else hidden * directions
+        for _ in range(directions):
+            weights += [
+                pool.floats((gates * hidden, into), -0.5, 0.5),
+                pool.floats((gates * hidden, hidden), -0.5, 0.5),
+            ]
+            weights += [pool.floats((gates * hidden,), -0.5, 0.5) for _ in range(2)]
+    state = pool.floats((layers * directions, batch, hidden), -0.5, 0.5)
+    states = (state, pool.floats((layers * directions, batch, hidden), -0.5, 0.5)) if op == "lstm" else state
+    pool.call(f"aten.{op}.input", x, states, tuple(weights), True, layers, 0.0, True, both, first)
+
+
+UPSAMPLING = {
+    "upsample_nearest1d": 1,
+    "upsample_nearest2d": 2,
+    "upsample_linear1d": 1,
+    "upsample_bilinear2d": 2,
+    "upsample_bicubic2d": 2,
+    "upsample_nearest3d": 3,
+    "upsample_trilinear3d": 3,
+}
+
+
+@draws(*UPSAMPLING)
+def upsampled(pool: Pool, op: str) -> None:
+    dims = UPSAMPLING[op]
+    x = _image(pool, dims, 2)
+    corners = () if "nearest" in op else (False,)
+    if pool.rng.random() < 0.5:
+        pool.emit(f"aten.{op}.vec", x, None, *corners, (2.0,) * dims)
+    else:
+        pool.emit(f"aten.{op}.vec", x, tuple(size + 1 for size in pool.shape_of(x)[2:]), *corners, None)
+
+
+@draws("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+def shuffled(pool: Pool, op: str) -> None:
+    n, h, w = pool.rng.choice((1, 2, 4)), 2, 4
+    if op == "pixel_unshuffle":
+        x = pool.like((n, pool.rng.choice((1, 2, 3)), h, w))
+    else:
+        x = pool.like((n, pool.rng.choice((4, 8, 12)), h, w))
+    pool.emit(f"aten.{op}.default", x, 2)
+
+
+@draws("im2col")
+def im2col(pool: Pool, op: str) -> None:
+    pool.emit("aten.im2col.default", _image(pool, 2, 2), (2, 2), (1, 1), (0, 0), (1, 1))
+
+
+@draws("col2im")
+def col2im(pool: Pool, op: str) -> None:
+    columns = pool.like((pool.rng.choice((1, 2, 4)), 4 * pool.rng.choice((1, 2, 3)), 6))
+    pool.emit("aten.col2im.default", columns, (3, 4), (2, 2), (1, 1), (0, 0), (1, 1))
+
+
+@draws("grid_sampler")
+def grid_sampler(pool: Pool, op: str) -> None:
+    """Sampled inside the picture and between its points."""
+    x = _image(pool, 2, 3)
+    n = pool.shape_of(x)[0]
+    grid = pool.floats((n, pool.rng.choice((2, 3)), 4, 2), -0.8, 0.8)
+    pool.emit("aten.grid_sampler.default", x, grid, 0, 0, True)
