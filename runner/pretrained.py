@@ -113,12 +113,14 @@ def _check(one: Wanted, stored: Sequence[Stored], where: str) -> None:
     for candidate in stored:
         if candidate.shape != one.shape:
             raise ConfigError(
-                f"{where}: {candidate.key} has shape {list(candidate.shape)} there, but {one.names[0]} of the model has "
-                f"{list(one.shape)}; model.args or model.config describe another model."
+                f"{where}: {candidate.key} has shape {list(candidate.shape)} there, but {one.names[0]} of the model "
+                f"has {list(one.shape)}; model.args or model.config describe another model."
             )
         if ("float" in candidate.dtype) != one.floating:
             kind = "floating-point" if one.floating else "whole"
-            raise ConfigError(f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers.")
+            raise ConfigError(
+                f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
+            )
     first, *others = stored
     reader = Reader()
     for other in others:
@@ -142,7 +144,11 @@ def _told(
     cure = next(_cures(missing, unexpected, wanted, list(held), module), None)
     if cure is not None:
         return f"{text} Only a prefix differs: set model.rename=[['{cure[0]}', '{cure[1]}']]."
-    name, options = (missing[0], unexpected or sorted(held)) if missing else (unexpected[0], [n for one in wanted for n in one.names])
+    name, options = (
+        (missing[0], unexpected or sorted(held))
+        if missing
+        else (unexpected[0], [n for one in wanted for n in one.names])
+    )
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return text + (f" Nearest to {name} is {near[0]}; model.rename can change names." if near else "")
 

@@ -80,7 +80,9 @@ class Model(Section):
                 re.compile(pattern)
                 re.sub(pattern, replacement, "")
             except re.error as error:
-                raise ValueError(f"holds {pattern!r} -> {replacement!r}, which is no regular expression: {error}") from None
+                raise ValueError(
+                    f"holds {pattern!r} -> {replacement!r}, which is no regular expression: {error}"
+                ) from None
         return pairs
 
     @model_validator(mode="after")

@@ -27,7 +27,6 @@ from typing import Any
 from runner.errors import ConfigError
 from strategies.errors import closest
 
-
 EXTRAS = {"transformers": "hf"}
 """Packages that the project knows but does not need, with the extra that installs each."""
 
@@ -111,7 +110,7 @@ def _top_level(name: str, target: str, what: str) -> ModuleType:
     near = difflib.get_close_matches(name, sorted(installed), n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     if name in EXTRAS:
-        guess = f" It is an optional part: pip install \"meshwright[{EXTRAS[name]}]\"."
+        guess = f' It is an optional part: pip install "meshwright[{EXTRAS[name]}]".'
     raise ConfigError(
         f"{what} = {target!r}: there is no module {name!r}, neither installed nor in the working directory.{guess}"
     )

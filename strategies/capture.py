@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from strategies.errors import StrategyError
-from strategies.exported import BUFFER_WRITES, dtype_of, in_library, read, short
+from strategies.exported import dtype_of, read
+from strategies.functional import CUMULATIVE
 from strategies.graph import OperatorGraph
+from strategies.nodes import in_library, short
 from strategies.rules.random import draws
 
-HIDDEN_WRITES = frozenset({"batch_norm"})
-"""Operators that write a buffer although their schema does not say so."""
+LIBRARY = "GeneratedBackwardFor_"
+"""What autograd calls the backward of an operator of torch.library, which the graph keeps whole."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
 
@@ -90,7 +93,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     objective.train(training)
     hook = objective.register_forward_hook(_capturable_loss if training else _plain_outputs)
     try:
-        with _in_few_words(), warnings.catch_warnings():
+        with _in_few_words(), _cumulative_averages(objective), warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -104,6 +107,21 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             module.training = mode
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(_needed(graph) if training else graph, tensors)
+
+
+@contextmanager
+def _cumulative_averages(objective: nn.Module) -> Iterator[None]:
+    """Give batch normalizations without a momentum one that stands for the average over all batches: they would
+    compute it in python, from a buffer."""
+    norms = [m for m in objective.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    averaging = [norm for norm in norms if norm.momentum is None]
+    try:
+        for norm in averaging:
+            norm.momentum = CUMULATIVE
+        yield
+    finally:
+        for norm in averaging:
+            norm.momentum = None
 
 
 @contextmanager
@@ -166,7 +184,7 @@ def _capturable_loss(objective: nn.Module, inputs: Any, output: Any) -> Tensor:
     """Runs inside the capture, where autograd still knows what the user wrote."""
     loss = _checked_loss(objective, inputs, output)
     for node in _backward_nodes(loss):
-        if isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith(LIBRARY):
             raise StrategyError(_own_backward(type(node).__name__.removesuffix("Backward")))
     return loss
 
@@ -214,11 +232,11 @@ def _told(output: object) -> str:
 
 
 def _needed(graph: OperatorGraph) -> OperatorGraph:
-    """The graph without operators whose results the loss does not need. Those that write buffers or draw random
-    numbers stay."""
-    wanted, kept = {ref.id for ref in graph.outputs}, []
+    """The graph without operators whose results neither the loss nor a buffer needs. Those that draw random numbers
+    stay."""
+    wanted, kept = {ref.id for ref in (*graph.outputs, *(value for _, value in graph.updates))}, []
     for operator in reversed(graph.operators):
-        if operator.id in wanted or operator.op in BUFFER_WRITES | HIDDEN_WRITES or draws(operator):
+        if operator.id in wanted or draws(operator):
             kept.append(operator)
             wanted.update(ref.id for ref in operator.operands)
     return replace(graph, operators=tuple(reversed(kept)))

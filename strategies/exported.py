@@ -1,45 +1,30 @@
 """An exported program read as an operator graph: sources, operators with names, paths and source lines, outputs.
 
-Own passes: metadata asserts are dropped, no-grad regions are inlined behind `detach`, in-place operators on fresh
-values become functional (others are refused), tied weights become one source, baked constants become sources.
+Before, passes make it plain: regions become operators, writes become values, numbers become tensors. Tied weights
+become one source, baked constants become sources.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
-import re
-import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from strategies.errors import StrategyError
+from strategies.functional import make_functional
 from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.nodes import at, op_of, source_of
+from strategies.numbers import settle_numbers
+from strategies.regions import flatten
+from strategies.rules.registry import LOCAL_FUNCTIONS
 
-DROPPED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_guards_fn"})
-BUFFER_WRITES = frozenset({"add_", "copy_", "mul_", "fill_"})
-"""In-place operators that may write a buffer; they run replicated on the rank's own copy."""
-PASSING = frozenset({"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"})
-"""Operators (x, probability, training) that return x itself where they drop nothing, although their schema does not
-say so."""
-ROOT = Path(__file__).parent.parent
-PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
-STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
-"""Where source lines are not the user's (site-packages may lie in the standard library's folder)."""
-
-
-def in_library(filename: str) -> bool:
-    return filename.startswith(("<", *PACKAGES)) or (filename.startswith(STANDARD) and "-packages" not in filename)
-
-
-def short(filename: str) -> str:
-    """The last two parts of a path: enough to find a file, and the same on every machine."""
-    return "/".join(re.split(r"[/\\]", filename)[-2:])
+PASSING = frozenset({"alias", "lift_fresh", "lift_fresh_copy"})
+"""Operators that return what they are given; in a graph without writes a copy is as good as the tensor."""
 
 
 def dtype_of(value: Tensor) -> str:
@@ -66,13 +51,15 @@ class _Reader:
         self, exported: torch.export.ExportedProgram, objective: nn.Module, names: Sequence[str], mode: str
     ) -> None:
         module = exported.graph_module
-        _inline_regions(module)
         self.signature, self.objective, self.mode = exported.graph_signature, objective, mode
         self.values: dict[fx.Node, Any] = {}  # fx node -> Ref, or list of Refs for a node with several results
         self.tensors: dict[str, Tensor] = {}
         self.sources: list[Source] = []
         self.operators: list[Operator] = []
         self.owners = self._owners(exported)
+        flatten(module, self._trainable)
+        written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
+        settle_numbers(module.graph)
         inputs = iter(names)
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -81,12 +68,26 @@ class _Reader:
                 self._read_call(node)
             elif node.op == "output":
                 outputs = tuple(self.values[arg] for arg in node.args[0] if isinstance(arg, fx.Node))
-            elif not (node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)):
+            else:
                 raise StrategyError(
-                    f"The captured model holds {node.op} {node.target}, which cannot be sliced.{_at(node)}"
+                    f"The captured model holds {node.op} {node.target}, which cannot be sliced.{at(node)}"
                 )
         order = tuple(_strip(name) for name, _ in (*objective.named_parameters(), *objective.named_buffers()))
-        self.graph = OperatorGraph(tuple(self.sources), _named(self.operators), outputs, order)
+        updates = tuple((self.values[buffer].id, self.values[value]) for buffer, value in written.items())
+        self.graph = OperatorGraph(tuple(self.sources), _named(self.operators), outputs, order, updates)
+
+    def _kinds(self) -> dict[str, str]:
+        """What each placeholder that holds state is."""
+        signature = self.signature
+        return (
+            dict.fromkeys(signature.inputs_to_parameters, "parameter")
+            | dict.fromkeys(signature.inputs_to_buffers, "buffer")
+            | dict.fromkeys(signature.inputs_to_lifted_tensor_constants, "constant")
+        )
+
+    def _trainable(self, placeholder: fx.Node) -> bool:
+        found = self.owners.get(placeholder.name)
+        return found is not None and isinstance(found[1], nn.Parameter) and found[1].requires_grad
 
     def _owners(self, exported: torch.export.ExportedProgram) -> dict[str, tuple[str, Tensor]]:
         """Placeholder name -> (canonical name, tensor). Tied weights have several placeholders and one canonical
@@ -135,18 +136,10 @@ class _Reader:
         if node.target is python_operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
             return
-        if not isinstance(node.target, torch._ops.OpOverload):
-            known = "torch.autocast inside forward" if "autocast" in str(node.target) else str(node.target)
-            raise StrategyError(
-                f"The captured model calls {known}{_at(node)}, which is not a torch operator and cannot be sliced."
-            )
-        op = node.target._schema.name.split("::")[1]
-        if op in DROPPED:
+        op, target = op_of(node), _target(node)
+        if op in PASSING:
+            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
             return
-        target = node.target
-        if target._schema.is_mutable:
-            target = self._functional(node, op)
-            op = target._schema.name.split("::")[1]
         result = node.meta["val"]
         multiple = isinstance(result, (tuple, list))
         values = tuple(result) if multiple else (result,)
@@ -158,7 +151,7 @@ class _Reader:
                     else f"a {type(value).__name__}, not a tensor"
                 )
                 raise StrategyError(
-                    f"{op}{_at(node)} returns {what}, so the model is not one graph of tensors with known shapes."
+                    f"{op}{at(node)} returns {what}, so the model is not one graph of tensors with known shapes."
                 )
         results = tuple(map(_spec, values))
         paths = _paths(node)
@@ -169,55 +162,16 @@ class _Reader:
                 name="",
                 module=paths[-1] if paths else "",
                 op=op,
-                target=str(target),
+                target=target,
                 args=args,
                 kwargs=tuple(kwargs.items()),
                 results=results,
                 multiple=multiple,
-                source=_source(node),
+                source=source_of(node),
                 path=_relative(paths),
             )
         )
         self.values[node] = [Ref(node.name, i) for i in range(len(results))] if multiple else Ref(node.name)
-        if target is not node.target:  # later uses of the overwritten value see the new one, under whichever name
-            for same in self._names_of(node.args[0]):
-                self.values[same] = self.values[node]
-
-    def _functional(self, node: fx.Node, op: str) -> torch._ops.OpOverload:
-        """The operator that returns what an in-place one writes. Raises StrategyError where that would change the
-        meaning."""
-        base = node.args[0]
-        assert isinstance(node.target, torch._ops.OpOverload)
-        if not isinstance(base, fx.Node):
-            raise StrategyError(f"{op}{_at(node)} writes in place to several tensors, which cannot be captured yet.")
-        names = self._names_of(base)
-        if base.op == "placeholder" and base.name in self.signature.inputs_to_buffers and op in BUFFER_WRITES:
-            return node.target
-        memory = {alias for name in names for alias in _sharing(_origin(name), node)}
-        sources = [alias for alias in memory if alias.op == "placeholder"]
-        if sources or any(user > node for alias in memory.difference(names) for user in alias.users):
-            kind = {
-                name: kind for kind in ("parameter", "buffer") for name in getattr(self.signature, f"inputs_to_{kind}s")
-            }
-            what = (
-                f"a {kind.get(sources[0].name, 'batch tensor or constant')}"
-                if sources
-                else "memory that is read later under another name"
-            )
-            raise StrategyError(
-                f"{op}{_at(node)} writes in place to {what}, which cannot be captured yet; use an operator that "
-                "returns a new tensor "
-                f"({op.rstrip('_')}, torch.where, torch.cat ...)."
-            )
-        twin = getattr(getattr(torch.ops.aten, op.removesuffix("_"), None), node.target._overloadname, None)
-        if twin is None:
-            raise StrategyError(f"{op}{_at(node)} writes in place and has no form that returns a new tensor.")
-        functional: torch._ops.OpOverload = twin
-        return functional
-
-    def _names_of(self, node: Any) -> list[fx.Node]:
-        """The nodes that stand for the same tensor: what in-place operators return is what they wrote."""
-        return [other for other, value in self.values.items() if value == self.values[node]]
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -229,69 +183,15 @@ class _Reader:
         return value
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node may share memory with its operand."""
-    if node.target is python_operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_view(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return False
-    if node.target._schema.name in PASSING:
-        return not (node.args[1] and node.args[2])
-    return any(result.alias_info is not None for result in node.target._schema.returns)
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _sharing(node: fx.Node, before: fx.Node) -> Iterator[fx.Node]:
-    """A node and its views, as far as they exist `before` another node."""
-    yield node
-    for user in node.users:
-        if user < before and _is_view(user):
-            yield from _sharing(user, before)
-
-
-def _at(node: fx.Node) -> str:
-    source = _source(node)
-    return f" at {source}" if source else ""
-
-
-def _inline_regions(module: fx.GraphModule) -> None:
-    """Replace no-grad regions by their operators, with `detach` on what leaves them."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
-            continue
-        enabled, body = node.args[0], node.args[1]
-        inner: fx.GraphModule = getattr(module, body.target)
-        _inline_regions(inner)
-        inputs = iter(node.args[2:])
-        copied: dict[fx.Node, Any] = {}
-        with module.graph.inserting_before(node):
-            for part in inner.graph.nodes:
-                if part.op == "placeholder":
-                    copied[part] = next(inputs)
-                elif part.op == "output":
-                    results = [copied[value] for value in part.args[0]]
-                else:
-                    copied[part] = module.graph.node_copy(part, copied.__getitem__)
-            if not enabled:
-                results = [_detached(module.graph, value) for value in results]
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-        if not body.users:
-            module.graph.erase_node(body)
-
-
-def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    node.meta = dict(value.meta)
-    return node
+def _target(node: fx.Node) -> str:
+    """What an operator calls, as `resolve` finds it again."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    if LOCAL_FUNCTIONS.get(op_of(node)) is node.target:
+        return f"local.{op_of(node)}"
+    raise StrategyError(
+        f"The captured model calls {op_of(node)}{at(node)}, which is not a torch operator and cannot be sliced."
+    )
 
 
 def _paths(node: fx.Node) -> list[str]:
@@ -312,15 +212,6 @@ def _relative(paths: list[str]) -> tuple[str, ...]:
         parts.append(path.removeprefix(before + ".") if before else path)
         before = path
     return tuple(parts)
-
-
-def _source(node: fx.Node) -> str:
-    """file:line of the innermost frame outside torch, or nothing."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for filename, line in reversed(frames):
-        if not in_library(filename):
-            return f"{short(filename)}:{line}"
-    return ""
 
 
 def _named(operators: list[Operator]) -> tuple[Operator, ...]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from strategies.errors import StrategyError
+from strategies.inverse_views import put_back
 from strategies.nodes import at, call, fakes, floating, op_of
 from strategies.rules.registry import resolve
-from strategies.twins import twin, written_argument
-from strategies.views import put_back
+from strategies.twins import left_out, twin, written_argument
 
 aten = torch.ops.aten
 CUMULATIVE = -1.0
@@ -54,12 +54,13 @@ class _Rewriting:
         self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its home
         self.replaced: list[fx.Node] = []
         for node in list(graph.nodes):
-            if node.op == "call_function":
-                self._call(node)
-            elif node.op == "output":
-                node.args = fx.map_arg(node.args, self.read)
-            else:
-                self._settle(node, None)
+            with graph.inserting_before(node):
+                if node.op == "call_function":
+                    self._call(node)
+                elif node.op == "output":
+                    node.args = fx.map_arg(node.args, self.read)
+                else:
+                    self._settle(node, None)
         self.updates = {
             home: self.now[home] for home in self.now if home.op == "placeholder" and self.version[home] > 0
         }
@@ -105,10 +106,10 @@ class _Rewriting:
             self.now[node] = value
             self.version[node] += 1
             return
-        above, piece = self.parent[node], None
+        view, piece = node, None
         if node.target is python_operator.getitem:
-            above, piece = self.parent[above], node.args[1]
-        view = self.parent[node] if piece is not None else node
+            view, piece = self.parent[node], node.args[1]
+        above = self.parent[view]
         whole = put_back(self.graph, writer, view, piece, self.read(above), value)
         self._write(above, whole, writer)
         self.seen[node] = self.version[self._home(node)], value
@@ -134,13 +135,15 @@ class _Rewriting:
             self._statistics(node, op)
             return
         if op in UNSEEN and any(arg is True for arg in node.args):
-            raise StrategyError(f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm.")
+            raise StrategyError(
+                f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm."
+            )
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             self._in_place(node, op)
             return
-        above = _shown(node)
+        shown = _shown(node)
         node.args, node.kwargs = fx.map_arg(node.args, self.read), fx.map_arg(node.kwargs, self.read)
-        self._settle(node, None if above is None else self._name(above))
+        self._settle(node, None if shown is None else self._name(shown))
 
     def _in_place(self, node: fx.Node, op: str) -> None:
         assert isinstance(node.target, torch._ops.OpOverload)
@@ -148,26 +151,27 @@ class _Rewriting:
         base = None if name is None else node.kwargs[name] if name in node.kwargs else node.args[0]
         if not isinstance(base, fx.Node):
             raise StrategyError(f"{op}{at(node)} writes in place to several tensors, which cannot be captured.")
-        with self.graph.inserting_before(node):
-            if torch.Tag.inplace_view in node.target.tags:
-                self._turn(node, base, op)
-                return
-            old = self.read(base)
-            value = self._new_value(node, op, old, name)
-            if node.meta.get("without_grad") and floating(value.meta["val"]):
-                if self._needs_gradient(self.read(self._home(base))):
-                    raise StrategyError(
-                        f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
-                        "not know of it; write outside of no_grad, or to a detached copy."
-                    )
-                value = call(self.graph, node, aten.detach.default, value)
-            self._write(base, value, node)
+        if torch.Tag.inplace_view in node.target.tags:
+            self._turn(node, base, op)
+            return
+        old = self.read(base)
+        value = self._new_value(node, op, old, name)
+        if node.meta.get("without_grad") and floating(value.meta["val"]):
+            if self._needs_gradient(self.read(self._home(base))):
+                raise StrategyError(
+                    f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
+                    "not know of it; write outside of no_grad, or to a detached copy."
+                )
+            value = call(self.graph, node, aten.detach.default, value)
+        self._write(base, value, node)
         self.same[node] = base
         self.replaced.append(node)
 
-    def _new_value(self, node: fx.Node, op: str, old: fx.Node, name: str | None) -> fx.Node:
+    def _new_value(self, node: Any, op: str, old: fx.Node, name: str | None) -> fx.Node:
         """What the in-place operator `node` leaves in the tensor that held `old`."""
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.read)
+        given: Any = fx.map_arg((node.args, dict(node.kwargs)), self.read)
+        args, kwargs = given
+        value: fx.Node
         if op == "copy_":
             value = args[1]
         elif op == "detach_":
@@ -175,11 +179,11 @@ class _Rewriting:
         elif op == "zero_":
             value = call(self.graph, node, aten.zeros_like.default, old)
         else:
-            target = twin(node.target)  # type: ignore[arg-type]
+            target = twin(node.target)
             if target is None:
                 raise StrategyError(f"{op}{at(node)} writes in place and has no form that returns a new tensor.")
             kwargs = {key: item for key, item in kwargs.items() if key != name}
-            value = call(self.graph, node, target, *args, **kwargs)
+            value = call(self.graph, node, target, *args, *left_out(node.target, target, len(args)), **kwargs)
         spec, fresh = old.meta["val"], value.meta["val"]
         if fresh.dtype != spec.dtype:
             value = call(self.graph, node, aten.to.dtype, value, spec.dtype)
@@ -187,53 +191,37 @@ class _Rewriting:
             value = call(self.graph, node, aten.expand.default, value, list(spec.shape))
         return value
 
-    def _turn(self, node: fx.Node, base: fx.Node, op: str) -> None:
+    def _turn(self, node: Any, base: fx.Node, op: str) -> None:
         """An operator that changes which view a tensor is (transpose_, unsqueeze_): its result is a view, and so are
         later uses of the tensor itself."""
-        target = twin(node.target)  # type: ignore[arg-type]
-        if target is None or self.kinds.get(self._name(base).name):
+        target, above = twin(node.target), self._name(base)
+        if target is None or above.op == "placeholder":
             raise StrategyError(f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}.")
-        above = self._name(base)
         view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
-        earlier = self.graph.node_copy(above, self.read) if above in self.parent else None
-        if earlier is not None:  # views of it stay views of what it was
-            raise StrategyError(f"{op}{at(node)} changes the shape of a view in place; use {op.rstrip('_')}.")
         self._settle(view, above)
-        node.replace_all_uses_with(view)
-        for user in list(above.users):
-            if user is not view and user > node:
-                user.replace_input_with(above, view)
+        for name in [other for other in self.same if self._name(other) is above] + [above, node]:
+            for user in [user for user in name.users if user > node]:
+                user.replace_input_with(name, view)
         self.replaced.append(node)
 
     def _statistics(self, node: fx.Node, op: str) -> None:
-        """Batch normalization in training, which returns its running statistics; instance normalization is that of one
-        sample whose channels are all samples' channels."""
-        x, weight, bias, mean, var, _, momentum, eps, _ = fx.map_arg(node.args, self.read)
-        make = lambda target, *args: call(self.graph, node, target, *args)  # noqa: E731
-        with self.graph.inserting_before(node):
-            olds = mean, var
-            shape = list(x.meta["val"].shape)
-            if op == "instance_norm":
-                repeat = lambda of: of if of is None else make(aten.repeat.default, of, [shape[0]])  # noqa: E731
-                weight, bias, mean, var = map(repeat, (weight, bias, mean, var))
-                x = make(aten.reshape.default, x, [1, shape[0] * shape[1], *shape[2:]])
-            given = 1.0 if momentum == CUMULATIVE else momentum
-            normed = self.graph.call_function(
-                resolve("local.batch_norm_training"), (x, weight, bias, mean, var, given, eps)
-            )
-            normed.meta = {**node.meta, "val": (x.meta["val"], mean.meta["val"], var.meta["val"])}
-            out, *news = (make(python_operator.getitem, normed, index) for index in range(3))
-            if op == "instance_norm":
-                out = make(aten.reshape.default, out, shape)
-                news = [
-                    make(aten.mean.dim, make(aten.reshape.default, new, [shape[0], shape[1]]), [0]) for new in news
-                ]
-            for old, new, written in zip(olds, news, node.args[3:5], strict=True):
-                if momentum == CUMULATIVE:  # the average of all batches, this one included
-                    part = make(aten.reciprocal.default, make(aten.to.dtype, self._count(node), new.meta["val"].dtype))
-                    new = make(aten.lerp.Tensor, old, new, part)
-                assert isinstance(written, fx.Node)
-                self._write(written, new, node)
+        """Normalization in training, which returns its running statistics."""
+        given: Any = fx.map_arg(node.args, self.read)
+        x, weight, bias, mean, var, _, momentum, eps, _ = given
+
+        def make(target: Any, *args: Any) -> fx.Node:
+            return call(self.graph, node, target, *args)
+
+        rate = 1.0 if momentum == CUMULATIVE else momentum
+        normed = self.graph.call_function(resolve(f"local.{op}_training"), (x, weight, bias, mean, var, rate, eps))
+        normed.meta = {**node.meta, "val": (x.meta["val"], mean.meta["val"], var.meta["val"])}
+        out, *news = (make(python_operator.getitem, normed, index) for index in range(3))
+        for old, new, written in zip((mean, var), news, node.args[3:5], strict=True):
+            if momentum == CUMULATIVE:  # the average of all batches, this one included
+                part = make(aten.reciprocal.default, make(aten.to.dtype, self._count(node), new.meta["val"].dtype))
+                new = make(aten.lerp.Tensor, old, new, part)
+            assert isinstance(written, fx.Node)
+            self._write(written, new, node)
         self._settle(out, None)
         node.replace_all_uses_with(out)
         self.replaced.append(node)

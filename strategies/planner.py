@@ -14,7 +14,7 @@ from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.meshing import Axes, Meshing, merged, meshing
 from strategies.plan import OperatorPlan, Origin, Plan
-from strategies.request import NamedDims, Operand, Request, check, operands
+from strategies.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import batch_parallel, divisors, largest_fit
@@ -26,7 +26,7 @@ def make_plan(graph: OperatorGraph, request: Request) -> Plan:
     """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the
     mesh or one another."""
     check(request)
-    return _Planning(graph, request).plan()
+    return _Planning(graph, without_idle_axes(request)).plan()
 
 
 class _Planning:

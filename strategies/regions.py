@@ -93,11 +93,11 @@ def _write_detach(graph: fx.Graph) -> None:
                 user.replace_input_with(node, cut)
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which of the given tensors are cast, and to what; and how often other tensors are."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operands = {id(operand) for operand in operands}
         self.casts: dict[int, torch.dtype] = {}
         self.others = 0
@@ -162,7 +162,7 @@ def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence
             with _Seen(()) as plain:
                 result = node.target(*changed[0], **changed[1])  # type: ignore[operator]
             recorded = [fake.dtype for fake in fakes(node.meta["val"])]
-            inside = plain.others == seen.others or casts is not seen.casts and recorded[0] == region.dtype
+            inside = plain.others == seen.others or (casts is not seen.casts and recorded[0] == region.dtype)
             if inside and [fake.dtype for fake in fakes(result)] == recorded:
                 return casts
     raise StrategyError(f"What torch.autocast does to {op_of(node)}{at(node)} cannot be written as casts.")

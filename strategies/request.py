@@ -4,7 +4,7 @@ dataset's strategy."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from strategies.errors import StrategyError, closest
@@ -104,6 +104,27 @@ def operands(request: Request) -> Iterator[tuple[str, Operand]]:
             yield f"parallel.strategies.{path}", operand
     for operand in request.dataset_strategy if isinstance(request.dataset_strategy, tuple) else ():
         yield "parallel.dataset_strategy", operand
+
+
+def without_idle_axes(request: Request) -> Request:
+    """The same request without the named axes of one device: they slice nothing."""
+
+    def operand(given: Operand) -> Operand:
+        if not isinstance(given, NamedDims):
+            return given
+        matrix = request.layouts[given.layout]
+        idle = {name for name, size in zip(matrix.axes, matrix.device_matrix, strict=False) if size == 1}
+        return NamedDims(given.layout, tuple(tuple(name for name in dim if name not in idle) for dim in given.dims))
+
+    def side(given: tuple[Operand, ...] | None) -> tuple[Operand, ...] | None:
+        return None if given is None else tuple(map(operand, given))
+
+    dataset = request.dataset_strategy
+    return replace(
+        request,
+        strategies={path: Wanted(side(w.inputs), side(w.outputs)) for path, w in request.strategies.items()},
+        dataset_strategy=tuple(map(operand, dataset)) if isinstance(dataset, tuple) else dataset,
+    )
 
 
 def _check_names(where: str, operand: NamedDims, request: Request) -> None:

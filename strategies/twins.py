@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -13,7 +14,9 @@ OTHERWISE = {"normal_": "normal_functional"}
 
 def written_argument(target: OpOverload) -> str | None:
     """The name of the one argument that an operator writes; None if it writes several, or a list."""
-    written = [argument for argument in target._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    written = [
+        argument for argument in target._schema.arguments if argument.alias_info and argument.alias_info.is_write
+    ]
     return str(written[0].name) if len(written) == 1 and str(written[0].type) == "Tensor" else None
 
 
@@ -40,3 +43,9 @@ def _arguments(target: OpOverload) -> list[tuple[str, str]]:
         for argument in target._schema.arguments
         if not (argument.is_out)
     ]
+
+
+def left_out(target: OpOverload, other: OpOverload, given: int) -> list[Any]:
+    """The defaults of `target` for arguments after the first `given` ones for which its twin has none."""
+    pairs = zip(target._schema.arguments[given:], other._schema.arguments[given:], strict=False)
+    return [own.default_value for own, same in pairs if not same.kwarg_only and not same.has_default_value()]

@@ -35,7 +35,8 @@ TEST_SHARE = 10
 
 
 class Windows:
-    """Samples {input_ids [length], labels [length]}, int64 bytes; labels are the input one byte on.
+    """Samples {input_ids [length], labels [length]}, int64 bytes; labels are the input one byte on, or with
+    `shift=False` the input itself, for models that shift by themselves (those of transformers).
 
     Sample i starts at byte i * length; what fills no whole window at the end is left out. `train` chooses the part,
     None takes both; the other arguments are those of `corpus`, `path` a folder of the user's with text files.
@@ -50,6 +51,7 @@ class Windows:
         limit: int | None = None,
         cache: str | None = None,
         path: str | None = None,
+        shift: bool = True,
     ) -> None:
         if length < 1:
             raise ConfigError(f"data.args.length = {length} must be 1 or more.")
@@ -61,7 +63,7 @@ class Windows:
                 "length; choose shorter windows, more files, or data.args.train=null for all of them."
             )
         self._bytes: Bytes = np.memmap(file, np.uint8, mode="r")
-        self._length = length
+        self._length, self._shift = length, int(shift)
 
     def __len__(self) -> int:
         return (len(self._bytes) - 1) // self._length
@@ -75,7 +77,7 @@ class Windows:
             raise IndexError(f"index {index} is not one of the {len(self)} windows")
         (inputs,), (labels,) = slices
         start = index * self._length
-        return {"input_ids": self._part(start, inputs), "labels": self._part(start + 1, labels)}
+        return {"input_ids": self._part(start, inputs), "labels": self._part(start + self._shift, labels)}
 
     def _part(self, start: int, span: slice) -> Tensor:
         return torch.from_numpy(self._bytes[start + span.start : start + span.stop].astype(np.int64))

@@ -1,12 +1,14 @@
 """Whole tensors in files, read block by block: safetensors files, torch state dicts, and folders of either.
 
 Invariant: `index` reads headers alone, and a block costs reading and memory of its own size, whatever the size of the
-file.
+file. A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape, data_offsets}},
+and the tensors, each row by row.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strategies.errors import StrategyError
@@ -36,19 +38,21 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name)."""
+    """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name). In a
+    safetensors file it begins at byte `offset`; None in a torch file."""
 
     file: str
     key: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int | None = None
 
 
 class Reader:
-    """Reads blocks. Files stay mapped as long as the reader lives."""
+    """Reads blocks. Torch files stay mapped as long as the reader lives."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, dict[str, Tensor]] = {}
 
     def whole(self, stored: Stored) -> Tensor:
         return self.block(stored, tuple((0, size) for size in stored.shape))
@@ -58,16 +62,24 @@ class Reader:
 
         Raises StrategyError where the file is gone or damaged.
         """
-        if stored.file not in self._open:
-            self._open[stored.file] = _opened(stored.file)
         cut = tuple(slice(*bounds) for bounds in block)
         with _told(stored.file):
-            found = self._open[stored.file]
-            if isinstance(found, dict):
-                tensor: Tensor = found[stored.key][cut].clone(memory_format=torch.contiguous_format)
-            else:
-                tensor = found.get_slice(stored.key)[cut]
-            return tensor
+            if stored.offset is not None:
+                return _read(stored, stored.offset, cut)
+            if stored.file not in self._open:
+                self._open[stored.file] = _loaded(stored.file)
+            return self._open[stored.file][stored.key][cut].clone(memory_format=torch.contiguous_format)
+
+
+def _read(stored: Stored, offset: int, cut: tuple[slice, ...]) -> Tensor:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    size = math.prod(stored.shape) * dtype.itemsize
+    if not size:
+        return torch.empty(stored.shape, dtype=dtype)[cut].clone()
+    mapped = np.memmap(stored.file, np.uint8, mode="r", offset=offset, shape=(size,))
+    # numpy does not know every dtype of torch; numbers of the same width carry the bits
+    whole = mapped.view(f"<u{dtype.itemsize}" if dtype.itemsize <= 8 else "<c16").reshape(stored.shape)
+    return torch.from_numpy(np.array(whole[cut], order="C")).view(dtype)
 
 
 def index(path: Path) -> dict[str, Stored]:
@@ -121,29 +133,37 @@ def _sharded(path: Path) -> dict[str, Stored]:
 
 
 def _entries(file: str) -> Iterator[tuple[str, Stored]]:
-    found = _opened(file)
-    if isinstance(found, dict):
-        for name, tensor in found.items():
-            yield name, Stored(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        return
-    for name in found.keys():  # noqa: SIM118  (not a mapping)
-        header = found.get_slice(name)
-        kind = header.get_dtype()
-        if kind not in DTYPES:
-            raise StrategyError(f"{file}: {name} is stored as {kind}; quantised weights are not read, only {_kinds()}.")
-        yield name, Stored(file, name, tuple(header.get_shape()), DTYPES[kind])
-
-
-def _kinds() -> str:
-    return ", ".join(DTYPES.values())
-
-
-def _opened(file: str) -> Any:
-    """A mapped state dict, or an open safetensors file."""
     with _told(file):
-        if file.endswith(SAFETENSORS):
-            return safe_open(file, framework="pt")
-        return _state_dict(file, torch.load(file, mmap=True, weights_only=True, map_location="cpu"))
+        if not file.endswith(SAFETENSORS):
+            for name, tensor in _loaded(file).items():
+                yield name, Stored(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            return
+        header, start = _header(file)
+        for name, entry in header.items():
+            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if kind not in DTYPES:
+                raise StrategyError(
+                    f"{file}: {name} is stored as {kind}; quantised weights are not read, only {', '.join(DTYPES)}."
+                )
+            size = math.prod(shape) * getattr(torch, DTYPES[kind]).itemsize
+            if end - begin != size or start + end > Path(file).stat().st_size:
+                raise ValueError(f"it is cut off, or {name} is not where its header says")
+            yield name, Stored(file, name, shape, DTYPES[kind], start + begin)
+
+
+def _header(file: str) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the position of the first byte after it."""
+    with open(file, "rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if length > Path(file).stat().st_size:
+            raise ValueError("it does not begin with the length of a header")
+        header: dict[str, Any] = json.loads(content.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _loaded(file: str) -> dict[str, Tensor]:
+    return _state_dict(file, torch.load(file, mmap=True, weights_only=True, map_location="cpu"))
 
 
 def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
@@ -168,7 +188,7 @@ def _told(file: str) -> Iterator[None]:
             f"{file}: holds more than tensors and plain data, and is not read because that could run code from it; "
             "save the weights alone, with torch.save(model.state_dict(), FILE)."
         ) from error
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         text = " ".join(str(error).split())[:200].rstrip(".")
         cure = "; store it anew with a current torch.save" if "mmap can only be used" in text else ""
         raise StrategyError(f"{file}: cannot be read as weights ({type(error).__name__}: {text}){cure}.") from error

@@ -11,8 +11,20 @@ from strategies.graph import Operator, OperatorGraph
 from strategies.rules import attention as attention_rules
 from strategies.rules import batch_norm as batch_norm_rules
 from strategies.rules import embedding as embedding_rules
-from strategies.rules import class_losses, einsum
-from strategies.rules import losses, matmul, normalization, pointwise, random, reductions, selections, views
+from strategies.rules import class_losses, einsum, factories, indexing
+from strategies.rules import (
+    convolution,
+    losses,
+    matmul,
+    normalization,
+    pointwise,
+    pooling,
+    random,
+    reductions,
+    resampling,
+    selections,
+    views,
+)
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, whole
 
@@ -27,9 +39,14 @@ FAMILIES = (
     losses,
     class_losses,
     einsum,
+    factories,
+    indexing,
     random,
     batch_norm_rules,
     attention_rules,
+    convolution,
+    pooling,
+    resampling,
 )
 
 

@@ -1,23 +1,31 @@
-"""Operators that need whole the dims over which they normalise: softmax, layer norm, RMS norm, group norm."""
+"""Operators that need whole the dims over which they normalise or compare: softmax, layer norm, RMS norm, gated units,
+similarities. Group norm is sliced by whole groups of channels, weight norm by the vectors that have a norm each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.graph import Operator, TensorSpec
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import changed, named
+from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import rule
-from strategies.rules.sharding import Dims, Sharding, sharding
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
-@rule("softmax", "log_softmax")
+def _factors(dims: Dims) -> tuple[str, ...]:
+    return tuple(name for name in dims if name is not None)
+
+
+@rule("softmax", "log_softmax", "glu")
 def softmax(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x [...] normalised over one dim, which stays whole."""
+    """x [...] normalised (or halved by its gate) over one dim, which stays whole."""
     rank = len(specs[0].shape)
     if rank == 0:
         return None
-    dim = operator.keywords.get("dim", operator.args[1] if len(operator.args) > 1 else -1) % rank
+    dim = named(operator.target, operator.args, operator.keywords)["dim"] % rank
     dims: Dims = tuple(None if i == dim else f"d{i}" for i in range(rank))
-    return sharding([dims], [dims], specs, operator.results)
+    return sharding([dims], [dims], specs, operator.results, uneven=_factors(dims))
 
 
 @rule("layer_norm", "rms_norm")
@@ -26,12 +34,47 @@ def layer_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     rank, normalised = len(specs[0].shape), len(operator.args[1])
     dims: Dims = tuple(f"d{i}" if i < rank - normalised else None for i in range(rank))
     affine: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1:]]
-    return sharding([dims, *affine], [dims], specs, operator.results)
+    eps = named(operator.target, operator.args, operator.keywords)["eps"]
+    uneven = () if eps == 0 else _factors(dims)  # padding of equal elements would be divided by zero
+    return sharding([dims, *affine], [dims], specs, operator.results, uneven=uneven)
+
+
+def _group_norm(operator: Operator, local: Local) -> Ref:
+    groups = local.args[1] // local.slices("g")
+    args, kwargs = changed(operator.target, local.args, local.kwargs, num_groups=groups)
+    return local.call(operator.target, *args, **kwargs)
 
 
 @rule("group_norm")
 def group_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [n, c, ...]: only the batch can be sliced."""
-    dims: Dims = ("d0", *(None,) * (len(specs[0].shape) - 1))
-    affine: list[Dims] = [(None,) for _ in specs[1:]]
-    return sharding([dims, *affine], [dims], specs, operator.results)
+    """x [n, c, ...], weight [c], bias [c]: the batch, and the channels in whole groups."""
+    dims: Dims = ("n", "g", *(None,) * (len(specs[0].shape) - 2))
+    affine: list[Dims] = [("g",) for _ in specs[1:]]
+    sizes = {"g": operator.args[1]}
+    return sharding([dims, *affine], [dims], specs, operator.results, local=_group_norm, sizes=sizes)
+
+
+@rule("_weight_norm")
+def weight_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """v [...] and g, the norms that v shall have over all dims but one (of size 1 in g): that one passes."""
+    rank, dim = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)["dim"]
+    if len(specs[1].shape) != rank or dim < 0:
+        return None  # one norm of everything
+    dims: Dims = tuple(f"d{i}" if i == dim else None for i in range(rank))
+    return sharding([dims, dims], [dims], specs, operator.results)
+
+
+@rule("cosine_similarity", "pairwise_distance")
+def similarity(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """Vectors of two tensors that broadcast, along one dim (the last for distances), which stays whole."""
+    given = named(operator.target, operator.args, operator.keywords)
+    ranks = [len(spec.shape) for spec in specs]
+    sizes = [(1,) * (max(ranks) - rank) + spec.shape for rank, spec in zip(ranks, specs, strict=True)]
+    shape = tuple(map(max, zip(*sizes, strict=True)))
+    dim = given.get("dim", -1) % len(shape)
+    operands: list[Dims] = [
+        tuple(None if name == f"d{dim}" else name for name in dims) for dims in broadcast_dims(specs, shape)
+    ]
+    keeps = len(operator.results[0].shape) == len(shape)
+    result: Dims = tuple(None if i == dim else f"d{i}" for i in range(len(shape)) if keeps or i != dim)
+    return sharding(operands, [result], specs, operator.results)

@@ -17,8 +17,6 @@ DIM = {
     "cumprod": (1, 0),
     "cumsum": (1, 0),
     "diff": (2, -1),
-    "gather": (1, 0),
-    "index_select": (1, 0),
     "narrow": (1, 0),
     "select": (1, 0),
     "slice": (1, 0),
@@ -78,27 +76,6 @@ def drop_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     dims = _names(rank, [whole])
     result = tuple(name for i, name in enumerate(dims) if i != whole)
     return sharding([dims], [result] * len(operator.results), specs, operator.results)
-
-
-@rule("index_select")
-def index_select(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x [...], dim, index [k]: the other dims pass, the index stays whole."""
-    rank = len(specs[0].shape)
-    if rank == 0:
-        return None
-    dims = _names(rank, [_dim(operator, rank)])
-    return sharding([dims, (None,) * len(specs[1].shape)], [dims], specs, operator.results)
-
-
-@rule("gather")
-def gather(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x [...], dim, index [...]: dims other than `dim` pass where index and x have the same size."""
-    x, index = (spec.shape for spec in specs)
-    if not x or len(x) != len(index):
-        return None
-    whole = [i for i, (a, b) in enumerate(zip(x, index, strict=True)) if a != b or i == _dim(operator, len(x))]
-    dims = _names(len(x), whole)
-    return sharding([dims, dims], [dims], specs, operator.results)
 
 
 @rule("tril", "triu")

@@ -139,7 +139,7 @@ def sharding(
                 found.setdefault(factor, size)
     found |= {factor: size for factor, size in (sizes or {}).items() if factor in found}
     work = float(max((spec.elements for spec in (*specs, *result_specs)), default=0)) if flops is None else flops
-    padded = frozenset(uneven) & found.keys()
+    padded = frozenset(factor for factor in uneven if factor in found)
     return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, uneven=padded)
 
 

@@ -1,12 +1,13 @@
-"""What every search works on: the graph, its rules, the mesh and what is fixed beforehand; and the price of an edge."""
+"""What every search works on: the graph, its rules, the mesh and what is fixed beforehand; and the bytes that an
+operator causes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from strategies.graph import Operator, OperatorGraph, Ref, Source
+from strategies.graph import OperatorGraph, Ref, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import chain, elements
@@ -71,31 +72,19 @@ class Problem:
             return self.outputs[ref.id][ref.index]
         return self.shardings[ref.id].result_layouts(assignment)[ref.index]
 
-    def edge(self, ref: Ref, have: Layout, user: Operator, position: int, assignment: Assignment) -> tuple[int, int]:
-        """Bytes that carrying `ref` to operand `position` of `user` sends forward, and backward."""
-        spec, sharding = self.graph.specs[ref], self.shardings[user.id]
-        forward = elements(
-            chain(have, sharding.operand_layouts(assignment)[position], spec.shape, self.mesh), self.mesh
-        )
-        backward = 0
-        if ref in self.trained:
-            returned = sharding.gradient_layouts(assignment)[position]
-            backward = elements(chain(returned, have.whole, spec.shape, self.mesh), self.mesh)
-        return forward * spec.item_bytes, backward * spec.item_bytes
 
-    def own(self, operator: Operator, assignment: Assignment) -> tuple[int, float]:
-        """Bytes that the operator itself causes (sums of results, sums of parameter gradients), and its work per
-        rank."""
-        sharding = self.shardings[operator.id]
-        sent = 0
-        for layout, spec in zip(sharding.result_layouts(assignment), operator.results, strict=True):
-            if layout.partial:
-                sent += elements(chain(layout, layout.whole, spec.shape, self.mesh), self.mesh) * spec.item_bytes
-        for ref, returned in zip(operator.operands, sharding.gradient_layouts(assignment), strict=True):
-            source = self.graph.by_id[ref.id]
-            if isinstance(source, Source) and source.trainable and returned.partial:
-                sent += (
-                    elements(chain(returned, returned.whole, source.spec.shape, self.mesh), self.mesh)
-                    * source.spec.item_bytes
-                )
-        return sent, sharding.flops / self.mesh.product(sharding.used(assignment))
+def own_bytes(
+    sharding: Sharding,
+    assignment: Assignment,
+    reduced: Sequence[tuple[int, TensorSpec]],
+    results: Sequence[TensorSpec],
+    mesh: Mesh,
+) -> int:
+    """Bytes that an operator itself causes: sums of its results, and of the gradients of its trained parameters
+    (`reduced`: operand and spec)."""
+    sent, gradients = 0, sharding.gradient_layouts(assignment)
+    summed = list(zip(sharding.result_layouts(assignment), results, strict=True))
+    for layout, spec in (*summed, *((gradients[position], spec) for position, spec in reduced)):
+        if layout.partial:
+            sent += elements(chain(layout, layout.whole, spec.shape, mesh), mesh) * spec.item_bytes
+    return sent

@@ -4,23 +4,27 @@ redistribution.
 Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
 decided; what still waits when nothing else is left decides with what it knows. Choice: least forward bytes on decided
 edges, then backward bytes, then the operator's own communication, its own work, and the lexicographically smallest
-counts. Source: MindSpore's sharding_propagation, with our byte counts. Cost: operators x candidates x edges, with
-chains cached.
+counts. Source: MindSpore's sharding_propagation, with our byte counts. Cost: distinct situations x candidates x edges,
+with chains cached; repeated layers meet the same situations.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 from strategies.errors import StrategyError
-from strategies.graph import Operator, Ref, Source
+from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
+from strategies.mesh import Mesh
 from strategies.meshing import Meshing
+from strategies.redistribution import chain, elements
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import batch_parallel
-from strategies.search.problem import Problem
+from strategies.search.problem import Problem, own_bytes
 
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
@@ -43,6 +47,7 @@ class _Propagation:
         self.chosen: dict[str, Assignment] = dict(problem.fixed)
         self.queue = deque(operator for operator in self.graph.operators if operator.id in self.chosen)
         self.waiting: dict[str, Operator] = {}
+        self.decided: dict[Situation, Assignment] = {}
 
     def run(self, meshing: Meshing) -> dict[str, tuple[Assignment, bool]]:
         while self.queue or self.waiting:
@@ -75,24 +80,60 @@ class _Propagation:
 
     def _decide(self, operator: Operator) -> None:
         self.waiting.pop(operator.id, None)
-        sharding = self.problem.shardings[operator.id]
-        options = candidates(sharding, self.problem, self._neighbours(operator))
-        self.chosen[operator.id] = min(options, key=lambda assignment: self._price(operator, sharding, assignment))
+        situation = self._situation(operator)
+        if situation not in self.decided:
+            self.decided[situation] = self._cheapest(situation)
+        self.chosen[operator.id] = self.decided[situation]
         self.queue.append(operator)
 
-    def _neighbours(self, operator: Operator) -> list[tuple[tuple[str | None, ...], Layout]]:
-        """The factors and the present layout of every decided value next to the operator."""
-        sharding, found = self.problem.shardings[operator.id], []
+    def _situation(self, operator: Operator) -> Situation:
+        """What the decision depends on: the operator's rule and the decided values next to it."""
+        sharding, edges = self.problem.shardings[operator.id], []
         for position, ref in enumerate(operator.operands):
             have = self._have(ref)
             if have is not None:
-                found.append((sharding.operands[position], have))
+                trained = ref in self.problem.trained
+                edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
         for index in range(len(operator.results)):
-            for user, position in self.graph.users[Ref(operator.id, index)]:
+            ref = Ref(operator.id, index)
+            for user, position in self.graph.users[ref]:
                 if user.id in self.chosen:
-                    wanted = self.problem.shardings[user.id].operand_layouts(self.chosen[user.id])[position]
-                    found.append((sharding.results[index], wanted))
-        return found
+                    there, chosen = self.problem.shardings[user.id], self.chosen[user.id]
+                    wanted = there.operand_layouts(chosen)[position]
+                    returned = there.gradient_layouts(chosen)[position]
+                    trained = ref in self.problem.trained
+                    edges.append(Edge(True, index, self.graph.specs[ref], wanted, trained, returned))
+        reduced = tuple(
+            (position, node.spec)
+            for position, ref in enumerate(operator.operands)
+            if isinstance(node := self.graph.by_id[ref.id], Source) and node.trainable
+        )
+        said = sharding.operands, sharding.results, tuple(sharding.sizes.items()), sharding.sums, sharding.uneven
+        return Situation(sharding, (*said, sharding.flops), tuple(edges), reduced, operator.results)
+
+    def _cheapest(self, situation: Situation) -> Assignment:
+        """The best candidate: one criterion after the other, each only among those that are equal so far."""
+        sharding, mesh = situation.sharding, self.problem.mesh
+        near = [((sharding.results if e.result else sharding.operands)[e.position], e.layout) for e in situation.edges]
+        options = candidates(sharding, self.problem, near)
+
+        def order(assignment: Assignment) -> tuple[float, ...]:
+            places = [mesh.names.index(axis) for factor in sharding.factors for axis in assignment.get(factor, ())]
+            counts = [mesh.product(assignment.get(factor, ())) for factor in sharding.factors]
+            return (sharding.flops / mesh.product(sharding.used(assignment)), *counts, *places)
+
+        criteria: tuple[Callable[[Assignment], Any], ...] = (
+            lambda assignment: sum(edge.forward(sharding, assignment, mesh) for edge in situation.edges),
+            lambda assignment: sum(edge.backward(sharding, assignment, mesh) for edge in situation.edges),
+            lambda assignment: own_bytes(sharding, assignment, situation.reduced, situation.results, mesh),
+            order,
+        )
+        for criterion in criteria:
+            if len(options) > 1:
+                prices = [criterion(assignment) for assignment in options]
+                least = min(prices)
+                options = [option for option, price in zip(options, prices, strict=True) if price == least]
+        return options[0]
 
     def _have(self, ref: Ref) -> Layout | None:
         node = self.graph.by_id[ref.id]
@@ -100,25 +141,48 @@ class _Propagation:
             return self.problem.inputs[node.name] if node.kind == "input" else None
         return self.problem.result_layout(ref, self.chosen[ref.id]) if ref.id in self.chosen else None
 
-    def _price(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> tuple[float, ...]:
-        forward = backward = 0
-        for position, ref in enumerate(operator.operands):
-            have = self._have(ref)
-            if have is not None:
-                there, back = self.problem.edge(ref, have, operator, position, assignment)
-                forward, backward = forward + there, backward + back
-        for index, have in enumerate(sharding.result_layouts(assignment)):
-            ref = Ref(operator.id, index)
-            for user, position in self.graph.users[ref]:
-                if user.id in self.chosen:
-                    there, back = self.problem.edge(ref, have, user, position, self.chosen[user.id])
-                    forward, backward = forward + there, backward + back
-        own, work = self.problem.own(operator, assignment)
-        counts = [self.problem.mesh.product(assignment.get(factor, ())) for factor in sharding.factors]
-        order = [
-            self.problem.mesh.names.index(axis) for factor in sharding.factors for axis in assignment.get(factor, ())
-        ]
-        return (forward, backward, own, work, *counts, *order)
+
+@dataclass(frozen=True)
+class Edge:
+    """A decided value next to an operator: the layout in which an operand comes, or in which a user wants a result (and
+    how that user's gradient is returned)."""
+
+    result: bool
+    position: int
+    spec: TensorSpec
+    layout: Layout
+    trained: bool
+    returned: Layout | None
+
+    def forward(self, sharding: Sharding, assignment: Assignment, mesh: Mesh) -> int:
+        """Bytes that the busiest rank sends to carry the value there."""
+        if self.result:
+            before, after = sharding.result_layouts(assignment)[self.position], self.layout
+        else:
+            before, after = self.layout, sharding.operand_layouts(assignment)[self.position]
+        return elements(chain(before, after, self.spec.shape, mesh), mesh) * self.spec.item_bytes
+
+    def backward(self, sharding: Sharding, assignment: Assignment, mesh: Mesh) -> int:
+        """Bytes that it sends to carry the gradient back."""
+        if not self.trained:
+            return 0
+        if self.returned is not None:
+            before, after = self.returned, sharding.result_layouts(assignment)[self.position].whole
+        else:
+            before, after = sharding.gradient_layouts(assignment)[self.position], self.layout.whole
+        return elements(chain(before, after, self.spec.shape, mesh), mesh) * self.spec.item_bytes
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision depends on: repeated layers meet the same ones. `rule` is what the sharding says; `reduced`
+    are the operands that are trained parameters."""
+
+    sharding: Sharding = field(compare=False)
+    rule: tuple[Any, ...]
+    edges: tuple[Edge, ...]
+    reduced: tuple[tuple[int, TensorSpec], ...]
+    results: tuple[TensorSpec, ...]
 
 
 def candidates(

@@ -10,21 +10,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.graph import OperatorGraph
-from strategies.request import SEARCHES, NamedDims, NamedMatrix, Operand, Request, Wanted
+from strategies.request import SEARCHES, NamedMatrix, Request, Wanted
 from tests.conformance.operators import TABLE, Form, Forms, NotMapped, Recorded
 
 Case = Mapping[str, Any]
 Sizes = Mapping[str, int]
 FEW_INDICES = 8
 """Indices are drawn below this number, or below the table's rows."""
+INTERLEAVED = "interleaved_parallel"
+"""An axis of a device matrix that is no devices: halves of a micro-batch, whose communication hides the other's."""
 
 
 def devices(case: Case) -> int:
@@ -71,6 +74,43 @@ def specs_of(case: Case) -> Iterator[Mapping[str, Any]]:
 
 def shape_of(spec: Mapping[str, Any], sizes: Sizes) -> tuple[int, ...]:
     return tuple(sizes[f"{spec['tensor']}.{i}"] if is_open(size) else size for i, size in enumerate(spec["shape"]))
+
+
+def dataset_strategy(case: Case) -> Any:
+    context = case.get("context") or {}
+    return context.get("dataset_strategy", "full_batch" if context.get("full_batch") else "data_parallel")
+
+
+def whole_batches(case: Case) -> list[Case]:
+    """The case with whole inputs, what is most likely first. With a data-parallel dataset the recorded inputs are the
+    part of one device, and so they may be with a strategy for the dataset; interleaved micro-batches are parts too."""
+    strategy, parts = dataset_strategy(case), 1
+    for wrapper in case.get("wrappers") or []:
+        if wrapper.get("cell") == "MicroBatchInterleaved" and wrapper.get("args"):
+            parts *= int(wrapper["args"][0])
+    found: list[Case] = [case]
+    if strategy == "data_parallel":
+        found.insert(0, scaled(case, itertools.repeat([devices(case)])))
+    elif not isinstance(strategy, str) and all(isinstance(counts, list) for counts in strategy):
+        found.append(scaled(case, strategy))
+    if parts > 1:
+        found.append(scaled(case, itertools.repeat([1]), parts))
+    return found
+
+
+def scaled(case: Case, counts: Iterable[list[int]], parts: int = 1) -> Case:
+    """Inputs whose leading dims are so many times as long, and whose first one is divided by `parts`."""
+
+    def entry(item: Any, factors: list[int]) -> Any:
+        factors = [*factors, *(1,) * len(item["shape"])]
+        shape = [size if is_open(size) else size * factor for size, factor in zip(item["shape"], factors, strict=False)]
+        if shape and not is_open(shape[0]):
+            shape[0] = max(shape[0] // parts, 1)
+        return {**item, "shape": shape}
+
+    factors = iter(counts)
+    inputs = [entry(item, next(factors)) if isinstance(item, dict) else item for item in case["inputs"]]
+    return {**case, "inputs": inputs}
 
 
 # the module
@@ -128,8 +168,7 @@ class Network(nn.Module):
             self.add_module(name_of(node), step)
             self.steps.append(step)
         self.sum = Sum()
-        used = {(item["node"]) for node in self.nodes for item in flat(node["in"]) if "node" in item}
-        self.results = [node["id"] for node in self.nodes if node["id"] not in used]
+        self.used = {taken for node in self.nodes for item in flat(node["in"]) for taken in results_taken(node, item)}
 
     def _parameters_of(self, case: Case, sizes: Sizes) -> None:
         """A name that the case lists as often as it is used is a parameter of its own at every use."""
@@ -169,11 +208,20 @@ class Network(nn.Module):
             values[node["id"]] = step(*(value(node, i, item) for i, item in enumerate(flat(node["in"]))))
         ends = []
         for node in self.nodes:
-            if node["id"] in self.results:
-                end = values[node["id"]]
-                ends += end[: TABLE[node["op"]].results] if isinstance(end, tuple) else [end]
+            results = values[node["id"]]
+            results = results[: TABLE[node["op"]].results] if isinstance(results, tuple) else (results,)
+            ends += [result for i, result in enumerate(results) if (node["id"], i) not in self.used]
         total: Tensor = self.sum(*ends)
         return total
+
+
+def results_taken(node: Mapping[str, Any], item: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """(node, result) that an argument of `node` consumes; an index of a single result takes all of it."""
+    if "node" not in item:
+        return set()
+    if node["op"] == "getitem":
+        return {(item["node"], (node.get("attrs") or {}).get("index", 0)), (item["node"], 0)}
+    return {(item["node"], item.get("out", 0))}
 
 
 def name_of(node: Mapping[str, Any]) -> str:
@@ -212,16 +260,26 @@ def conditions(case: Case) -> set[str]:
     }
 
 
-def fill(case: Case, network: Network, sizes: Sizes) -> tuple[Tensor, ...]:
+def smallest_range(case: Case, seen: Mapping[int, tuple[tuple[int, ...], ...]]) -> int:
+    """Indices below this number are good wherever the case uses some."""
+    found = [FEW_INDICES]
+    for node in case["network"]:
+        if node["op"] == "OneHot":
+            found.append(node["in"][1])
+        elif TABLE[node["op"]].indices and node["id"] in seen:
+            found.append(min(seen[node["id"]][0]))
+    return min(found)
+
+
+def fill(
+    case: Case, network: Network, sizes: Sizes, seen: Mapping[int, tuple[tuple[int, ...], ...]] = MappingProxyType({})
+) -> tuple[Tensor, ...]:
     """Numbers for parameters and constants, in place, and the batch; on the device of the parameters."""
     draw = torch.Generator().manual_seed(0)
     positive = any(TABLE[node["op"]].domain for node in case["network"])
     device = network.sum.gain.device
     indices, bools = index_tensors(case), conditions(case)
-    rows = [item["shape"] for node in case["network"] for item in flat(node["in"])[:1] if TABLE[node["op"]].indices]
-    below = min([FEW_INDICES, *(min([n for n in shape if not is_open(n)], default=1) for shape in rows)])
-    if any(TABLE[node["op"]].indices and node["op"] == "OneHot" for node in case["network"]):
-        below = 2
+    below = smallest_range(case, seen)
 
     def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
         if device.type == "meta":
@@ -250,6 +308,8 @@ def fill(case: Case, network: Network, sizes: Sizes) -> tuple[Tensor, ...]:
 class Built:
     network: Network
     batch: tuple[Tensor, ...]
+    seen: Mapping[int, tuple[tuple[int, ...], ...]]
+    """Per node the shapes of its tensors."""
 
     @property
     def largest(self) -> int:
@@ -261,23 +321,40 @@ class Built:
 def build(case: Case, *, real: bool) -> Built:
     """The network and its batch, on the CPU or without memory. Raises NotMapped where the recorded shapes do not go
     together in torch."""
-    places = open_dims(case)
     failure = ""
-    for chosen in itertools.islice(itertools.product(*(candidates(known, case) for known in places.values())), 64):
-        sizes = dict(zip(places, chosen, strict=True))
-        try:
-            with torch.device("meta"):
-                tried = Network(case, sizes)
-            batch = fill(case, tried, sizes)
-            tried(*batch)
-        except (RuntimeError, IndexError, ValueError) as error:
-            failure = failure or str(error).splitlines()[0]
-            continue
-        if not real:
-            return Built(tried, batch)
-        network = Network(case, sizes)
-        return Built(network, fill(case, network, sizes))
+    for whole in whole_batches(case):
+        places = open_dims(whole)
+        known = [candidates(text, whole) for text in places.values()]
+        for chosen in itertools.islice(itertools.product(*known), 64):
+            sizes = dict(zip(places, chosen, strict=True))
+            try:
+                with torch.device("meta"):
+                    tried = Network(whole, sizes)
+                batch = fill(whole, tried, sizes)
+                seen = shapes_in(tried, batch)
+            except (RuntimeError, IndexError, ValueError) as error:
+                failure = failure or str(error).splitlines()[0]
+                continue
+            if not real:
+                return Built(tried, batch, seen)
+            network = Network(whole, sizes)
+            return Built(network, fill(whole, network, sizes, seen), seen)
     raise NotMapped(f"shapes that torch takes ({failure})")
+
+
+def shapes_in(network: Network, batch: tuple[Tensor, ...]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """What every node is given when the network runs."""
+    found: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    def note(step: nn.Module, given: tuple[Any, ...]) -> None:
+        assert isinstance(step, Step)
+        found[step.node["id"]] = tuple(tuple(item.shape) for item in given if isinstance(item, Tensor))
+
+    hooks = [step.register_forward_pre_hook(note) for step in network.steps]
+    network(*batch)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 # the request
@@ -288,7 +365,7 @@ def request_of(case: Case, graph: OperatorGraph, built: Built) -> Request:
     layouts: dict[str, NamedMatrix] = {}
     strategies: dict[str, Wanted] = {}
     for node, step in zip(built.network.nodes, built.network.steps, strict=True):
-        strategies |= wanted_of(node, step, graph, layouts)
+        strategies |= wanted_of(node, step, graph, layouts, built.seen[node["id"]], devices(case))
     mode = case["mode"]
     if mode not in ("semi_auto", "auto", "data_parallel"):
         raise NotMapped(f"mode {mode}")
@@ -312,8 +389,7 @@ def searched(case: Case) -> bool:
 
 
 def dataset_of(case: Case, layouts: dict[str, NamedMatrix]) -> Any:
-    context = case.get("context") or {}
-    strategy = context.get("dataset_strategy", "full_batch" if context.get("full_batch") else "data_parallel")
+    strategy = dataset_strategy(case)
     if isinstance(strategy, str):
         return strategy
     return tuple(form_of(entry, layouts).operand() for entry in strategy)
@@ -324,11 +400,12 @@ def form_of(entry: Any, layouts: dict[str, NamedMatrix]) -> Form:
     if isinstance(entry, list):
         return Form(tuple(entry))
     layout = entry["layout"]
-    matrix = NamedMatrix(tuple(layout["device_matrix"]), tuple(layout["alias"]))
+    axes = [(a, n) for a, n in zip(layout["alias"], layout["device_matrix"], strict=True) if a != INTERLEAVED]
+    matrix = NamedMatrix(tuple(n for _, n in axes), tuple(a for a, _ in axes))
     name = next((n for n, known in layouts.items() if known == matrix), f"l{len(layouts)}")
     layouts[name] = matrix
     dims = [[dim] if isinstance(dim, str) else dim or [] for dim in layout["map"]]
-    return Form(tuple(tuple(axis for axis in dim if axis != "None") for dim in dims), name)
+    return Form(tuple(tuple(axis for axis in dim if axis not in ("None", INTERLEAVED)) for dim in dims), name)
 
 
 def numbered(matrix: list[int], maps: list[list[int]], layouts: dict[str, NamedMatrix]) -> Forms:
@@ -344,7 +421,12 @@ def numbered(matrix: list[int], maps: list[list[int]], layouts: dict[str, NamedM
 
 
 def wanted_of(
-    node: Mapping[str, Any], step: Step, graph: OperatorGraph, layouts: dict[str, NamedMatrix]
+    node: Mapping[str, Any],
+    step: Step,
+    graph: OperatorGraph,
+    layouts: dict[str, NamedMatrix],
+    seen: tuple[tuple[int, ...], ...],
+    ranks: int,
 ) -> dict[str, Wanted]:
     """The strategies of one node's torch operators, by plan name."""
     if not node.get("in_strategy") and not node.get("out_strategy"):
@@ -360,23 +442,6 @@ def wanted_of(
     if not operators:
         raise NotMapped(f"a strategy for {node['op']}, which torch does not compute here")
     shapes = tuple(tuple(spec.shape for spec in graph.operand_specs(o)) for o in operators)
-    record = Recorded(inputs, outputs, arguments_of(node, step, graph), step.attrs, operators, shapes)
+    arguments = step.arguments(tuple(torch.empty(shape, device="meta") for shape in seen))
+    record = Recorded(inputs, outputs, arguments, step.attrs, operators, shapes, ranks)
     return TABLE[node["op"]].spread(record)
-
-
-def arguments_of(node: Mapping[str, Any], step: Step, graph: OperatorGraph) -> list[Any]:
-    """The node's arguments with empty tensors of the recorded shapes; a shape that is not recorded is that of the
-    operand in the same place."""
-    first = next(o for o in graph.operators if o.module == name_of(node))
-    seen = [spec.shape for spec in graph.operand_specs(first)]
-    tensors = []
-    for position, item in enumerate(flat(node["in"])):
-        shape = item.get("shape")
-        if shape is None or any(is_open(size) for size in shape):
-            shape = seen[position] if position < len(seen) else ()
-        tensors.append(torch.empty(tuple(shape), device="meta"))
-    return step.arguments(tuple(tensors))
-
-
-def operand_text(operand: Operand) -> str:
-    return str(operand) if isinstance(operand, NamedDims) else "x".join(map(str, operand))

@@ -67,6 +67,7 @@ class Recorded:
     attrs: Attrs
     operators: tuple[Operator, ...]
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    devices: int
 
 
 Spread = Callable[[Recorded], dict[str, Wanted]]
@@ -137,7 +138,12 @@ def unary(function: Callable[[Tensor], Tensor], domain: str = "") -> Counterpart
 
 
 def binary(function: Callable[[Any, Any], Tensor], domain: str = "") -> Counterpart:
-    return Counterpart(lambda args, attrs: function(args[0], args[1]), domain=domain)
+    def compute(args: Args, attrs: Attrs) -> Tensor:
+        if any(isinstance(argument, str) for argument in args):
+            raise NotMapped("an argument whose value is not recorded")
+        return function(args[0], args[1])
+
+    return Counterpart(compute, domain=domain)
 
 
 def option(args: Args, attrs: Attrs, position: int, name: str, default: Any) -> Any:
@@ -161,11 +167,28 @@ def spread_product(record: Recorded) -> dict[str, Wanted]:
     """The transposed operand's strategy is given as it was recorded to the transposition, swapped to the product."""
     *turned, last = record.operators
     forms, found = list(record.inputs), {}
+    if record.attrs.get("enable_nd_tp"):
+        forms = shared_loops(forms, bool(record.attrs.get("transpose_b")))
     for position, name in enumerate(("transpose_a", "transpose_b")):
         if record.attrs.get(name) and position < len(forms):
             found[turned[len(found)].name] = wanted([forms[position]])
             forms[position] = forms[position].swapped()
     return found | {last.name: wanted(forms, record.outputs)}
+
+
+def shared_loops(forms: list[Form], transposed: bool) -> list[Form]:
+    """A product in more dimensions: both operands lie finer than the product uses them, and are gathered before it.
+    What both agree on slices the contraction, the other axes of x its rows, those of the weight its columns."""
+    x, weight = forms[0], forms[1].swapped() if transposed else forms[1]
+    inner, outer = [dim if isinstance(dim, tuple) else () for dim in (x.entries[-1], weight.entries[-2])]
+    columns = weight.entries[-1] if isinstance(weight.entries[-1], tuple) else ()
+    shared = tuple(axis for axis in inner if axis in outer)
+    rows = x.entries[-2] if isinstance(x.entries[-2], tuple) else ()
+    rows = tuple(axis for axis in rows if axis not in (*shared, *columns))
+    columns = tuple(axis for axis in columns if axis not in rows)
+    product = Form((*x.entries[:-2], rows, shared), x.layout)
+    weight = Form((*weight.entries[:-2], shared, columns), weight.layout)
+    return [product, weight.swapped() if transposed else weight]
 
 
 def bias_add(args: Args, attrs: Attrs) -> Tensor:
@@ -203,10 +226,12 @@ def spread_rows(record: Recorded) -> dict[str, Wanted]:
 
 
 def accepted_split(record: Recorded, rows: Sequence[Any]) -> bool:
-    """Rows given by hand for as many slices as the strategies of table and indices ask for, on the same devices."""
+    """Rows given by hand that slice the table as often as the indices, over all devices, on the same ranks."""
     table, indices = record.inputs
     sizes = [row[0] if isinstance(row, list) else row for row in rows]
-    return table.entries[0] == len(sizes) == indices.entries[-1] and sum(sizes) == record.args[0].shape[0]
+    fits = table.entries[0] == len(sizes) == indices.entries[-1] and sum(sizes) == record.args[0].shape[0]
+    axis = option(record.args, record.attrs, 2, "axis", 0)
+    return fits and axis == 0 and math.prod(map(int, table.entries)) == record.devices
 
 
 # normalisation
@@ -331,8 +356,7 @@ def spread_one_hot(record: Recorded) -> dict[str, Wanted]:
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
         if operator.op in ("eq", "where"):
-            whole = tuple(max(sizes) for sizes in zip(*(s for s in shapes if len(s) == 2), strict=True))
-            turned = form.swapped() if flipped else form
+            whole, turned = operator.results[0].shape, form.swapped() if flipped else form
             found[operator.name] = wanted([follow(turned, whole, shape) for shape in shapes])
     return found
 
@@ -355,6 +379,8 @@ def attention(args: Args, attrs: Attrs) -> Tensor:
 
 
 def spread_attention(record: Recorded) -> dict[str, Wanted]:
+    if record.attrs.get("enable_ring_attention"):
+        raise NotMapped("ring attention: keys and values that stay sliced along the sequence")
     kind = record.attrs.get("input_layout", "BNSD")
     tensors = sum(isinstance(argument, Tensor) for argument in record.args)
     if kind == "TND" and len(record.inputs) == tensors + 2 * any(isinstance(a, list) for a in record.args):
@@ -453,7 +479,7 @@ def spread_sparse_loss(record: Recorded) -> dict[str, Wanted]:
 
 def cast(args: Args, attrs: Attrs) -> Tensor:
     """To another kind of numbers; among floating types a copy, for precision is not what is compared."""
-    name = str(args[1] if len(args) > 1 else attrs.get("dtype", "float32")).removeprefix("dtype.")
+    name = str(option(args, attrs, 1, "dtype", "float32")).removeprefix("dtype.")
     dtype = getattr(torch, {"bool_": "bool"}.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
         raise NotMapped(f"Cast to {name}")

@@ -1,4 +1,4 @@
-"""Random meshes and random legal plans: any axes on any factor, in any order, padded slices where the rule allows them."""
+"""Random meshes and random legal plans: any axes on any factor, in any order, padded slices where rules allow them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ ALLOWED = {
 }
 SPECIAL = {
     "strategies/engine/zero.py": {"deepspeed"},
-    "strategies/engine/stored.py": {"safetensors"},
     "runner/huggingface.py": {"transformers"},
 }
 

@@ -1,5 +1,7 @@
-"""Reading and writing at places that integer tensors name. Writes without addition go to different places, because which
-of two writes to one place comes last is nobody's promise."""
+"""Reading and writing at places that integer tensors name.
+
+Writes without addition go to different places: which of two writes to one place comes last is nobody's promise.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def masked_scatter(pool: Pool, op: str) -> None:
 @draws("searchsorted", "bucketize")
 def sought(pool: Pool, op: str) -> None:
     x = pool.tensor(least=1)
-    edges = pool.source(torch.linspace(-2.2, 2.3, pool.rng.choice((3, 5, 8)), dtype=torch.float64))
+    edges = pool.source(torch.linspace(-2.2, 2.3, pool.rng.choice((3, 5, 8)), dtype=torch.float64), False)
     pool.away_from(x, *pool.values[edges].tolist())
     if op == "bucketize":
         pool.emit("aten.bucketize.Tensor", x, edges)

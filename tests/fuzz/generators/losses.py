@@ -20,9 +20,8 @@ def element(pool: Pool, op: str) -> None:
     x = pool.tensor()
     other = pool.like(pool.shape_of(x))
     if op == "soft_margin_loss":
-        other = pool.source(
-            torch.where(torch.rand(pool.shape_of(x), generator=pool.generator) < 0.5, 1.0, -1.0).double()
-        )
+        signs = torch.where(torch.rand(pool.shape_of(x), generator=pool.generator) < 0.5, 1.0, -1.0)
+        other = pool.source(signs.double(), trainable=False)
     elif op == "kl_div":
         other = pool.within(other, 0.1, 2.0)
     else:

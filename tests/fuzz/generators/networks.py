@@ -81,9 +81,7 @@ def attention(pool: Pool, op: str) -> None:
     if rng.random() < 0.3:  # what a projection made, cut into heads
         q = pool.tensor(4, 4, accept=lambda value: min(value.shape[-2:]) > 1)
     else:
-        q = pool.floats(
-            (rng.choice((1, 2, 3, 4)), rng.choice((2, 3, 4, 8)), rng.choice((3, 4, 6, 8)), rng.choice((2, 4)))
-        )
+        q = pool.floats([rng.choice(sizes) for sizes in ((1, 2, 3, 4), (2, 3, 4, 8), (3, 4, 6, 8), (2, 4))])
     *lead, heads, s, d = pool.shape_of(q)
     grouped = rng.random() < 0.35
     kv_heads = rng.choice([h for h in range(1, heads + 1) if heads % h == 0]) if grouped else heads
@@ -92,7 +90,7 @@ def attention(pool: Pool, op: str) -> None:
     k, v = pool.like((*lead, kv_heads, t, d)), pool.like((*lead, kv_heads, t, e))
     mask = None
     if not causal and rng.random() < 0.5:
-        shape = tuple(size if rng.random() < 0.6 else 1 for size in (*lead, heads, s)) + (t,)
+        shape = (*(size if rng.random() < 0.6 else 1 for size in (*lead, heads, s)), t)
         shape = shape[rng.choice((0, 0, len(shape) - 2)) :]
         if rng.random() < 0.5:
             seen = torch.rand(shape, generator=pool.generator) < 0.6
@@ -120,11 +118,8 @@ def recurrent(pool: Pool, op: str) -> None:
     for layer in range(layers):
         into = width if layer == 0 else hidden * directions
         for _ in range(directions):
-            weights += [
-                pool.floats((gates * hidden, into), -0.5, 0.5),
-                pool.floats((gates * hidden, hidden), -0.5, 0.5),
-            ]
-            weights += [pool.floats((gates * hidden,), -0.5, 0.5) for _ in range(2)]
+            rows = gates * hidden
+            weights += [pool.floats(shape, -0.5, 0.5) for shape in ((rows, into), (rows, hidden), (rows,), (rows,))]
     state = pool.floats((layers * directions, batch, hidden), -0.5, 0.5)
     states = (state, pool.floats((layers * directions, batch, hidden), -0.5, 0.5)) if op == "lstm" else state
     pool.call(f"aten.{op}.input", x, states, tuple(weights), True, layers, 0.0, True, both, first)

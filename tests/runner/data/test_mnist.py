@@ -64,6 +64,16 @@ def test_read_returns_the_slice_of_the_sample(tmp_path: Path) -> None:
     assert empty.shape == (0,)
 
 
+def test_images_with_a_channel_and_digits_as_numbers(tmp_path: Path) -> None:
+    flat = Mnist(train=False, path=folder(tmp_path))
+    dataset = Mnist(train=False, flat=False, number=True, path=folder(tmp_path))
+    image, digit = dataset[4]
+    assert image.shape == (1, 28, 28) and torch.equal(image.flatten(), flat[4][0])
+    assert digit.dtype == torch.float32 and digit.tolist() == [5.0]
+    part, none = dataset.read(4, ((slice(0, 1), slice(7, 14), slice(3, 28)), (slice(0, 0),)))
+    assert torch.equal(part, image[:, 7:14, 3:]) and none.shape == (0,)
+
+
 def test_a_folder_without_the_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither train-images-idx3-ubyte nor"):
         Mnist(path=folder(tmp_path))

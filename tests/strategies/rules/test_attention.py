@@ -1,4 +1,4 @@
-"""Attention: batch, heads, grouped heads, query sequence and value dim sliced; masks, causal, dropout exact and fast."""
+"""Attention with batch, heads, groups of heads, queries and value dim sliced; masks, causal, dropout exact and fast."""
 
 import math
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator as python_operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 
 from strategies.errors import StrategyError
-from strategies.nodes import at, call, inferred, op_of
+from strategies.nodes import at, call, op_of
 
 aten = torch.ops.aten
 PERMUTATIONS = frozenset(

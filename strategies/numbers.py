@@ -1,0 +1,134 @@
+"""Python numbers in a captured graph: those that are known are written in, those that a tensor holds become tensors.
+
+`x.sum().item()` flows on as a tensor of no dims without gradient, in the precision of a python number, and arithmetic
+on it becomes torch's. What cannot be done with a tensor (a shape, a branch) is refused with its line. Checks that
+export wrote down are dropped: they say what was true at capture.
+"""
+
+from __future__ import annotations
+
+import operator as python_operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from strategies.errors import StrategyError
+from strategies.nodes import at, call, fakes, op_of
+
+aten = torch.ops.aten
+CHECKS = frozenset(
+    "_assert_tensor_metadata _assert_scalar _assert_async _guards_fn sym_constrain_range "
+    "sym_constrain_range_for_size".split()
+)
+ITEMS = frozenset({"item", "_local_scalar_dense"})
+ARITHMETIC: dict[Any, Any] = {
+    python_operator.add: aten.add.Tensor,
+    python_operator.sub: aten.sub.Tensor,
+    python_operator.mul: aten.mul.Tensor,
+    python_operator.truediv: aten.div.Tensor,
+    python_operator.floordiv: aten.floor_divide.default,
+    python_operator.mod: aten.remainder.Tensor,
+    python_operator.pow: aten.pow.Tensor_Tensor,
+    python_operator.neg: aten.neg.default,
+    python_operator.eq: aten.eq.Tensor,
+    python_operator.ne: aten.ne.Tensor,
+    python_operator.lt: aten.lt.Tensor,
+    python_operator.le: aten.le.Tensor,
+    python_operator.gt: aten.gt.Tensor,
+    python_operator.ge: aten.ge.Tensor,
+    python_operator.and_: aten.logical_and.default,
+    python_operator.or_: aten.logical_or.default,
+    torch.sym_not: aten.logical_not.default,
+    torch.sym_max: aten.maximum.default,
+    torch.sym_min: aten.minimum.default,
+    torch.sym_ite: aten.where.self,
+}
+PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def settle_numbers(graph: fx.Graph) -> None:
+    """Rewrite `graph` so that every node returns tensors of known shape. Raises StrategyError where a number that is
+    only known when the model runs decides over more than values."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        value = node.meta.get("val")
+        if op_of(node) in CHECKS:
+            graph.erase_node(node)
+        elif isinstance(value, (bool, int, float)):
+            for user in list(node.users):
+                swap = lambda arg, node=node, value=value: value if arg is node else arg  # noqa: E731
+                user.args, user.kwargs = fx.map_arg(user.args, swap), fx.map_arg(user.kwargs, swap)
+            graph.erase_node(node)
+        elif isinstance(value, SYMBOLS):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_number(graph, node))
+            graph.erase_node(node)
+        elif any(isinstance(arg.meta.get("was"), SYMBOLS) for arg in node.all_input_nodes):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_with_tensors(graph, node))
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):  # what only checks and numbers used
+        if "was" in node.meta and not node.users:
+            graph.erase_node(node)
+
+
+def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A tensor of no dims in place of a number that `node` computes when the model runs."""
+    symbol = node.meta["val"]
+    found: Any
+    if op_of(node) in ITEMS:
+        found = call(graph, node, aten.detach.default, node.args[0])
+        found = call(graph, node, aten.reshape.default, found, [])
+    elif node.target in (torch.sym_float, torch.sym_int, float, int):
+        found = node.args[0]
+    elif node.target in ARITHMETIC:
+        tensors = [arg if isinstance(arg, fx.Node) else _full(graph, node, arg) for arg in node.args]
+        found = call(graph, node, ARITHMETIC[node.target], *tensors)
+    else:
+        raise StrategyError(
+            f"{op_of(node)}{at(node)} computes a number from the values of a tensor, which is not known when the model "
+            "is captured; keep it a tensor."
+        )
+    kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
+    found = call(graph, node, aten.to.dtype, found, PRECISION[kind])
+    settled: fx.Node = found
+    settled.meta["was"] = symbol
+    return settled
+
+
+def _full(graph: fx.Graph, node: fx.Node, number: Any) -> fx.Node:
+    return call(graph, node, aten.full.default, [], number, dtype=PRECISION[type(number)])
+
+
+def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`node` with tensors where it took numbers: by the overload that accepts them."""
+    recorded = node.meta["val"]
+    if not isinstance(node.target, torch._ops.OpOverload) or any(
+        isinstance(size, torch.SymInt) for fake in fakes(recorded) for size in fake.shape
+    ):
+        raise StrategyError(
+            f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "
+            "not known when the model is captured; use torch.where, masks, or sizes that are python numbers."
+        )
+    packet = node.target.overloadpacket
+    if packet is aten.full and isinstance(node.args[1], fx.Node):
+        filled = call(graph, node, aten.to.dtype, node.args[1], recorded.dtype)
+        return call(graph, node, aten.expand.default, filled, list(recorded.shape))
+    for target in (node.target, *(getattr(packet, name) for name in packet.overloads())):
+        if target._schema.is_mutable or any(argument.is_out for argument in target._schema.arguments):
+            continue
+        try:
+            found = call(graph, node, target, *node.args, **node.kwargs)
+        except (RuntimeError, TypeError):  # this overload takes no tensor there
+            continue
+        value = found.meta["val"]
+        if isinstance(value, Tensor) and value.shape == recorded.shape:
+            same = value.dtype == recorded.dtype
+            return found if same else call(graph, node, aten.to.dtype, found, recorded.dtype)
+        graph.erase_node(found)
+    raise StrategyError(
+        f"{op_of(node)}{at(node)} takes a number that depends on the values of a tensor (item); keep it a tensor."
+    )

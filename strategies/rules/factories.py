@@ -1,0 +1,127 @@
+"""Operators that make a tensor from numbers: every dim of the result is a factor, and a slice is made where it is needed.
+
+Tensors that lend only their dtype and device (x.new_zeros) may lie in any way: each of their dims is a factor of its
+own, or shares that of the result's dim in the same place where the sizes are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import named
+from strategies.rules.registry import local_function, resolve, rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
+
+
+def _dims(operator: Operator) -> tuple[str, ...]:
+    return tuple(f"d{i}" for i in range(len(operator.results[0].shape)))
+
+
+def _sized(position: int) -> Any:
+    """The operator itself, with the local shape in place of the size at `position` of its arguments."""
+
+    def program(operator: Operator, local: Local) -> Ref:
+        args = list(local.args)
+        args[position] = local.result_shape()
+        return local.call(operator.target, *args, **local.kwargs)
+
+    return program
+
+
+@rule("empty", "full", "ones", "scalar_tensor", "zeros")
+def constant(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """One value everywhere. What an empty tensor holds may be no number, so its slices are never padded."""
+    dims = _dims(operator)
+    local = _sized(0) if dims else None
+    uneven = () if operator.op == "empty" else dims
+    return sharding([], [dims], specs, operator.results, local=local, uneven=uneven)
+
+
+@rule("new_empty", "new_full", "new_ones", "new_zeros")
+def new(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x.new_zeros(size) and its kin: nothing of x but its dtype and device."""
+    dims, shape = _dims(operator), operator.results[0].shape
+    lends: Dims = tuple(
+        f"d{i}" if i < len(shape) and size == shape[i] else f"x{i}" for i, size in enumerate(specs[0].shape)
+    )
+    uneven = () if operator.op == "new_empty" else (*dims, *lends)
+    return sharding([lends], [dims], specs, operator.results, local=_sized(1), uneven=uneven)
+
+
+@local_function
+def arange_slice(start: int, step: int, position: int, length: int, options: Mapping[str, Any]) -> Tensor:
+    """`length` numbers of start, start + step, ... from `position` on."""
+    first = start + position * step
+    return torch.ops.aten.arange.start_step(first, first + length * step, step, **options)
+
+
+@local_function
+def eye_slice(starts: Sequence[int], shape: Sequence[int], options: Mapping[str, Any]) -> Tensor:
+    """The block of `shape` at `starts` of an identity matrix."""
+    made = torch.ops.aten.zeros.default(shape, **options)
+    rows, columns = (
+        torch.arange(start, start + size, device=made.device) for start, size in zip(starts, shape, strict=True)
+    )
+    return made.masked_fill(rows.unsqueeze(1) == columns, 1)
+
+
+@local_function
+def cut_slice(target: str, start: int, length: int, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """`length` entries from `start` on, along the last dim, of what `target` makes; zeros past its end.
+
+    A float series is made whole, because the last digit of its entries depends on how they are counted.
+    """
+    made: Tensor = resolve(target)(*args, **options)
+    past = max(0, start + length - made.shape[-1])
+    return torch.nn.functional.pad(made, (0, past)).narrow(-1, start, length)
+
+
+def _series(operator: Operator, local: Local) -> Ref:
+    (length,) = local.result_shape()
+    options = named(operator.target, operator.args, operator.keywords)
+    start, end, step = (options.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
+    if local.slices("d0") == 1:
+        return local.call(operator.target, *local.args, **local.kwargs)
+    position = local.position("d0", length)
+    if operator.op == "arange" and all(isinstance(number, int) for number in (start, end, step)):
+        kept = ("dtype", "layout", "device", "pin_memory")
+        told = {"dtype": torch.int64} | {name: options[name] for name in kept if options[name] is not None}
+        return local.call("local.arange_slice", start, step, position, length, told)
+    return local.call("local.cut_slice", operator.target, position, length, local.args, local.kwargs)
+
+
+@rule("arange", "linspace", "logspace")
+def series(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """Numbers in even steps."""
+    if specs:
+        return None  # bounds that are tensors
+    return sharding([], [("d0",)], specs, operator.results, local=_series, uneven=("d0",))
+
+
+def _triangle(operator: Operator, local: Local) -> Ref:
+    length = local.result_shape()[1]
+    return local.call("local.cut_slice", operator.target, local.position("n", length), length, local.args, local.kwargs)
+
+
+@rule("tril_indices", "triu_indices")
+def triangle_indices(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """rows and columns -> [2, n]; padding is index 0."""
+    return sharding([], [(None, "n")], specs, operator.results, local=_triangle, uneven=("n",))
+
+
+def _eye(operator: Operator, local: Local) -> Ref:
+    shape = local.result_shape()
+    starts = tuple(local.position(f"d{i}", size) for i, size in enumerate(shape))
+    return local.call("local.eye_slice", starts, shape, local.kwargs)
+
+
+@rule("eye")
+def eye(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """An identity matrix [n, m]."""
+    dims = _dims(operator)
+    return sharding([], [dims], specs, operator.results, local=_eye, uneven=dims)

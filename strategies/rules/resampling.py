@@ -1,0 +1,44 @@
+"""Resampling of pictures: batch and channels pass; the dims that are interpolated stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import changed
+from strategies.rules.registry import rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
+
+UPSAMPLING = """
+upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""".split()
+
+
+@rule(*UPSAMPLING)
+def upsampling(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [n, c, ...] -> [n, c, ...]."""
+    dims: Dims = ("n", "c", *(None,) * (len(specs[0].shape) - 2))
+    return sharding([dims], [dims], specs, operator.results, uneven=("n", "c"))
+
+
+@rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [n, c, ...], places [n, *out, coordinates] -> [n, c, *out]: the places can be sliced, the picture cannot."""
+    out = tuple(f"o{i}" for i in range(len(specs[0].shape) - 2))
+    picture: Dims = ("n", "c", *(None,) * len(out))
+    return sharding([picture, ("n", *out, None)], [("n", "c", *out)], specs, operator.results, uneven=("c",))
+
+
+def _affine_grid(operator: Operator, local: Local) -> Ref:
+    size = (local.operand_shape()[0], *operator.args[1][1:])
+    args, kwargs = changed(operator.target, local.args, local.kwargs, size=size)
+    return local.call(operator.target, *args, **kwargs)
+
+
+@rule("affine_grid_generator")
+def affine_grid(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """theta [n, ...], size of the picture (n, c, ...) -> places [n, ..., coordinates]."""
+    dims: list[Dims] = [("n", *(None,) * (len(spec.shape) - 1)) for spec in (*specs, *operator.results)]
+    return sharding(dims[:1], dims[1:], specs, operator.results, local=_affine_grid, uneven=("n",))

@@ -1,0 +1,37 @@
+"""A model that does everything in double precision, also what it asks to do in single precision.
+
+Many models compute norms and softmax in float32 by name, whatever precision they have; then no run of them agrees with
+another to 1e-10. Inside `in_double` such requests mean float64, for the eager model and for its capture alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Double(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Everything that is made or asked for in float32 inside is float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Double():
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,142 @@
+"""One architecture under one plan beside its eager self: the loss on every rank, every gradient, every buffer.
+
+Both sides start from the same weights, batch and random key; the sharded side runs on simulated ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from runner.jobs.verify import ROUNDING
+from runner.reference import ExactRandom
+from strategies.capture import Objective, capture, loss_in
+from strategies.engine.program import Options, lower
+from strategies.engine.simulate import Simulation
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from tests.matrix.plans import Mode, plan_for
+from tests.matrix.precision import in_double
+from tests.matrix.zoo.architecture import Architecture
+
+Precision = Literal["fp64", "fp32"]
+TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5}
+KEY = 5
+DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured architecture with what one device gets from one batch. `values` are the tensors before the step."""
+
+    name: str
+    precision: Precision
+    graph: OperatorGraph
+    values: Mapping[str, Tensor]
+    loss: float
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Relative to the size of each: the loss, the worst gradient and buffer with their names."""
+
+    loss: float
+    gradient: tuple[float, str]
+    buffer: tuple[float, str]
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradient[0], self.buffer[0])
+
+
+def subject(architecture: Architecture, dropout: float, precision: Precision, seed: int = 0) -> Subject:
+    """Build, capture, and run one step eagerly."""
+    torch.manual_seed(seed)
+    with in_double() if precision == "fp64" else nullcontext():
+        net, batch = architecture.build(dropout)
+        wide = torch.float64 if precision == "fp64" else torch.float32
+        tensors = tuple(t.to(wide) if t.is_floating_point() else t for t in batch.values())
+        objective = Objective(net, None, tuple(batch), ()).to(wide)
+        captured = capture(objective, tensors, training=True)
+        values = {name: tensor.clone() for name, tensor in captured.tensors.items()}
+        values |= dict(zip(batch, tensors, strict=True))
+        objective.train()
+        with ExactRandom(KEY):
+            loss = loss_in(objective(*(tensor.clone() for tensor in tensors)))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    named = dict(net.named_parameters())
+    trained = [source.name for source in captured.graph.sources if source.trainable]
+    gradients = {n: torch.zeros_like(named[n]) if (g := named[n].grad) is None else g for n in trained}
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    return Subject(architecture.name, precision, captured.graph, values, loss.item(), gradients, buffers)
+
+
+def run(subject: Subject, plan: Plan) -> Differences:
+    """How far the sharded step is from the eager one."""
+    simulation = Simulation(lower(subject.graph, plan, Options(exact=True)), subject.values)
+    (losses,) = simulation.run(KEY)
+    simulation.backward(losses)
+    loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
+    gradients = _worst(simulation.gradients(), subject.gradients, subject.precision)
+    buffers = _worst(simulation.buffers(), subject.buffers, subject.precision)
+    return Differences(loss if loss == loss else float("inf"), gradients, buffers)
+
+
+def _worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], precision: Precision) -> tuple[float, str]:
+    """The largest difference relative to the largest element of its tensor, and whose it is. A gradient that cancels
+    out is nothing but rounding: below the rounding of the largest one, both must be."""
+    floating = [tensor for tensor in truth.values() if tensor.is_floating_point()]
+    noise = ROUNDING[precision] * max((float(t.abs().max()) for t in floating if t.numel()), default=0.0)
+    worst = (0.0, "")
+    for name, expected in truth.items():
+        if name not in found:  # a buffer that the graph does not need
+            continue
+        if not expected.numel():
+            continue
+        if not expected.is_floating_point():
+            gap = 0.0 if torch.equal(found[name], expected) else float("inf")
+        else:
+            largest = float(expected.abs().max())
+            size = largest if largest > noise else noise / TOLERANCE[precision]
+            gap = float((found[name] - expected).abs().max())
+            gap = gap / size if gap else 0.0
+        if not gap <= worst[0]:
+            worst = (gap if gap == gap else float("inf"), name)
+    return worst
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell of the matrix."""
+
+    mode: Mode
+    dropout: float
+    precision: Precision
+    differences: Differences | None
+    error: str
+    seconds: float
+    plan: Plan | None
+
+    @property
+    def passed(self) -> bool:
+        return self.differences is not None and self.differences.worst <= TOLERANCE[self.precision]
+
+
+def matrix_run(subject: Subject, mode: Mode, dropout: float, world: int = 4, seed: int = 0) -> Run:
+    """Plan and run one cell; what the planner or the program raises is told in it."""
+    started, plan = time.process_time(), None
+    try:
+        plan = plan_for(subject.graph, mode, world, seed)
+        differences, error = run(subject, plan), ""
+    except Exception as problem:  # the table tells it, and the run counts as failed
+        differences, error = None, f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
+    return Run(mode, dropout, subject.precision, differences, error, time.process_time() - started, plan)

@@ -1,0 +1,58 @@
+"""Architectures beyond the matrix: what holds there must hold here too."""
+
+from __future__ import annotations
+
+from tests.matrix.zoo.architecture import HEADS, LAYERS, VOCABULARY, WIDTH, Architecture
+from tests.matrix.zoo.language import BART_WORDS, GROUPED, SPECIAL, _own_words, causal, masked
+from tests.matrix.zoo.vision import PATCHES, classifier
+
+FURTHER: tuple[Architecture, ...] = (
+    _own_words(
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            **SPECIAL,
+            "vocab_size": VOCABULARY,
+            "hidden_size": WIDTH,
+            "num_layers": LAYERS,
+            "num_heads": HEADS,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+            "max_position_embeddings": 64,
+        },
+        "causal language model",
+    ),
+    causal("falcon", "Falcon", intermediate_size=None, max_position_embeddings=None),
+    causal("stablelm", "StableLm", **GROUPED),
+    causal("phi", "Phi"),
+    causal("olmo2", "Olmo2", **GROUPED),
+    causal("granite", "Granite", **GROUPED),
+    causal("qwen3", "Qwen3", head_dim=16, **GROUPED),
+    causal("qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=4, moe_intermediate_size=32, **GROUPED),
+    causal("gemma3_text", "Gemma3", head_dim=16, sliding_window=8, **GROUPED),
+    masked("roberta", "Roberta"),
+    masked("electra", "Electra", embedding_size=32),
+    masked("mpnet", "MPNet"),
+    _own_words(
+        "pegasus",
+        "PegasusForConditionalGeneration",
+        "PegasusConfig",
+        {**BART_WORDS, "decoder_start_token_id": 0},
+        "sequence to sequence",
+    ),
+    classifier("deit", "DeiT", **PATCHES),
+    classifier("dinov2", "Dinov2", **{k: v for k, v in PATCHES.items() if k != "intermediate_size"}),
+    classifier("beit", "Beit", **PATCHES),
+    classifier(
+        "regnet",
+        "RegNet",
+        size=32,
+        embedding_size=16,
+        hidden_sizes=[16, 32, 48, 64],
+        depths=[1, 1, 1, 1],
+        groups_width=16,
+    ),
+    classifier("efficientnet", "EfficientNet", size=32, image_size=32, width_coefficient=0.25, depth_coefficient=0.25),
+    classifier("poolformer", "PoolFormer", size=64, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
+)

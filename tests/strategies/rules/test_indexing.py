@@ -1,0 +1,66 @@
+"""Reading by index, with indexed dims whole and sliced, and indices of every shape."""
+
+import pytest
+import torch
+
+from strategies.rules.indexing import own_index
+
+torch.manual_seed(1)
+
+
+def x(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def indices(high, *shape, low=0):
+    return torch.randint(low, high, shape)
+
+
+CASES = [
+    ("index", lambda a, i: a[i], x(12, 7), indices(12, 6)),
+    ("index negative", lambda a, i: a[i], x(7, 4), indices(7, 6, 2, low=-7)),
+    ("index behind", lambda a, i: a[:, i], x(6, 12), indices(12, 4)),
+    ("index between", lambda a, i: a[:, i], x(2, 6, 4), indices(6, 4, 3)),
+    ("index pairs", lambda a, i, j: a[i, j], x(4, 6, 2), indices(4, 6), indices(6, 6)),
+    ("index broadcast", lambda a, i, j: a[i[:, None], j], x(4, 7), indices(4, 6), indices(7, 4)),
+    ("index apart", lambda a, i, j: a[i, :, j], x(4, 6, 7, 2), indices(4, 6), indices(7, 6)),
+    ("index by one number", lambda a, i: torch.ops.aten.index(a, [i]), x(12, 4), torch.tensor(5)),
+    ("index of integers", lambda a, i: a[i], indices(99, 12), indices(12, 6)),
+    ("index of booleans", lambda a, i: (a > 0)[i], x(12, 4), indices(12, 6)),
+    ("index_select", lambda a, i: a.index_select(-1, i), x(6, 12), indices(12, 4)),
+    ("index_select rows", lambda a, i: torch.index_select(a, 0, i), x(7, 5), indices(7, 6)),
+    ("index_select booleans", lambda a, i: (a > 0).index_select(0, i), x(6, 4), indices(6, 4)),
+    ("gather", lambda a, i: a.gather(1, i), x(6, 12), indices(12, 6, 4)),
+    ("gather rows", lambda a, i: torch.gather(a, 0, i), x(7, 4), indices(7, 6, 4)),
+    ("gather smaller", lambda a, i: a.gather(-1, i), x(6, 4, 12), indices(12, 2, 4, 1)),
+    ("gather booleans", lambda a, i: (a > 0).gather(1, i), x(6, 4), indices(4, 6, 4)),
+    ("log likelihood", lambda a, i: -a.log_softmax(-1).gather(-1, i[:, None]).mean(), x(6, 12), indices(12, 6)),
+    ("take_along_dim", lambda a, i: a.take_along_dim(i, 1), x(6, 4), indices(4, 1, 6)),
+    ("take_along_dim broadcast", lambda a, i: torch.take_along_dim(a, i, dim=0), x(6, 1), indices(6, 4, 2)),
+    ("take_along_dim flat", lambda a, i: a.take_along_dim(i), x(6, 4), indices(24, 6)),
+    ("take", torch.take, x(6, 4), indices(24, 6, 2)),
+    ("bucketize", lambda a, b: torch.bucketize(a, b.detach(), right=True), x(6, 7), x(4).sort().values),
+    ("searchsorted", lambda a, b: torch.searchsorted(b.detach(), a), x(6, 7), x(4).sort().values),
+    ("searchsorted rows", lambda a, b: torch.searchsorted(b.detach(), a), x(6, 2), x(6, 4).sort().values),
+    ("isin", torch.isin, indices(9, 6, 7), indices(9, 4)),
+]
+
+
+def test_indexing(cases, check, mesh):
+    check(cases, mesh, samples=4)
+
+
+def test_every_rule_has_a_case(cases, uncovered):
+    assert not uncovered(cases, "indexing")
+
+
+def test_a_search_per_row_and_a_flattened_one_run_whole(cases, known):
+    assert known(cases, "searchsorted") == [True, False]
+    assert known(cases, "take_along_dim") == [True, True, False]
+
+
+@pytest.mark.parametrize("index", [12, -13])
+def test_an_index_outside_the_dim_is_an_error(index):
+    """No slice would have it: it must not pass for an entry of another slice."""
+    with pytest.raises(IndexError, match="outside a dim of size 12"):
+        own_index(torch.tensor([0, index]), 3, 3, 12)
