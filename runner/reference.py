@@ -1,13 +1,17 @@
 """One device's truth: the user's own eager module, with the random numbers that `train.random=exact` stands for.
 
-Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does.
+Invariant: the n-th random operator of a forward draws from (key, n), as the captured program does. Most are torch's own
+functions behind a seed. Where a slice could not repeat torch's numbers, both sides share a definition: dropout, leaky
+relu with random slopes, attention and recurrent networks with dropout inside.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,21 +21,37 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.rules.arguments import named
 from strategies.rules.attention import attention_block
-from strategies.rules.random import dropout_block, mix
+from strategies.rules.random import dropout_block, in_row_major, seeding
+from strategies.rules.recurrent import BLOCK, NETWORKS, drops, recurrent_block
+from strategies.rules.sampling import rrelu_block
 
+Function = Callable[..., Any]
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
-COMPOSED = frozenset({functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.gumbel_softmax})
+COMPOSED = frozenset({functional.gumbel_softmax})
 """Functions that draw once, through an operator of another name."""
+SWITCHED = frozenset("dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout rrelu".split())
+"""Names of functions that draw only in training (`training` or `train`), and dropouts only if `p` is not 0."""
+FILLS = frozenset("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split())
+"""Functions that write numbers into a tensor, whatever it holds."""
 
 
 @cache
 def _drawing(name: str) -> bool:
-    """Whether torch's operator of this name reads generators; each call runs whole on every rank and draws once."""
+    """Whether torch's operator of this name reads generators."""
     packet: Any = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
     overloads: list[Any] = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _given(func: Function, target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, of a function written in python or of torch's operator `target`."""
+    if not isinstance(func, FunctionType):
+        return named(target, args, kwargs)
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 class ExactRandom(TorchFunctionMode):
@@ -41,26 +61,34 @@ class ExactRandom(TorchFunctionMode):
         super().__init__()
         self.key, self.ordinal = key, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if func in DROPOUTS:
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
             given["training"] = given.pop("train", given.get("training", True))  # torch.dropout calls it so
             return self._dropout(**given)
-        name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
             return self._attention(func, args, kwargs)
+        if name in NETWORKS and isinstance(args[3], bool):  # packed sequences have their weights there
+            return self._network(func, args)
+        if name.rstrip("_") in SWITCHED:
+            return self._switched(func, name, args, kwargs)
         if func is functional.multi_head_attention_forward:
             with self._inside("dropout", "scaled_dot_product_attention"):
                 return func(*args, **kwargs)
-        if func not in COMPOSED and not _drawing(name):
-            return func(*args, **kwargs)
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(mix(self.key, self._next()))
-            return func(*args, **kwargs)
+        if func in COMPOSED or _drawing(name):
+            return self._seeded(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _seeded(self, func: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with seeding(self.key, self._next()):
+            if name in FILLS and not args[0].is_contiguous():
+                filled: Tensor = args[0]
+                return filled.copy_(
+                    func(torch.empty_like(filled).contiguous(), *in_row_major(tuple(args[1:])), **kwargs)
+                )
+            return func(*(args if name.endswith("_") else in_row_major(tuple(args))), **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
@@ -68,19 +96,45 @@ class ExactRandom(TorchFunctionMode):
         dropped = dropout_block(input, p, self.key, self._next(), tuple(input.shape), (0,) * input.dim())
         return input.copy_(dropped) if inplace else dropped
 
-    def _attention(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _switched(self, func: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = _given(func, f"aten.{name.rstrip('_')}.default", args, kwargs)
+        if not given.get("training", given.get("train")) or given.get("p") == 0:
+            return func(*args, **kwargs)
+        if not name.startswith("rrelu"):
+            return self._seeded(func, name, args, kwargs)
+        x: Tensor = given["input"] if "input" in given else given["self"]
+        found = rrelu_block(x, given["lower"], given["upper"], self.key, self._next(), x.shape, (0,) * x.dim())
+        return x.copy_(found) if given.get("inplace") or name == "rrelu_" else found
+
+    def _attention(self, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = named("aten.scaled_dot_product_attention.default", args, kwargs)
         if given["dropout_p"] == 0:
             return func(*args, **kwargs)
         query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-        lead = torch.broadcast_shapes(
-            *(t.shape[:-2] for t in ((query,) if given["enable_gqa"] else (query, key, value)))
-        )
+        dropout, scale, grouped = (given[name] for name in ("dropout_p", "scale", "enable_gqa"))
+        batched = (query,) if grouped else (query, key, value)
+        lead = torch.broadcast_shapes(*(x.shape[:-2] for x in batched))  # type: ignore[no-untyped-call]
         shape = (*lead, query.shape[-2], key.shape[-2])
-        start = 0 if given["is_causal"] else None
-        options = given["dropout_p"], given["scale"], given["enable_gqa"]
-        zeros = (0,) * len(shape)
-        return attention_block(query, key, value, mask, start, *options, self.key, self._next(), shape, zeros)
+        start, starts = 0 if given["is_causal"] else None, (0,) * len(shape)
+        ordinal = self._next()
+        return attention_block(
+            query, key, value, mask, start, dropout, scale, grouped, self.key, ordinal, shape, starts
+        )
+
+    def _network(self, func: Function, args: Sequence[Any]) -> Any:
+        target = f"aten.{func.__name__}.input"
+        given = named(target, args, {})
+        if not drops(given):
+            return func(*args)
+        batch = given["input"].shape[0 if given["batch_first"] else 1]
+        return recurrent_block(
+            target,
+            *(given[name] for name in BLOCK),
+            key=self.key,
+            ordinal=self._next(),
+            batch=batch,
+            start=0,
+        )
 
     @contextmanager
     def _inside(self, *names: str) -> Iterator[None]:

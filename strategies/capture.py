@@ -1,8 +1,7 @@
 """From a torch module to an `OperatorGraph`, by torch.export on an example batch.
 
 torch.export is used without `run_decompositions`, which loses no_grad regions and breaks batch-norm in training. What
-the loss does not need is dropped. The module and the batch are left as they were. Export looks through backwards that
-the user wrote, so a model that has some is refused.
+the loss does not need is dropped. The module and the batch are left as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
@@ -29,10 +27,9 @@ from strategies.exported import dtype_of, read
 from strategies.functional import CUMULATIVE
 from strategies.graph import OperatorGraph
 from strategies.nodes import in_library, short
+from strategies.own_backward import calls_noted, check_backwards, functions_behind
 from strategies.rules.random import draws
 
-LIBRARY = "GeneratedBackwardFor_"
-"""What autograd calls the backward of an operator of torch.library, which the graph keeps whole."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
 
@@ -91,9 +88,16 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     """
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)
-    hook = objective.register_forward_hook(_capturable_loss if training else _plain_outputs)
+    behind: list[type] = []
+
+    def capturable(objective: nn.Module, inputs: Any, output: Any) -> Tensor:
+        loss = _checked_loss(objective, inputs, output)
+        behind.extend(functions_behind(loss))  # while autograd still knows what the user wrote
+        return loss
+
+    hook = objective.register_forward_hook(capturable if training else _plain_outputs)
     try:
-        with _in_few_words(), _cumulative_averages(objective), warnings.catch_warnings():
+        with _in_few_words(), _cumulative_averages(objective), calls_noted() as calls, warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -105,6 +109,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         hook.remove()
         for module, mode in modes.items():
             module.training = mode
+    check_backwards(behind, calls)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(_needed(graph) if training else graph, tensors)
 
@@ -178,38 +183,6 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
             "The loss depends on no trainable parameter (all are frozen, unused or behind no_grad): nothing to train."
         )
     return loss
-
-
-def _capturable_loss(objective: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """Runs inside the capture, where autograd still knows what the user wrote."""
-    loss = _checked_loss(objective, inputs, output)
-    for node in _backward_nodes(loss):
-        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith(LIBRARY):
-            raise StrategyError(_own_backward(type(node).__name__.removesuffix("Backward")))
-    return loss
-
-
-def _own_backward(name: str) -> str:
-    if name == "CheckpointFunction":
-        return (
-            "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model is "
-            "captured; call it with use_reentrant=False."
-        )
-    return (
-        f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is captured (only "
-        "its forward is seen); write it with differentiable torch operators."
-    )
-
-
-def _backward_nodes(loss: Tensor) -> Iterator[Any]:
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node is not None:
-            yield node
-            fresh = {before for before, _ in node.next_functions} - seen
-            seen |= fresh
-            waiting += fresh
 
 
 def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:

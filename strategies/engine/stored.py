@@ -78,7 +78,7 @@ def _read(stored: Stored, offset: int, cut: tuple[slice, ...]) -> Tensor:
         return torch.empty(stored.shape, dtype=dtype)[cut].clone()
     mapped = np.memmap(stored.file, np.uint8, mode="r", offset=offset, shape=(size,))
     # numpy does not know every dtype of torch; numbers of the same width carry the bits
-    whole = mapped.view(f"<u{dtype.itemsize}" if dtype.itemsize <= 8 else "<c16").reshape(stored.shape)
+    whole = mapped.view(f"<u{dtype.itemsize}").reshape(stored.shape)
     return torch.from_numpy(np.array(whole[cut], order="C")).view(dtype)
 
 

@@ -10,21 +10,27 @@ from __future__ import annotations
 from strategies.graph import Operator, OperatorGraph
 from strategies.rules import attention as attention_rules
 from strategies.rules import batch_norm as batch_norm_rules
-from strategies.rules import embedding as embedding_rules
-from strategies.rules import class_losses, einsum, factories, indexing
 from strategies.rules import (
+    class_losses,
     convolution,
+    einsum,
+    factories,
+    indexing,
     losses,
     matmul,
     normalization,
     pointwise,
     pooling,
     random,
+    recurrent,
     reductions,
     resampling,
+    sampling,
     selections,
     views,
+    writing,
 )
+from strategies.rules import embedding as embedding_rules
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, whole
 
@@ -41,12 +47,15 @@ FAMILIES = (
     einsum,
     factories,
     indexing,
+    writing,
     random,
     batch_norm_rules,
     attention_rules,
     convolution,
     pooling,
     resampling,
+    recurrent,
+    sampling,
 )
 
 

@@ -107,7 +107,7 @@ def class_slice_loss(
     `slices` the exponentials of all slices (None: scores are log probabilities already). Raises IndexError on the CPU
     for a target outside the `total` classes, as the whole operator would (a GPU would have to wait for it).
     """
-    wide, dim = scores.to(_wide(scores.dtype)), _class_dim(scores)
+    wide = scores.to(_wide(scores.dtype))
     logarithm = torch.zeros((), dtype=wide.dtype, device=wide.device) if slices is None else _logarithm(slices)
     if target.dim() == scores.dim():
         spread = target.to(wide.dtype) * (1 - smoothing) + smoothing / total

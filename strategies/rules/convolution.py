@@ -32,10 +32,8 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     transposed = operator.op.startswith("conv_transpose") or given.get("transposed", False)
     weight, spatial = specs[1].shape, (None,) * (len(specs[1].shape) - 2)
     lead = ("n",) if len(specs[0].shape) == len(weight) else ()
-    if given["groups"] > 1:
-        into, out, kernel = "g", "g", ("g", None)
-    else:
-        into, out, kernel = "i", "o", ("i", "o") if transposed else ("o", "i")
+    into, out = ("g", "g") if given["groups"] > 1 else ("i", "o")
+    kernel: Dims = ("g", None) if given["groups"] > 1 else ("i", "o") if transposed else ("o", "i")
     operands: list[Dims] = [(*lead, into, *spatial), (*kernel, *spatial)]
     bias: list[Dims] = [(out,) for _ in specs[2:]]
     moved = specs[0] if transposed else operator.results[0]  # every element of it meets one filter

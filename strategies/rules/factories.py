@@ -1,4 +1,4 @@
-"""Operators that make a tensor from numbers: every dim of the result is a factor, and a slice is made where it is needed.
+"""Operators that make a tensor from numbers: every dim of the result is a factor, and a slice is made where it is used.
 
 Tensors that lend only their dtype and device (x.new_zeros) may lie in any way: each of their dims is a factor of its
 own, or shares that of the result's dim in the same place where the sizes are equal.
@@ -15,7 +15,7 @@ from torch import Tensor
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, resolve, rule
-from strategies.rules.sharding import Dims, Local, Sharding, sharding
+from strategies.rules.sharding import Local, Sharding, sharding
 
 
 def _dims(operator: Operator) -> tuple[str, ...]:
@@ -46,9 +46,7 @@ def constant(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 def new(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x.new_zeros(size) and its kin: nothing of x but its dtype and device."""
     dims, shape = _dims(operator), operator.results[0].shape
-    lends: Dims = tuple(
-        f"d{i}" if i < len(shape) and size == shape[i] else f"x{i}" for i, size in enumerate(specs[0].shape)
-    )
+    lends = tuple(f"d{i}" if i < len(shape) and size == shape[i] else f"x{i}" for i, size in enumerate(specs[0].shape))
     uneven = () if operator.op == "new_empty" else (*dims, *lends)
     return sharding([lends], [dims], specs, operator.results, local=_sized(1), uneven=uneven)
 
@@ -57,13 +55,14 @@ def new(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 def arange_slice(start: int, step: int, position: int, length: int, options: Mapping[str, Any]) -> Tensor:
     """`length` numbers of start, start + step, ... from `position` on."""
     first = start + position * step
-    return torch.ops.aten.arange.start_step(first, first + length * step, step, **options)
+    made: Tensor = torch.ops.aten.arange.start_step(first, first + length * step, step, **options)
+    return made
 
 
 @local_function
 def eye_slice(starts: Sequence[int], shape: Sequence[int], options: Mapping[str, Any]) -> Tensor:
     """The block of `shape` at `starts` of an identity matrix."""
-    made = torch.ops.aten.zeros.default(shape, **options)
+    made: Tensor = torch.ops.aten.zeros.default(shape, **options)
     rows, columns = (
         torch.arange(start, start + size, device=made.device) for start, size in zip(starts, shape, strict=True)
     )

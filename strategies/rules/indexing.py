@@ -60,7 +60,7 @@ def places(indices: Sequence[object], specs: Sequence[TensorSpec]) -> Places | N
     dims = tuple(i for i, index in enumerate(indices) if index is not None)
     if not tensors or any(spec.dtype in ("bool", "uint8") for spec in tensors):
         return None
-    shape = tuple(torch.broadcast_shapes(*(spec.shape for spec in tensors)))
+    shape = tuple(torch.broadcast_shapes(*(spec.shape for spec in tensors)))  # type: ignore[no-untyped-call]
     aligned = broadcast_dims(tensors, shape)
     names = [tuple(None if dim is None else f"i{dim[1:]}" for dim in part) for part in aligned]
     front = [f"d{i}" for i in range(dims[0])]
@@ -85,7 +85,7 @@ def index_slice(x: Tensor, indices: Sequence[Tensor | None], starts: Sequence[in
         own[dim], here = own_index(index, start, x.shape[dim], total)
         inside = here if inside is None else inside & here
     assert inside is not None
-    found = torch.ops.aten.index.Tensor(x, own)
+    found: Tensor = torch.ops.aten.index.Tensor(x, own)
     before = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     shown = inside.reshape(*inside.shape, *(1,) * (found.dim() - before - inside.dim()))
     return found.where(shown, found.new_zeros(()))
@@ -155,10 +155,8 @@ def index_select(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | 
     read = None if specs[0].dtype == "bool" else "v"
     x: Dims = tuple(read if i == dim else f"d{i}" for i in range(rank))
     result = tuple("k" if i == dim else f"d{i}" for i in range(rank))
-    padded = [name for name in (*x, *result) if name not in (None, "k")]
-    return sharding(
-        [x, ("k",)], [result], specs, operator.results, sums=["v"], local=_pick, uneven=[p for p in padded if p]
-    )
+    uneven = ("v", *(name for name in result if name != "k"))
+    return sharding([x, ("k",)], [result], specs, operator.results, sums=["v"], local=_pick, uneven=uneven)
 
 
 @rule("gather")

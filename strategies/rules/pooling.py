@@ -55,7 +55,7 @@ def pixels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding([dims], [dims], specs, operator.results, sizes=sizes, uneven=lead)
 
 
-@rule("channel_shuffle", "native_channel_shuffle")
+@rule("channel_shuffle")
 def channels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [n, c, ...] with its channels in another order: they stay whole."""
     dims: Dims = tuple(None if i == 1 else f"d{i}" for i in range(len(specs[0].shape)))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -28,10 +28,20 @@ def mix(*numbers: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def uniform(shape: Sequence[int], key: int, device: torch.device | str) -> Tensor:
+    """Numbers in [0, 1) of `shape`, from `key` alone."""
+    generator = torch.Generator(device).manual_seed(key)
+    return torch.rand(tuple(shape), generator=generator, device=device)
+
+
 def kept(shape: Sequence[int], probability: float, key: int, device: torch.device | str) -> Tensor:
     """A boolean mask of `shape`: False with `probability`, from `key` alone."""
-    generator = torch.Generator(device).manual_seed(key)
-    return torch.rand(tuple(shape), generator=generator, device=device) >= probability
+    return uniform(shape, key, device) >= probability
+
+
+def in_row_major(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with their tensors contiguous: torch draws in the order of memory, ranks and one device must agree."""
+    return rewrite(args, lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf)  # type: ignore[no-any-return]
 
 
 @local_function
@@ -65,14 +75,14 @@ def seeding(*numbers: int) -> Iterator[None]:
 def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) -> Any:
     """Any random operator, with the generators set from (key, ordinal) for this call."""
     with seeding(key, ordinal):
-        return resolve(target)(*args, **kwargs)
+        return resolve(target)(*in_row_major(args), **kwargs)
 
 
 @local_function
 def seeded_slice(target: str, key: int, ordinal: int, position: int, /, *args: Any, **kwargs: Any) -> Any:
     """Any random operator on one slice, with numbers of its own, from (key, ordinal, position of the slice)."""
     with seeding(key, ordinal, position):
-        return resolve(target)(*args, **kwargs)
+        return resolve(target)(*in_row_major(args), **kwargs)
 
 
 def draws(operator: Operator) -> bool:

@@ -429,11 +429,12 @@ def wanted_of(
     ranks: int,
 ) -> dict[str, Wanted]:
     """The strategies of one node's torch operators, by plan name."""
-    if not node.get("in_strategy") and not node.get("out_strategy"):
+    parts = any(name.startswith("shard.") for name in step.attrs)
+    if not node.get("in_strategy") and not node.get("out_strategy") and not parts:
         return {}
-    if not node.get("in_strategy"):
+    if not node.get("in_strategy") and not parts:
         raise NotMapped("an output strategy without an input strategy")
-    inputs = tuple(form_of(entry, layouts) for entry in node["in_strategy"])
+    inputs = tuple(form_of(entry, layouts) for entry in node.get("in_strategy") or [])
     config = step.attrs.get("layout") or {}
     if config.get("input_tensor_map"):
         inputs = numbered(config["dev_matrix"], config["input_tensor_map"], layouts)

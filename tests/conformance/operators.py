@@ -157,23 +157,20 @@ def option(args: Args, attrs: Attrs, position: int, name: str, default: Any) -> 
 
 
 def product(args: Args, attrs: Attrs) -> Tensor:
-    x, y = args[:2]
-    x = x.transpose(-1, -2) if attrs.get("transpose_a") else x
-    y = y.transpose(-1, -2) if attrs.get("transpose_b") else y
-    return torch.matmul(x, y)
+    """Transposed operands stay as they are: a linear layer, or letters that say so."""
+    (x, y), turned = args[:2], [bool(attrs.get(name)) for name in ("transpose_a", "transpose_b")]
+    if turned == [False, False]:
+        return torch.matmul(x, y)
+    if turned == [False, True] and y.dim() == 2:
+        return F.linear(x, y)
+    return torch.einsum(f"...{'ki' if turned[0] else 'ik'},...{'jk' if turned[1] else 'kj'}->...ij", x, y)
 
 
 def spread_product(record: Recorded) -> dict[str, Wanted]:
-    """The transposed operand's strategy is given as it was recorded to the transposition, swapped to the product."""
-    *turned, last = record.operators
-    forms, found = list(record.inputs), {}
     if record.attrs.get("enable_nd_tp"):
-        forms = shared_loops(forms, bool(record.attrs.get("transpose_b")))
-    for position, name in enumerate(("transpose_a", "transpose_b")):
-        if record.attrs.get(name) and position < len(forms):
-            found[turned[len(found)].name] = wanted([forms[position]])
-            forms[position] = forms[position].swapped()
-    return found | {last.name: wanted(forms, record.outputs)}
+        forms = shared_loops(list(record.inputs), bool(record.attrs.get("transpose_b")))
+        return {record.operators[-1].name: wanted(forms, record.outputs)}
+    return one(record)
 
 
 def shared_loops(forms: list[Form], transposed: bool) -> list[Form]:
@@ -280,24 +277,25 @@ def spread_rms_norm(record: Recorded) -> dict[str, Wanted]:
 
 
 def strided_slice(args: Args, attrs: Attrs) -> Tensor:
-    """Bit i of a mask speaks of entry i of begin, end and strides: a new dim comes first, then a dropped one."""
+    """Bit i of a mask speaks of entry i of begin, end and strides: `...`, a new dim, a dropped one, or an end that is
+    left open, in this order."""
     x, begin, end, strides = args[:4]
-    if attrs.get("ellipsis_mask"):
-        raise NotMapped("StridedSlice with ellipsis_mask")
-    mask = {name: attrs.get(f"{name}_mask", 0) for name in ("begin", "end", "new_axis", "shrink_axis")}
-    dim = 0
+    mask = {name: attrs.get(f"{name}_mask", 0) for name in ("ellipsis", "new_axis", "shrink_axis", "begin", "end")}
+    covered = sum(not (mask["ellipsis"] | mask["new_axis"]) >> i & 1 for i in range(len(begin)))
+    passed, dim = args[0].dim() - covered, 0
     for i, (start, stop, step) in enumerate(zip(begin, end, strides, strict=True)):
+        if mask["ellipsis"] >> i & 1:
+            dim += passed
+            continue
         if mask["new_axis"] >> i & 1:
             x = x.unsqueeze(dim)
         elif mask["shrink_axis"] >> i & 1:
             x = x.select(dim, start)
             continue
         else:
-            first = None if mask["begin"] >> i & 1 else start
-            last = None if mask["end"] >> i & 1 else stop
-            index = range(x.shape[dim])[slice(first, last, step)]
-            if len(index) != x.shape[dim]:
-                x = x[(slice(None),) * dim + (slice(first, last, step),)]
+            part = slice(None if mask["begin"] >> i & 1 else start, None if mask["end"] >> i & 1 else stop, step)
+            if len(range(x.shape[dim])[part]) != x.shape[dim]:
+                x = x[(slice(None),) * dim + (part,)]
         dim += 1
     return x.clone() if x is args[0] else x
 
@@ -382,11 +380,11 @@ def spread_attention(record: Recorded) -> dict[str, Wanted]:
     if record.attrs.get("enable_ring_attention"):
         raise NotMapped("ring attention: keys and values that stay sliced along the sequence")
     kind = record.attrs.get("input_layout", "BNSD")
-    tensors = sum(isinstance(argument, Tensor) for argument in record.args)
-    if kind == "TND" and len(record.inputs) == tensors + 2 * any(isinstance(a, list) for a in record.args):
-        return {record.operators[-1].name: wanted(record.inputs)}
+    rows = [form.entries[0] for form in record.inputs[:2]]
+    if kind == "TND" and (rows[0] == rows[1] or not isinstance(rows[0], int)):
+        raise NotMapped("attention over packed sequences (FlashAttentionScore in the layout TND)")
     if kind == "TND":
-        raise NotMapped("FlashAttentionScore on packed sequences (TND)")
+        return {record.operators[-1].name: wanted(record.inputs)}
     if kind == "BNSD":
         return one(record)
     found = {}

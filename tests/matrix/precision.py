@@ -28,10 +28,16 @@ class _Double(TorchFunctionMode):
 @contextmanager
 def in_double() -> Iterator[None]:
     """Everything that is made or asked for in float32 inside is float64."""
+    with double_by_default(), _Double():
+        yield
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """What is made without a word about its precision is float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Double():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)

@@ -22,7 +22,7 @@ from strategies.engine.simulate import Simulation
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from tests.matrix.plans import Mode, plan_for
-from tests.matrix.precision import in_double
+from tests.matrix.precision import double_by_default, in_double
 from tests.matrix.zoo.architecture import Architecture
 
 Precision = Literal["fp64", "fp32"]
@@ -83,8 +83,9 @@ def subject(architecture: Architecture, dropout: float, precision: Precision, se
 def run(subject: Subject, plan: Plan) -> Differences:
     """How far the sharded step is from the eager one."""
     simulation = Simulation(lower(subject.graph, plan, Options(exact=True)), subject.values)
-    (losses,) = simulation.run(KEY)
-    simulation.backward(losses)
+    with double_by_default() if subject.precision == "fp64" else nullcontext():
+        (losses,) = simulation.run(KEY)
+        simulation.backward(losses)
     loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
     gradients = _worst(simulation.gradients(), subject.gradients, subject.precision)
     buffers = _worst(simulation.buffers(), subject.buffers, subject.precision)

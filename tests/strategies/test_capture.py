@@ -252,8 +252,16 @@ def test_what_the_loss_does_not_need_is_dropped_but_not_side_effects() -> None:
     net = Net(body, calls=torch.zeros(()), norm=nn.BatchNorm1d(8))
     graph = capture(Objective(net, None, ("x",), ()), (torch.randn(4, 8),), training=True).graph
     assert [operator.op for operator in graph.operators] == [
-        "add_", "linear", "add_", "batch_norm", "dropout", "exp", "dropout", "linear", "sum",
+        "add", "linear", "add", "batch_norm_training", "dropout", "exp", "dropout", "linear", "sum",
     ]  # fmt: skip
+    names = {source.id: source.name for source in graph.sources}
+    written = {names[id]: graph.by_id[value.id].op for id, value in graph.updates}  # type: ignore[union-attr]
+    assert written == {
+        "calls": "add",
+        "norm.num_batches_tracked": "add",
+        "norm.running_mean": "batch_norm_training",
+        "norm.running_var": "batch_norm_training",
+    }
 
 
 class Triple(torch.autograd.Function):
@@ -277,26 +285,6 @@ def wrong_shape(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) @ x[:3]
 
 
-def from_other_view(net: Net, x: Tensor) -> Tensor:
-    h = net.dense(x)
-    flat = h.view(-1)
-    h.add_(1)
-    return flat * 2
-
-
-def through_a_view(net: Net, x: Tensor) -> Tensor:
-    h = net.dense(x)
-    h[:, 0] = 1
-    return h
-
-
-def through_a_deep_view(net: Net, x: Tensor) -> Tensor:
-    h = net.dense(x)
-    deep = h.view(2, 4, 8).transpose(0, 1)
-    h.add_(1)
-    return deep * 2
-
-
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "branch": (branch, "branch or a shape from the values of a tensor at strategies/test_capture.py:"),
     "wrong shape": (
@@ -309,11 +297,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         r"failed on the example batch at strategies/test_capture.py:\d+: .* \(KeyError: 'missing'\)",
     ),
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
-    "item": (
-        lambda net, x: net.dense(x) * x.sum().item(),
-        "item at strategies/test_capture.py:.* returns a .*, not a tensor",
-    ),
-    "nonzero": (lambda net, x: net.dense(x)[x > 0], "shape depends on values"),
+    "nonzero": (lambda net, x: net.dense(x)[x > 0], "values of a tensor"),
     "own backward": (
         lambda net, x: Triple.apply(net.dense(x)),
         "torch.autograd.Function Triple, whose own backward is lost",
@@ -326,34 +310,20 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True),
         "use_reentrant=False",
     ),
-    "autocast": (lambda net, x: autocast(net, x), "torch.autocast inside forward"),
     "in place on the batch": (
         lambda net, x: net.dense(x.add_(1)),
         "add_ at strategies/test_capture.py:.* writes in place to a batch tensor",
     ),
     "in place on a view of it": (
         lambda net, x: net.dense(x.view(-1).add_(1).view(8, 8)),
-        "writes in place to a batch tensor",
+        "writes in place to a batch tensor; use an operator that returns a new tensor",
     ),
     "in place on a parameter": (
         lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
         "writes in place to a parameter",
     ),
-    "in place on a buffer": (lambda net, x: net.dense(x) + net.table.sub_(1), "sub_ .* writes in place to a buffer"),
-    "in place under a view": (from_other_view, "memory that is read later under another name"),
-    "in place through a view": (through_a_view, "memory that is read later under another name"),
-    "in place under a view of a view": (through_a_deep_view, "memory that is read later under another name"),
-    "in place without a twin": (
-        lambda net, x: net.dense(x) + torch.empty_like(x).bernoulli_(0.5),
-        "no form that returns a new tensor",
-    ),
     "nothing trains": (lambda net, x: net.dense(x).detach(), "depends on no trainable parameter"),
 }
-
-
-def autocast(net: Net, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return net.dense(x)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Stored tensors: every format gives the same blocks, reads no more than a block, and says what is wrong with a file."""
+"""Stored tensors: every format gives the same blocks, reads no more than a block, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "weights.txt").write_text("")
     assert "weights are read from .safetensors, .pt" in message(tmp_path / "weights.txt")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678abcdefgh")
-    assert "cannot be read as weights (ValueError: it does not begin with the length of a header" in message(tmp_path / "bad.safetensors")
+    assert "it does not begin with the length of a header" in message(tmp_path / "bad.safetensors")
     save_file({"a": torch.ones(9)}, tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-1])
     assert "it is cut off, or a is not where its header says" in message(tmp_path / "cut.safetensors")

@@ -47,6 +47,7 @@ class Model:
             zip(names, self.batch, strict=True)
         )
         self.loss, self.gradients = self._eager()
+        self.buffers = {k: v.detach().clone() for k, v in _buffers(self.objective)}
 
     @property
     def graph(self) -> OperatorGraph:
@@ -62,12 +63,18 @@ class Model:
         return loss.detach(), {n: torch.zeros_like(found[n]) if found[n].grad is None else found[n].grad for n in names}
 
     def difference(self, plan: Plan, options: Options | None = None) -> float:
-        """The largest difference of the loss on any rank, and of any gradient relative to its largest element."""
+        """The largest difference of the loss on any rank, of any gradient relative to its largest element, and of any
+        buffer after the step."""
         simulation = Simulation(lower(self.graph, plan, options or Options()), self.values)
         (losses,) = simulation.run()
         simulation.backward(losses)
         size = plan.mesh.size if options and options.sharded_optimizer else 1
         gaps = [abs(loss.item() - self.loss.item()) for loss in losses]
+        gaps += [
+            (found.double() - self.buffers[name].double()).abs().max().item()
+            for name, found in simulation.buffers().items()
+            if found.numel()
+        ]
         for name, found in simulation.gradients().items():
             truth = self.gradients[name]
             gaps.append(((found / size - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item())
@@ -86,11 +93,7 @@ class Model:
             )
         layouts = {source.name: source_of.layout(source.spec.shape, mesh) for source in self.graph.sources}
         inputs = {source.name: layouts[source.name] for source in self.graph.of_kind("input")}
-        # a rank writes to its own copy of a buffer, so buffers are whole, as in every plan that the planner makes
-        tensors = {s.name: layouts[s.name] for s in self.graph.of_kind("parameter")}
-        tensors |= {
-            s.name: layouts[s.name].replicated(len(s.spec.shape)) for s in self.graph.of_kind("buffer", "constant")
-        }
+        tensors = {s.name: layouts[s.name] for s in self.graph.sources if s.kind != "input"}
         return Plan(mesh, operators, inputs, tensors)
 
     def worst(self, draw: Callable[[int], Any], seeds: int = 6) -> float:
@@ -99,6 +102,11 @@ class Model:
             self.difference(self.random_plan(draw, seed), Options(sharded_optimizer=seed % 2 == 1))
             for seed in range(seeds)
         )
+
+
+def _buffers(objective: Objective) -> list[tuple[str, Tensor]]:
+    own = [] if objective.loss is None else [(f"loss.{name}", b) for name, b in objective.loss.named_buffers()]
+    return [*objective.model.named_buffers(), *own]
 
 
 def _parameters(module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:

@@ -39,15 +39,16 @@ class HuggingFace:
     batch: Callable[[], Batch]
     nested: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    attention: str = "sdpa"
 
     def __call__(self, dropout: float) -> Example:
         import transformers
 
         config = getattr(transformers, self.config)(**self.settings, **{k: dict(v) for k, v in self.nested.items()})
         set_dropout(config, dropout)
-        config._attn_implementation = self.attention
-        model = getattr(transformers, self.model)(config)
+        chosen = getattr(transformers, self.model)
+        if chosen._supports_sdpa:
+            config._attn_implementation = "sdpa"
+        model = chosen(config)
         return (Fixed(model, self.fixed) if self.fixed else model), self.batch()
 
 

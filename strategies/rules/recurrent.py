@@ -1,0 +1,118 @@
+"""Recurrent networks: the batch is sliced; time, hidden units and weights stay whole.
+
+With dropout between the layers and `random=exact`, both sides run layer by layer with masks of their own, drawn for the
+whole batch and cut to the block; `fast` draws in torch's operator from a key per slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.graph import Operator, Ref, TensorSpec
+from strategies.rules.arguments import named
+from strategies.rules.random import dropout_block, mix
+from strategies.rules.registry import local_function, resolve, rule
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
+
+NETWORKS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+BLOCK = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "bidirectional", "batch_first")
+"""The arguments of torch's operators with which `recurrent_block` begins."""
+
+
+@local_function
+def recurrent_block(
+    target: str,
+    input: Tensor,
+    hidden: Tensor | Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+    key: int,
+    ordinal: int,
+    batch: int,
+    start: int,
+) -> tuple[Tensor, ...]:
+    """A recurrent network in training, layer by layer; between them falls out what falls out of the rows from `start`
+    on of a whole `batch`. Returns what torch's operator returns: outputs and last states."""
+    ways = 2 if bidirectional else 1
+    each = len(parameters) // layers
+    states = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
+    ends: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        if layer:
+            dim = 0 if batch_first else 1
+            shape = [batch if i == dim else size for i, size in enumerate(input.shape)]
+            starts = [start if i == dim else 0 for i in range(3)]
+            input = dropout_block(input, dropout, mix(key, ordinal), layer, shape, starts)
+        own = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
+        weights = parameters[layer * each : (layer + 1) * each]
+        given: Any = own[0] if isinstance(hidden, Tensor) else own
+        input, *last = resolve(target)(input, given, weights, biases, 1, 0.0, True, bidirectional, batch_first)
+        ends.append(tuple(last))
+    return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+
+def _given(operator: Operator, local: Local | None = None) -> dict[str, Any]:
+    args, kwargs = (operator.args, operator.keywords) if local is None else (local.args, local.kwargs)
+    return named(operator.target, args, kwargs)
+
+
+def drops(given: dict[str, Any]) -> bool:
+    """Whether something falls out between layers."""
+    return bool(given["train"] and given["dropout"] > 0 and given["num_layers"] > 1)
+
+
+def _network(operator: Operator, local: Local) -> Ref:
+    given = _given(operator, local)
+    if not drops(given):
+        return local.several(operator.target, *local.args, **local.kwargs)
+    if not local.exact:
+        own = local.key, local.ordinal, local.position("n")
+        return local.several("local.seeded_slice", operator.target, *own, *local.args, **local.kwargs)
+    dim = 0 if given["batch_first"] else 1
+    start = local.position("n", local.operand_shape()[dim])
+    seeds = local.key, local.ordinal, local.size("n"), start
+    return local.several("local.recurrent_block", operator.target, *(given[name] for name in BLOCK), *seeds)
+
+
+@rule(*NETWORKS)
+def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x [t, n, i] (or [n, t, i]), states [layers, n, h], weights -> outputs like x, states. Packed sequences are not
+    covered."""
+    if not operator.target.endswith(".input"):
+        return None
+    given = _given(operator)
+    sequence: Dims = ("n", None, None) if given["batch_first"] else (None, "n", None)
+    state: Dims = (None, "n", None)
+    states = len(operator.results) - 1
+    weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]
+    products = sum(spec.elements for spec in specs[1 + states :] if len(spec.shape) == 2)
+    return sharding(
+        [sequence, *[state] * states, *weights],
+        [sequence, *[state] * states],
+        specs,
+        operator.results,
+        local=_network,
+        flops=2.0 * products * specs[0].shape[0] * specs[0].shape[1],
+        uneven=() if drops(given) else ("n",),
+    )
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x [n, i], states [n, h], weights -> states [n, h]."""
+    states = len(operator.results)
+    weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]
+    products = sum(spec.elements for spec in specs[1 + states :] if len(spec.shape) == 2)
+    rows: Dims = ("n", None)
+    flops = 2.0 * products * specs[0].shape[0]
+    return sharding(
+        [rows] * (1 + states) + weights, [rows] * states, specs, operator.results, flops=flops, uneven=("n",)
+    )

@@ -1,0 +1,61 @@
+"""`--cases FILE` checks another file of recorded cases; the summary counts per suite and tells every failing case."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+DEFAULT = HERE / "cases.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", default=str(DEFAULT), help="a file of recorded cases instead of the one beside the tests")
+
+
+def cases_file(config: pytest.Config) -> Path:
+    return Path(config.getoption("--cases", default=str(DEFAULT)))
+
+
+def recorded(config: pytest.Config) -> list[dict[str, Any]]:
+    """The cases that are a network; those about the algebra of layouts have a test of their own."""
+    return [case for case in json.loads(cases_file(config).read_text()) if case.get("network")]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames and metafunc.module.__name__.endswith("test_cases"):
+        cases = recorded(metafunc.config)
+        metafunc.parametrize("case", cases, ids=[f"{case['suite']}-{case['id']}" for case in cases])
+
+
+@pytest.fixture(scope="session")
+def own_cases(pytestconfig: pytest.Config) -> bool:
+    """Whether the cases are those beside the tests, for which every reason is written down."""
+    return cases_file(pytestconfig).resolve() == DEFAULT
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    found = [
+        dict(report.user_properties)
+        for key in ("passed", "failed")
+        for report in terminalreporter.getreports(key)
+        if report.when == "call" and "verdict" in dict(report.user_properties)
+    ]
+    if not found:
+        return
+    terminalreporter.section("conformance")
+    for entry in found:
+        if entry["verdict"] != "passed":
+            terminalreporter.write_line(f"{entry['verdict']}: {entry['case']}: {entry['reason']}")
+    for suite in dict.fromkeys(entry["suite"] for entry in found):
+        mine = [entry for entry in found if entry["suite"] == suite]
+        counts, ran = Counter(entry["verdict"] for entry in mine), sum(entry["ran"] for entry in mine)
+        share = 100 * counts["passed"] / len(mine)
+        others = ", ".join(f"{counts[kind]} {kind}" for kind in ("differs", "not mapped", "failed"))
+        terminalreporter.write_line(
+            f"{suite}: {counts['passed']} of {len(mine)} passed ({share:.1f} %), {others}; {ran} run on simulated ranks"
+        )

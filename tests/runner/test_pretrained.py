@@ -1,0 +1,182 @@
+"""Training that starts from the weights of a file: whichever way it runs, its first loss and gradients are those of the
+module with these weights; names that do not fit are told before any rank starts."""
+
+import re
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from safetensors.torch import save_file
+from small import DOUBLE, HYBRID, MODES, SMALL
+from torch import nn
+from torch.nn import functional
+
+from runner import pretrained
+from runner.errors import ConfigError
+from runner.schema import Model
+from strategies.engine.stored import Reader
+
+
+def described(weights, rename=()):
+    return Model(target="a.B", args={}, config=None, weights=str(weights), rename=tuple(rename))
+
+
+def other_weights(seed=5):
+    """A classifier that no seed of a run makes."""
+    torch.manual_seed(seed)
+    return networks.Classifier()
+
+
+def first_loss(module):
+    samples = [networks.Points()[row] for row in order_of_the_first_step()]
+    x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in samples]) for part in (0, 1))
+    return functional.cross_entropy(module.double()(x.double()), y).item()
+
+
+def order_of_the_first_step():
+    from runner.data.order import Order
+
+    return Order(64, 16, 0).rows(0)
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_file(other_weights().state_dict(), tmp_path / "other.safetensors")
+    return tmp_path / "other.safetensors"
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "semi_auto"])
+def test_the_first_loss_is_that_of_the_file(start, file, mode):
+    ended = start(*SMALL, *MODES[mode], DOUBLE, f"model.weights={file}", "train.steps=1")
+    assert ended.losses == [pytest.approx(first_loss(other_weights()), rel=1e-12)]
+
+
+def test_verified(start, file, tmp_path):
+    torch.save({"model": {f"net.{name}": one for name, one in other_weights().state_dict().items()}}, tmp_path / "a.pt")
+    words = (f"model.weights={tmp_path / 'a.pt'}", "model.rename=[['^net[.]','']]", "verify.steps=2", DOUBLE)
+    ended = start(*SMALL, *MODES["auto"], *words, verb="verify")
+    assert ended.verdict["passed"]
+    assert torch.load(tmp_path / "a.pt")["model"]["net.inner.weight"].shape == (16, 12)
+
+
+def test_a_hybrid_module_takes_its_slices(start, file):
+    reference = ("verify.reference.target=networks.Classifier", "verify.steps=1", DOUBLE)
+    ended = start(*SMALL, *HYBRID, *reference, f"model.weights={file}", verb="verify")
+    assert ended.verdict["passed"]
+    told = (ended.folder / "ranks" / "0.log").read_text()
+    shown = float(re.search(r"step 1/1  loss (\S+)", told).group(1))
+    assert shown == pytest.approx(first_loss(other_weights()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("parallel.zero.stage=3",), ("parallel.zero.stage=1", "train.precision=bf16")])
+def test_zero_starts_there_too(start, file, words):
+    ended = start(*SMALL, *MODES["semi_auto"], *words, f"model.weights={file}", "train.steps=1")
+    assert ended.losses == [pytest.approx(first_loss(other_weights()), rel=2e-2 if len(words) > 1 else 1e-6)]
+
+
+class Tied(nn.Module):
+    """One tensor under two names, a buffer that is saved and one that is not, another that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.head.weight = self.emb.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("angles", torch.zeros(3), persistent=False)
+
+
+def state():
+    return {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+
+
+def found(content, folder, rename=()):
+    torch.save(content, folder / "w.pt")
+    return pretrained.locate(described(folder / "w.pt", rename), Tied())
+
+
+def test_every_name_is_found_once_whatever_it_is_called(tmp_path):
+    names = {"emb.weight", "head.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"}
+    names |= {"norm.num_batches_tracked"}
+    assert found(state(), tmp_path).keys() == names
+    for alias in ("emb.weight", "head.weight"):  # the other name of the tied weight may be missing
+        content = {name: one for name, one in state().items() if name != alias}
+        kept = found(content, tmp_path)
+        assert kept.keys() == names and kept["emb.weight"].key in content
+    assert "angles" not in found(state() | {"angles": torch.ones(9)}, tmp_path)  # made by the constructor
+    prefixed = {f"module.{name}": one for name, one in state().items()}
+    renamed = found(prefixed, tmp_path, [("^module[.]", "")])
+    assert Reader().whole(renamed["head.bias"]).equal(prefixed["module.head.bias"])
+
+
+@pytest.mark.parametrize("before, after", [("module.", ""), ("", "body."), ("model.", "net.body.")])
+def test_a_prefix_that_differs_is_cured_as_told(tmp_path, before, after):
+    """The advice, taken literally, makes the file fit."""
+    module = nn.Module()
+    owner = module
+    for part in filter(None, after.split(".")):
+        owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    owner.enter, owner.leave = nn.Linear(3, 4), nn.Linear(4, 2)
+    module.top = nn.Linear(2, 2)
+    content = {f"{before}{name}": one for name, one in owner.state_dict().items() if not name.startswith("top")}
+    content |= {f"{before if not after else ''}top.{name}": one for name, one in module.top.state_dict().items()}
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match="Only a prefix differs") as caught:
+        pretrained.locate(described(tmp_path / "w.pt"), module)
+    rename = re.search(r"model\.rename=\[\['(.*)', '(.*)'\]\]\.$", str(caught.value)).groups()
+    assert len(pretrained.locate(described(tmp_path / "w.pt", [rename]), module)) == 6
+
+
+FAULTS = [
+    (lambda s: s.pop("norm.weight"), "the files do not have norm.weight, which the model needs. Nearest to norm."),
+    (lambda s: (s.pop("emb.weight"), s.pop("head.weight")), "the files do not have emb.weight, which the model needs"),
+    (lambda s: s.update({"head.baias": s.pop("head.bias")}), "Nearest to head.bias is head.baias"),
+    (lambda s: s.update(more=torch.ones(1)), "the files have more, which the model does not know."),
+    (lambda s: s.update({"head.bias": torch.ones(6)}), "head.bias has shape [6] there, but head.bias of the model has"),
+    (lambda s: s.update({"head.bias": torch.ones(5, dtype=torch.int32)}), "stored as int32; the model holds floating"),
+    (lambda s: s.update({"norm.num_batches_tracked": torch.tensor(1.0)}), "the model holds whole numbers"),
+    (lambda s: s["head.weight"].add_(1), "one tensor for emb.weight and head.weight (tied weights), but emb.weight"),
+]
+
+
+@pytest.mark.parametrize("fault, told", FAULTS, ids=[told[:40] for _, told in FAULTS])
+def test_what_does_not_fit_is_told(tmp_path, fault, told):
+    content = state()
+    fault(content)
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        found(content, tmp_path)
+    assert str(caught.value).startswith("model.weights = ") and "\n" not in str(caught.value)
+
+
+def test_two_tensors_cannot_get_one_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.rename gives emb\.weight and head\.weight the same name, x\.weight"):
+        found(state(), tmp_path, [("^(emb|head)", "x")])
+
+
+def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(Tied, "_keys_to_ignore_on_load_missing", [r"norm\.running"], raising=False)
+    monkeypatch.setattr(Tied, "_keys_to_ignore_on_load_unexpected", {"masked_bias$"}, raising=False)
+    content = {name: one for name, one in state().items() if "running" not in name}
+    kept = found(content | {"head.masked_bias": torch.ones(1)}, tmp_path)
+    assert "norm.running_mean" not in kept and len(kept) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("model.weights=nowhere.pt",), "nowhere.pt: there is no such file or folder."),
+        (("model.weights=other.pt",), "the files do not have inner.weight, inner.bias, outer.weight (1 more), which"),
+        (("model.weights=other.pt", "model.rename=[['(','']]"), "which is no regular expression: missing )"),
+        (("model.rename=[[a,b]]",), "model.weights is null; give it too."),
+        (("model.config={width: 3}",), "has no config class as the models of transformers have"),
+    ],
+)
+def test_the_command_refuses(command, tmp_path, words, told):
+    Path(tmp_path / "own_net.py").write_text(Path(networks.__file__).read_text())
+    torch.save({"x": torch.ones(2)}, tmp_path / "other.pt")
+    target = (word.replace("networks.", "own_net.") for word in SMALL)
+    done = command(*target, "parallel=data_parallel", *words, "hydra.run.dir=out")
+    assert done.code == 2 and len(done.paragraphs) == 1 and told in done.err
+    assert not (tmp_path / "out" / "ranks" / "1.log").exists()
