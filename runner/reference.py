@@ -129,7 +129,7 @@ class ExactRandom(TorchFunctionMode):
         batch = given["input"].shape[0 if given["batch_first"] else 1]
         return recurrent_block(
             target,
-            *(given[name] for name in BLOCK),
+            **{name: given[name] for name in BLOCK},
             key=self.key,
             ordinal=self._next(),
             batch=batch,

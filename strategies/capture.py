@@ -7,31 +7,23 @@ the loss does not need is dropped. The module and the batch are left as they wer
 from __future__ import annotations
 
 import copy
-import io
-import logging
-import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from strategies.errors import StrategyError
 from strategies.exported import dtype_of, read
-from strategies.functional import CUMULATIVE
 from strategies.graph import OperatorGraph
 from strategies.nodes import in_library, short
 from strategies.own_backward import calls_noted, check_backwards, functions_behind
 from strategies.rules.random import draws
-
-TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
-"""Loggers of torch that print tracebacks of what the exporter raises anyway."""
+from strategies.tracing import traceable
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
 
     hook = objective.register_forward_hook(capturable if training else _plain_outputs)
     try:
-        with _in_few_words(), _cumulative_averages(objective), calls_noted() as calls, warnings.catch_warnings():
+        with traceable(objective), calls_noted() as calls, warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -111,38 +103,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             module.training = mode
     check_backwards(behind, calls)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
-    return Captured(_needed(graph) if training else graph, tensors)
-
-
-@contextmanager
-def _cumulative_averages(objective: nn.Module) -> Iterator[None]:
-    """Give batch normalizations without a momentum one that stands for the average over all batches: they would
-    compute it in python, from a buffer."""
-    norms = [m for m in objective.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    averaging = [norm for norm in norms if norm.momentum is None]
-    try:
-        for norm in averaging:
-            norm.momentum = CUMULATIVE
-        yield
-    finally:
-        for norm in averaging:
-            norm.momentum = None
-
-
-@contextmanager
-def _in_few_words() -> Iterator[None]:
-    """Keep torch from printing tracebacks and half a graph when an export fails: the exception tells it."""
-    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
-    printed = io.StringIO()
-    for name in TALKATIVE:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(printed):
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-    sys.stderr.write(printed.getvalue())  # what the user's own forward had to say
+    return Captured(_needed(graph), tensors)
 
 
 def run_once(objective: Objective, batch: Sequence[Tensor]) -> None:
@@ -205,7 +166,7 @@ def _told(output: object) -> str:
 
 
 def _needed(graph: OperatorGraph) -> OperatorGraph:
-    """The graph without operators whose results neither the loss nor a buffer needs. Those that draw random numbers
+    """The graph without operators whose results neither an output nor a buffer needs. Those that draw random numbers
     stay."""
     wanted, kept = {ref.id for ref in (*graph.outputs, *(value for _, value in graph.updates))}, []
     for operator in reversed(graph.operators):
@@ -223,6 +184,11 @@ def _capture_failure(error: BaseException) -> str:
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
             "graph; use torch.where or another operator in place of the branch."
+        )
+    if "found a fake tensor in the exported program constant" in str(error):
+        return (
+            "The model's forward reads `.data` of a tensor, or keeps a tensor from an earlier forward, which a graph "
+            "cannot do; use `.detach()`, and register what is kept as a buffer."
         )
     what = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
     return f"The model or its loss failed on the example batch{where} ({what})."

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from strategies.causal import shorten_masks
 from strategies.errors import StrategyError
 from strategies.functional import make_functional
 from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
@@ -57,9 +58,16 @@ class _Reader:
         self.sources: list[Source] = []
         self.operators: list[Operator] = []
         self.owners = self._owners(exported)
-        flatten(module, self._trainable)
+        flatten(module.graph, self._trainable)
         written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
         settle_numbers(module.graph)
+        shorten_masks(
+            module.graph,
+            {
+                placeholder: exported.constants[name]
+                for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items()
+            },
+        )
         inputs = iter(names)
         for node in module.graph.nodes:
             if node.op == "placeholder":

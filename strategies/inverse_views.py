@@ -25,10 +25,18 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
 
     Raises StrategyError if the way back of the view is not known.
     """
-    op, target = op_of(view), view.target
+    op = op_of(view)
+    target: Any = view.target
     shape, own = whole.meta["val"].shape, value.meta["val"].shape
-    args, kwargs = view.args[1:], view.kwargs
+    args: Any = view.args[1:]
+    kwargs: Any = dict(view.kwargs)
     make: Callable[..., fx.Node] = lambda target, *args, **kwargs: call(graph, writer, target, *args, **kwargs)  # noqa: E731
+    if whole.meta["val"].is_complex() and op in ("select", "slice"):  # whose scatter has no complex derivative
+        dim = args[0] if args else kwargs.pop("dim", 0)
+        real = [make(aten.view_as_real.default, part) for part in (whole, value)]
+        args = (dim if dim >= 0 else dim - 1, *args[1:])
+        scatter = aten.select_scatter.default if op == "select" else aten.slice_scatter.default
+        return make(aten.view_as_complex.default, make(scatter, *real, *args, **kwargs))
     if op == "select":
         return make(aten.select_scatter.default, whole, value, *args, **kwargs)
     if op == "diagonal":
@@ -43,7 +51,7 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
         return make(aten.view_as_real.default, value)
     if op in PERMUTATIONS:
         labels = torch.empty(PRIMES[: len(shape)], device="meta")
-        order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]  # type: ignore[operator]
+        order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]
         return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
     bits = getattr(target, "_overloadname", "") == "dtype" and op == "view"
     if own == shape and value.meta["val"].dtype == whole.meta["val"].dtype and not bits:
@@ -52,7 +60,7 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
         return make(aten.slice_scatter.default, whole, value, *args, **kwargs)
     if op == "narrow":
         dim, start, length = args
-        return make(aten.slice_scatter.default, whole, value, dim, start, start + length)  # type: ignore[operator]
+        return make(aten.slice_scatter.default, whole, value, dim, start, start + length)
     if own.numel() == shape.numel() and not bits and op in RESHAPES:
         return make(aten.reshape.default, value, list(shape))
     raise StrategyError(f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")

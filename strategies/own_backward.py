@@ -68,7 +68,8 @@ def check_backwards(functions: Sequence[type], calls: Calls) -> None:
         if not all(_as_autograd(function, args) for args in different.values()):
             raise StrategyError(
                 f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is "
-                "captured (only its forward is seen, and autograd makes another backward of that); write it with differentiable torch operators."
+                "captured (only its forward is seen, of which autograd makes another backward); write it with "
+                "differentiable torch operators."
             )
 
 

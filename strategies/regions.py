@@ -20,7 +20,6 @@ from strategies.errors import StrategyError
 from strategies.nodes import at, call, fakes, floating, mode_of, op_of, values
 
 aten = torch.ops.aten
-REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 @dataclass(frozen=True)
@@ -34,50 +33,34 @@ class Autocast:
     """Whether casts of parameters are kept; export always switches that off."""
 
 
-def flatten(module: fx.GraphModule, trainable: Callable[[fx.Node], bool]) -> None:
-    """Inline every region of `module`; `trainable` tells parameters that need a gradient.
+def flatten(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
+    """Take the regions out of `graph`, which holds their beginnings and ends as torch recorded them; `trainable` tells
+    placeholders that need a gradient.
 
     Raises StrategyError for an autocast region whose casts cannot be found out, or of another device than the batch's.
     """
-    _inline(module)
-    _write_casts(module.graph, trainable)
-    _write_detach(module.graph)
+    _note(graph)
+    _write_casts(graph, trainable)
+    _write_detach(graph)
 
 
-def _inline(module: fx.GraphModule) -> None:
-    """Replace the calls of regions by their nodes, which note the innermost region of each kind."""
-    for node in list(module.graph.nodes):
-        kind = str(node.target)
-        if node.op != "call_function" or not any(name in kind for name in REGIONS):
+def _note(graph: fx.Graph) -> None:
+    """Let every node know the regions around it, and drop the borders."""
+    gradients, around, borders = True, [], []
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            gradients = node.args[0]
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            around.append(Autocast(*node.args))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            around.pop()
+        else:
+            node.meta["without_grad"] = not gradients and node.op == "call_function"
+            node.meta["autocast"] = around[-1] if around else None
             continue
-        *settings, body, arguments = _parts(node, 1 if "grad" in kind else 4)
-        inner: fx.GraphModule = getattr(module, body.target)
-        _inline(inner)
-        inputs = iter(arguments)
-        copied: dict[fx.Node, Any] = {}
-        with module.graph.inserting_before(node):
-            for part in inner.graph.nodes:
-                if part.op == "placeholder":
-                    copied[part] = next(inputs)
-                elif part.op == "output":
-                    results = [copied.get(value, value) for value in part.args[0]]
-                else:
-                    copied[part] = fresh = module.graph.node_copy(part, copied.__getitem__)
-                    if "grad" in kind:
-                        fresh.meta.setdefault("without_grad", not settings[0])
-                    else:
-                        fresh.meta.setdefault("autocast", Autocast(*settings))
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
-        if not body.users:
-            module.graph.erase_node(body)
-
-
-def _parts(node: fx.Node, count: int) -> tuple[Any, ...]:
-    """The settings of a region, its body, and the list of its arguments."""
-    return (*node.args[:count], node.args[count], node.args[count + 1 :])
+        borders.append(node)
+    for node in reversed(borders):
+        graph.erase_node(node)
 
 
 def _write_detach(graph: fx.Graph) -> None:

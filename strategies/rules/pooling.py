@@ -1,4 +1,5 @@
-"""Operators over windows of a picture: its dims stay whole, batch and channels pass.
+"""Operators over windows of a picture: batch and channels pass; its own dims stay whole, unless windows tile them (they
+do not overlap, nothing is padded, and the last stride is full): then slices hold whole windows.
 
 Also what moves elements between channels and windows: unfold and fold, pixel and channel shuffles.
 """
@@ -6,8 +7,10 @@ Also what moves elements between channels and windows: unfold and fold, pixel an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from strategies.graph import Operator, TensorSpec
+from strategies.rules.arguments import named
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Sharding, sharding
 
@@ -19,6 +22,8 @@ SPATIAL = {name: n for n in (1, 2, 3) for name in WINDOWS.format(n=n).split()}
 """Operators -> the number of spatial dims at the end of x. Of the unpoolings and the fractional ones there are none in
 one dimension."""
 del SPATIAL["max_unpool1d"], SPATIAL["fractional_max_pool1d"]
+TILING = frozenset(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg"))
+"""Operators whose windows lie at fixed strides."""
 
 
 @rule(*SPATIAL)
@@ -26,13 +31,35 @@ def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [(n,) c, ...] -> [(n,) c, ...], and perhaps indices inside each picture. Further operands: the indices for
     unpooling, and random samples [n, c, places] for fractional pooling."""
     lead = tuple(f"d{i}" for i in range(len(specs[0].shape) - SPATIAL[operator.op]))
-    whole = (None,) * SPATIAL[operator.op]
-    operands: list[Dims] = [(*lead, *whole) for _ in specs]
+    spatial = _tiled(operator, specs[0].shape[len(lead) :])
+    operands: list[Dims] = [(*lead, *spatial) for _ in specs]
     if operator.op.startswith("fractional"):
         operands[1] = (*(None,) * (2 - len(lead)), *lead, None)
-    results: list[Dims] = [(*lead, *whole) for _ in operator.results]
+    results: list[Dims] = [(*lead, *spatial) for _ in operator.results]
     uneven = lead if len(specs) == 1 else ()  # torch refuses indices and samples that padding may hold
-    return sharding(operands, results, specs, operator.results, uneven=uneven)
+    places = operator.results[0].shape[len(lead) :]  # a slice is cut between windows, so their number must divide
+    sizes = {factor: size for factor, size in zip(spatial, places, strict=True) if factor is not None}
+    return sharding(operands, results, specs, operator.results, sizes=sizes, uneven=uneven)
+
+
+def _tiled(operator: Operator, shape: Sequence[int]) -> Dims:
+    """The picture's dims that windows tile. Indices are counted over the whole picture, so their operators have none,
+    and adaptive windows depend on its size."""
+    if operator.op not in TILING:
+        return (None,) * len(shape)
+    given = named(operator.target, operator.args, operator.keywords)
+
+    def each(value: Any) -> Sequence[int]:
+        """One number per dim; one for all may stand alone."""
+        numbers = [value] if isinstance(value, int) else list(value)
+        return numbers * len(shape) if len(numbers) == 1 else numbers
+
+    kernel, padding, dilation = each(given["kernel_size"]), each(given["padding"]), each(given.get("dilation", 1))
+    stride = each(given["stride"]) if given["stride"] else kernel  # not given, or an empty list
+    return tuple(
+        f"w{i}" if (k - 1) * d < s and p == 0 and size % s == 0 else None
+        for i, (size, k, s, p, d) in enumerate(zip(shape, kernel, stride, padding, dilation, strict=True))
+    )
 
 
 @rule("im2col", "col2im")

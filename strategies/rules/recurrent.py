@@ -27,10 +27,10 @@ BLOCK = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "bidire
 def recurrent_block(
     target: str,
     input: Tensor,
-    hidden: Tensor | Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    biases: bool,
-    layers: int,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
     dropout: float,
     bidirectional: bool,
     batch_first: bool,
@@ -42,19 +42,19 @@ def recurrent_block(
     """A recurrent network in training, layer by layer; between them falls out what falls out of the rows from `start`
     on of a whole `batch`. Returns what torch's operator returns: outputs and last states."""
     ways = 2 if bidirectional else 1
-    each = len(parameters) // layers
-    states = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
+    each = len(params) // num_layers
+    states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
     ends: list[tuple[Tensor, ...]] = []
-    for layer in range(layers):
+    for layer in range(num_layers):
         if layer:
             dim = 0 if batch_first else 1
             shape = [batch if i == dim else size for i, size in enumerate(input.shape)]
             starts = [start if i == dim else 0 for i in range(3)]
             input = dropout_block(input, dropout, mix(key, ordinal), layer, shape, starts)
         own = tuple(state[layer * ways : (layer + 1) * ways] for state in states)
-        weights = parameters[layer * each : (layer + 1) * each]
-        given: Any = own[0] if isinstance(hidden, Tensor) else own
-        input, *last = resolve(target)(input, given, weights, biases, 1, 0.0, True, bidirectional, batch_first)
+        weights = params[layer * each : (layer + 1) * each]
+        given: Any = own[0] if isinstance(hx, Tensor) else own
+        input, *last = resolve(target)(input, given, weights, has_biases, 1, 0.0, True, bidirectional, batch_first)
         ends.append(tuple(last))
     return input, *(torch.cat(parts) for parts in zip(*ends, strict=True))
 
@@ -89,7 +89,7 @@ def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     if not operator.target.endswith(".input"):
         return None
     given = _given(operator)
-    sequence: Dims = ("n", None, None) if given["batch_first"] else (None, "n", None)
+    sequence: Dims = ("n", None, None)
     state: Dims = (None, "n", None)
     states = len(operator.results) - 1
     weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]

@@ -22,6 +22,13 @@ from strategies.rules.random import in_row_major, mix, seeding, uniform
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
+FILLING = frozenset(
+    """
+    rand_like randn_like randint_like bernoulli normal normal_functional uniform exponential cauchy geometric log_normal
+    random
+    """.split()
+)
+"""Operators that return numbers in the shape of their operands."""
 Block = tuple[Sequence[int], Sequence[Any]]
 """The global shape of a tensor, and where the rank's block begins in it."""
 
@@ -55,10 +62,11 @@ def drawn_block(
     **kwargs: Any,
 ) -> Any:
     """The block at `starts` (`lengths` long) of what random operator `target` draws for whole tensors; `operands` say
-    where the tensors among the arguments, which come first, have their places."""
-    placed = [_placed(x, block) for x, block in zip(args, operands, strict=False)]
+    where the tensors among the arguments have their places."""
+    blocks = iter(operands)
+    placed = tuple(_placed(arg, next(blocks)) if isinstance(arg, Tensor) else arg for arg in args)
     with seeding(key, ordinal):
-        found = resolve(target)(*in_row_major((*placed, *args[len(placed) :])), **kwargs)
+        found = resolve(target)(*in_row_major(placed), **kwargs)
     if isinstance(found, Tensor):
         return _cut(found, starts, lengths)
     return tuple(_cut(result, starts, lengths) for result in found)
@@ -95,10 +103,13 @@ def _starts(local: Local, dims: Dims, lengths: Sequence[int]) -> tuple[Any, ...]
 def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dims, shared: Sequence[str] = ()) -> Ref:
     """The operator on its slices (`fast`), or the block of the whole draw. Slices of `shared` factors have the same
     numbers."""
+    given = local.args
+    if operator.op in FILLING:  # numbers have no gradient, and some of these operators refuse to be asked for one
+        given = tuple(local.call("aten.detach.default", arg) if isinstance(arg, Ref) else arg for arg in given)
     if not local.exact:
         factors = tuple(name for name in result if name is not None and name not in shared)
         where = local.position(factors)
-        args = "local.seeded_slice", operator.target, local.key, local.ordinal, where, *local.args
+        args = "local.seeded_slice", operator.target, local.key, local.ordinal, where, *given
         return local.several(*args, **local.kwargs) if operator.multiple else local.call(*args, **local.kwargs)
     local_shapes = [local.operand_shape(i) for i in range(len(dims))]
     lengths = local.result_shape()
@@ -107,7 +118,7 @@ def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dim
         for shape, own, sizes in zip(_global_shapes(local, dims, local_shapes), dims, local_shapes, strict=True)
     )
     starts = _starts(local, result, lengths)
-    args = "local.drawn_block", operator.target, local.key, local.ordinal, blocks, starts, lengths, *local.args
+    args = "local.drawn_block", operator.target, local.key, local.ordinal, blocks, starts, lengths, *given
     return local.several(*args, **local.kwargs) if operator.multiple else local.call(*args, **local.kwargs)
 
 
@@ -130,13 +141,7 @@ def _sized(operator: Operator, local: Local) -> Ref:
     return local.call("local.seeded_slice", operator.target, local.key, local.ordinal, where, *given, **more)
 
 
-FILLING = """
-rand_like randn_like randint_like bernoulli normal_functional uniform exponential cauchy geometric log_normal random
-native_dropout
-""".split()
-
-
-@rule("rand", "randn", "randint", "normal", *FILLING)
+@rule("rand", "randn", "randint", "native_dropout", *sorted(FILLING))
 def elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """Numbers of a given size, or like (and perhaps by) operands that broadcast: every dim passes."""
     shape = operator.results[0].shape

@@ -1,57 +1,48 @@
-"""Operators that select, order or join elements along one dim (or a few): those stay whole, the others pass.
+"""Operators that take parts of a tensor: the dims that they take from stay whole, the others pass.
 
-Invariant: a local program is the operator itself with its own arguments; only sizes of dims that pass differ.
+They only move elements, so dims that pass may have padded slices. Invariant: a local program is the operator itself
+with its own arguments; only sizes of dims that pass differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from strategies.graph import Operator, Ref, TensorSpec
-from strategies.rules.registry import rule
+from strategies.rules.arguments import named
+from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
-DIM = {
-    "argsort": (1, -1),
-    "chunk": (2, 0),
-    "cumprod": (1, 0),
-    "cumsum": (1, 0),
-    "diff": (2, -1),
-    "narrow": (1, 0),
-    "select": (1, 0),
-    "slice": (1, 0),
-    "sort": (1, -1),
-    "split": (2, 0),
-    "split_with_sizes": (2, 0),
-    "tensor_split": (2, 0),
-    "topk": (2, -1),
-    "unbind": (1, 0),
-}
-"""Position of `dim` among the arguments, and its default."""
+
+def dim_of(operator: Operator, rank: int) -> int:
+    """The argument `dim` of a call on a tensor of `rank` dims, counted from the left."""
+    return int(named(operator.target, operator.args, operator.keywords)["dim"]) % rank
 
 
-def _dim(operator: Operator, rank: int) -> int:
-    position, default = DIM[operator.op]
-    dim = operator.keywords.get("dim", operator.args[position] if len(operator.args) > position else default)
-    return int(dim) % rank
-
-
-def _names(rank: int, whole: Sequence[int]) -> Dims:
+def passing(rank: int, whole: Sequence[int]) -> Dims:
+    """Factors d0, d1, ... of the dims that pass; None for those that stay whole."""
     return tuple(None if i in whole else f"d{i}" for i in range(rank))
 
 
-def _one_operand(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[int]) -> Sharding:
+def named_dims(dims: Dims) -> tuple[str, ...]:
+    """The factors among dims."""
+    return tuple(dim for dim in dims if dim is not None)
+
+
+def same_dims(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[int]) -> Sharding:
     """x [...] -> results of the same rank; `whole` are the dims that cannot be sliced."""
-    dims = _names(len(specs[0].shape), whole)
-    return sharding([dims], [dims] * len(operator.results), specs, operator.results)
+    dims = passing(len(specs[0].shape), whole)
+    return sharding([dims], [dims] * len(operator.results), specs, operator.results, uneven=named_dims(dims))
 
 
-@rule(*"argsort chunk cumprod cumsum diff narrow sort split split_with_sizes tensor_split topk".split())
-def along_one_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    rank = len(specs[0].shape)
-    if rank == 0 or len(specs) > 1:  # further tensors: places to split at, or what diff puts in front
-        return None
-    return _one_operand(operator, specs, [_dim(operator, rank)])
+@rule("chunk", "narrow", "split", "split_with_sizes", "tensor_split")
+def parts(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """x -> one part of a dim, or all of them."""
+    if len(specs) > 1:
+        return None  # places to split at, or to begin at, as a tensor
+    return same_dims(operator, specs, [dim_of(operator, len(specs[0].shape))])
 
 
 def _identity(operator: Operator, local: Local) -> Ref:
@@ -63,64 +54,85 @@ def slice_(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x[start:end:step] along one dim; a slice of everything passes."""
     rank = len(specs[0].shape)
     if specs[0].shape != operator.results[0].shape:
-        return _one_operand(operator, specs, [_dim(operator, rank)])
-    dims = _names(rank, ())
-    return sharding([dims], [dims], specs, operator.results, local=_identity)
+        return same_dims(operator, specs, [dim_of(operator, rank)])
+    dims = passing(rank, ())
+    return sharding([dims], [dims], specs, operator.results, local=_identity, uneven=named_dims(dims))
 
 
 @rule("select", "unbind")
 def drop_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """One position of a dim, or every one as a result of its own."""
     rank = len(specs[0].shape)
-    whole = _dim(operator, rank)
-    dims = _names(rank, [whole])
-    result = tuple(name for i, name in enumerate(dims) if i != whole)
-    return sharding([dims], [result] * len(operator.results), specs, operator.results)
+    dims = passing(rank, [dim_of(operator, rank)])
+    result = named_dims(dims)
+    return sharding([dims], [result] * len(operator.results), specs, operator.results, uneven=result)
+
+
+@local_function
+def triangle_slice(x: Tensor, lower: bool, diagonal: int, row: int, column: int) -> Tensor:
+    """The lower or upper triangle of a matrix, of which x is the block that begins at (row, column)."""
+    return x.tril(diagonal + row - column) if lower else x.triu(diagonal + row - column)
+
+
+def _triangle(operator: Operator, local: Local) -> Ref:
+    shape = local.operand_shape(0)
+    row, column = (local.position(f"d{i}", shape[i]) for i in (len(shape) - 2, len(shape) - 1))
+    diagonal = named(operator.target, operator.args, operator.keywords)["diagonal"]
+    return local.call("local.triangle_slice", local.args[0], operator.op == "tril", diagonal, row, column)
 
 
 @rule("tril", "triu")
 def triangle(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """The last two dims stay whole."""
-    rank = len(specs[0].shape)
-    return _one_operand(operator, specs, [rank - 2, rank - 1])
+    """The last two dims are a matrix, with the rest set to zero."""
+    dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
+    return sharding([dims], [dims], specs, operator.results, local=_triangle, uneven=dims)
 
 
 @rule("flip", "roll")
 def reorder(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """flip(x, dims), roll(x, shifts, dims); roll without dims runs over the flattened tensor."""
-    rank, dims = len(specs[0].shape), operator.args[1 if operator.op == "flip" else 2 :]
-    if not dims or not dims[0]:
+    rank, dims = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)["dims"]
+    if operator.op == "roll" and not dims:
         return None
-    return _one_operand(operator, specs, [dim % rank for dim in dims[0]])
+    return same_dims(operator, specs, [dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)])
 
 
-@rule("pad", "constant_pad_nd")
-def pad(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """pad(x, (last dim's left, right, the dim before's left, ...)): dims that get something stay whole."""
-    rank, widths = len(specs[0].shape), operator.args[1]
-    whole = [rank - 1 - i // 2 for i, width in enumerate(widths) if width]
-    return _one_operand(operator, specs, whole)
+@rule("fliplr", "flipud")
+def mirror(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """The dim 1, or the dim 0, in reverse order."""
+    return same_dims(operator, specs, [1 if operator.op == "fliplr" else 0])
 
 
-@rule("cat", "concat")
-def cat(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Tensors joined along a dim that they have."""
+@rule("rot90")
+def rotation(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """A quarter turn, or several, of two dims."""
+    rank, options = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)
+    return same_dims(operator, specs, [dim % rank for dim in options["dims"]])
+
+
+@rule("unfold")
+def unfold(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x -> windows of one dim in its place, and what is in a window as the last dim."""
+    rank = len(specs[0].shape)
+    dim = int(named(operator.target, operator.args, operator.keywords)["dimension"]) % rank
+    dims = passing(rank, [dim])
+    return sharding([dims], [(*dims, None)], specs, operator.results, uneven=named_dims(dims))
+
+
+@rule("diagonal")
+def diagonal(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """The diagonal of two dims as the last dim."""
+    rank, options = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)
+    dims = passing(rank, [options["dim1"] % rank, options["dim2"] % rank])
+    rest = named_dims(dims)
+    return sharding([dims], [(*rest, None)], specs, operator.results, uneven=rest)
+
+
+@rule("diag_embed")
+def diag_embed(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """The last dim as the diagonal of two dims."""
     rank = len(operator.results[0].shape)
-    if any(len(spec.shape) != rank for spec in specs):
-        return None  # torch lets empty one-dimensional tensors through
-    dims = _names(rank, [_join_dim(operator, rank)])
-    return sharding([dims] * len(specs), [dims], specs, operator.results)
-
-
-@rule("stack")
-def stack(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """Tensors joined along a new dim."""
-    rank = len(operator.results[0].shape)
-    new = _join_dim(operator, rank)
-    dims = _names(rank, [new])
-    return sharding([dims[:new] + dims[new + 1 :]] * len(specs), [dims], specs, operator.results)
-
-
-def _join_dim(operator: Operator, rank: int) -> int:
-    dim = operator.keywords.get("dim", operator.args[1] if len(operator.args) > 1 else 0)
-    return int(dim) % rank
+    options = named(operator.target, operator.args, operator.keywords)
+    result = passing(rank, [options["dim1"] % rank, options["dim2"] % rank])
+    rest = named_dims(result)
+    return sharding([(*rest, None)], [result], specs, operator.results, uneven=rest)

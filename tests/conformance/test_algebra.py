@@ -158,7 +158,7 @@ def optimizer_shard(arguments, call, case):
     assert mesh.product(kept) == (size if size > 0 else mesh.product(plain.replica_axes(mesh)))
     if any(n % count for n, count in zip(new_shape, theirs.counts(mesh), strict=True)):
         with pytest.raises(StrategyError, match="cannot be cut"):  # recorded unchecked; 32 rows are not 64 slices
-            ours.local_shape(shape, mesh)
+            ours.check_even(shape, mesh)
         return
     rows = (shape[0], 1)  # the other dims are sliced alike: a column of row numbers shows who holds what
     column = torch.arange(shape[0]).reshape([*new_shape[:lead], 1])

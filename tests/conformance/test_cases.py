@@ -56,8 +56,6 @@ def test_every_suite_passes_mostly() -> None:
     assert REASONS.keys() <= {case["id"] for case in cases}
     assert all(len(reason.split()) > 4 for reason in REASONS.values())
     total = Counter(case["suite"] for case in cases)
-    bare = Counter(
-        case["suite"] for case in cases if REASONS.get(case["id"], "").startswith(("not mapped", "failed"))
-    )
+    bare = Counter(case["suite"] for case in cases if REASONS.get(case["id"], "").startswith(("not mapped", "failed")))
     assert total == {"concrete": 92, "error": 60, "accepted": 381}
     assert all(10 * bare[suite] <= total[suite] for suite in total)

@@ -33,6 +33,10 @@ SPOKEN = {"dropout": F.dropout, "scaled_dot_product_attention": F.scaled_dot_pro
 """Random operators as a user calls them, so that the reference can give them their exact numbers."""
 
 
+class Refused(Exception):
+    """torch itself does not run the case on one device."""
+
+
 @dataclass(frozen=True)
 class Case:
     """`values` are the whole tensors of all sources by name."""

@@ -439,14 +439,14 @@ def test_names_paths_and_source_lines() -> None:
 
 
 def test_without_a_capture_any_backward_will_do() -> None:
-    class Doubled(torch.autograd.Function):
+    class Tripled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return 2 * x
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return 2 * gradient
+            return 3 * gradient
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -454,12 +454,12 @@ def test_without_a_capture_any_backward_will_do() -> None:
             self.dense = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            doubled: Tensor = Doubled.apply(self.dense(x))
-            return doubled.mean() if x.shape[0] else doubled
+            tripled: Tensor = Tripled.apply(self.dense(x))
+            return tripled.mean() if x.shape[0] else tripled
 
     step, batch = Objective(Net(), None, ("0",), ()), [torch.randn(4, 4)]
     run_once(step, batch)
-    with pytest.raises(StrategyError, match="Doubled"):
+    with pytest.raises(StrategyError, match="Tripled"):
         capture(step, batch, training=True)
     with pytest.raises(StrategyError, match="scalar"):
         run_once(step, [torch.randn(0, 4)])

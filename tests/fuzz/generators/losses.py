@@ -60,4 +60,5 @@ def classes(pool: Pool, op: str) -> None:
     else:
         target = _targets(pool, shape[:1] + shape[2:] if len(shape) > 1 else (), count)
     more = (pool.rng.choice((0.0, 0.0, 0.1)),) if op == "cross_entropy_loss" else ()
-    pool.emit(f"aten.{op}.default", scores, target, weight, _reduction(pool), -100, *more)
+    reduction = MEAN if op == "nll_loss2d" else _reduction(pool)  # without one its backward wants contiguous gradients
+    pool.emit(f"aten.{op}.default", scores, target, weight, reduction, -100, *more)

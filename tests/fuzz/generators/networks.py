@@ -27,11 +27,11 @@ def convolution(pool: Pool, op: str) -> None:
     channels = pool.shape_of(x)[1]
     groups = pool.rng.choice([d for d in range(1, channels + 1) if channels % d == 0]) if pool.rng.random() < 0.4 else 1
     out = groups * pool.rng.choice((1, 2, 3, 4))
-    width = pool.rng.choice((1, 2, 3))
+    width = pool.rng.randint(1, min(3, *pool.shape_of(x)[2:]))
     weight = pool.floats((out, channels // groups, *(width,) * dims), -0.5, 0.5)
     bias = pool.floats((out,)) if pool.rng.random() < 0.6 else None
     stride, dilation = pool.rng.choice((1, 1, 2)), pool.rng.choice((1, 1, 2))
-    if pool.rng.random() < 0.15:
+    if groups == 1 and pool.rng.random() < 0.15:
         pool.emit(f"aten.{op}.padding", x, weight, bias, (1,) * dims, pool.rng.choice(("same", "valid")), (1,) * dims)
         return
     if groups > 1 or dilation > 1 or pool.rng.random() < 0.5:

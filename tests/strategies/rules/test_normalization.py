@@ -35,7 +35,7 @@ CASES = [
     ("uneven softmax", lambda a: a.softmax(1), x(7, 4, 5)),
     ("uneven layer_norm", lambda a, w, b: F.layer_norm(a, (4,), w, b), x(7, 5, 4), x(4), x(4)),
     ("uneven rms_norm", lambda a, w: F.rms_norm(a, (4,), w), x(7, 5, 4), x(4)),
-    ("layer_norm without eps", lambda a: F.layer_norm(a, (4,), eps=0), x(7, 5, 4)),
+    ("layer_norm without eps", lambda a, w: F.layer_norm(a, (4,), w, eps=0), x(7, 5, 4), x(4)),
 ]
 
 

@@ -19,6 +19,11 @@ def unpooled(a):
 
 CASES = [
     ("max 1", lambda a: F.max_pool1d(a, 3, 2, 1), LINES),
+    ("max 1 tiled", lambda a: F.max_pool1d(a, 2, 4), x(2, 3, 16)),
+    ("max 2 tiled", lambda a: F.max_pool2d(a, 2), x(2, 2, 8, 12)),
+    ("max 2 dilated between strides", lambda a: F.max_pool2d(a, 2, (3, 2), dilation=(2, 1)), x(2, 12, 8)),
+    ("average 2 tiled", lambda a: F.avg_pool2d(a, 2, (2, 4), ceil_mode=True), x(2, 2, 8, 16)),
+    ("average 3 tiled", lambda a: F.avg_pool3d(a, (1, 2, 2), (1, 2, 3), divisor_override=3), x(2, 1, 4, 8, 9)),
     ("max 1 unbatched", lambda a: F.max_pool1d(a, 3), x(6, 7)),
     ("max 1 indices", lambda a: F.max_pool1d(a, 3, return_indices=True), LINES),
     ("max 2", lambda a: F.max_pool2d(a, 2, dilation=2), PICTURES),

@@ -1,5 +1,7 @@
 """Reductions of one dim, several, all, kept or not, of floats, integers and booleans."""
 
+import math
+
 import torch
 
 torch.manual_seed(1)
@@ -45,6 +47,24 @@ CASES = [
     ("norm dim", lambda a: torch.linalg.vector_norm(a, 3, dim=-1, keepdim=True), x(6, 12)),
     ("mode", torch.mode, whole(6, 12)),
     ("mode kept", lambda a: torch.mode(a, 0, True), whole(6, 12)),
+    ("linalg_norm", torch.linalg.norm, x(6, 12)),
+    ("linalg_norm rows", lambda a: torch.linalg.norm(a, dim=1), x(6, 12)),
+    ("linalg_norm of matrices", lambda a: torch.linalg.norm(a, dim=(0, 2)), x(4, 6, 7)),
+    ("norm.Scalar", lambda a: torch.ops.aten.norm.Scalar(a, 3), x(6, 12)),
+    ("norm.ScalarOpt_dim", lambda a: torch.ops.aten.norm.ScalarOpt_dim(a, None, [1], True), x(6, 12)),
+    ("nansum", lambda a: torch.where(a > 1, math.nan, a).nansum(1), x(6, 12)),
+    ("nanmean", lambda a: torch.where(a > 1, math.nan, a).nanmean(0), x(6, 12)),
+    ("nanmedian", lambda a: a.nanmedian(1, keepdim=True), x(6, 7)),
+    ("aminmax", lambda a: torch.aminmax(a, dim=1), x(6, 12)),
+    ("kthvalue", lambda a: a.kthvalue(2), x(6, 12)),
+    ("quantile", lambda a: a.quantile(0.3, dim=1), x(6, 7)),
+    ("quantiles", lambda a, q: a.quantile(q.detach(), dim=0, keepdim=True), x(6, 4), torch.rand(2).double()),
+    ("nanquantile", lambda a: torch.nanquantile(a, 0.5), x(6, 4)),
+    ("nanquantile dim", lambda a: torch.nanquantile(a, 0.5, dim=-1), x(6, 4)),
+    ("histc", lambda a: torch.histc(a.detach(), bins=5, min=-1, max=1), x(6, 4)),
+    ("histc of their range", lambda a: torch.histc(a.detach(), bins=5), x(6, 4)),
+    ("_is_all_true", lambda a: torch.ops.aten._is_all_true(a > 0), whole(6, 4)),
+    ("_is_any_true", lambda a: torch.ops.aten._is_any_true(a > 1), whole(6, 4)),
     ("any", lambda a: (a > 1).any(), whole(6, 12)),
     ("any dim", lambda a: (a > 1).any(1), whole(6, 12)),
     ("all", lambda a: (a > 0).all(), whole(6, 12)),
@@ -61,3 +81,8 @@ def test_reductions(cases, check, mesh):
 
 def test_every_rule_has_a_case(cases, uncovered):
     assert not uncovered(cases, "reductions")
+
+
+def test_ranges_of_all_elements_run_whole(cases, known):
+    assert known(cases, "histc") == [True, False]
+    assert known(cases, "nanquantile") == [False, True]

@@ -1,0 +1,98 @@
+"""How a model must be traced so that its graph can tell all that it does; everything is put back afterwards.
+
+torch.export makes sub-graphs of no_grad and autocast regions, but drops regions that only write, and no_grad within
+autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
+normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
+of the caller is not the model's.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import nn
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch.autograd.grad_mode import inference_mode
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from strategies.functional import CUMULATIVE
+
+TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+"""Loggers of torch that print tracebacks of what the exporter raises anyway."""
+
+
+@contextmanager
+def traceable(objective: nn.Module) -> Iterator[None]:
+    """Around the export of `objective`."""
+    with ExitStack() as stack:
+        stack.enter_context(_in_few_words())
+        stack.enter_context(_cumulative_averages(objective))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        keep = lambda module, signature: (module, signature)  # noqa: E731
+        for file, name in (
+            (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass"),
+            (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"),
+        ):
+            stack.enter_context(_replaced(file, name, keep))
+        stack.enter_context(_replaced(inference_mode, "__enter__", _begin))
+        stack.enter_context(_replaced(inference_mode, "__exit__", _end))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _begin(region: Any) -> None:
+    region.gradients_before = torch.is_grad_enabled()
+    if region.mode:
+        torch.set_grad_enabled(False)
+
+
+def _end(region: Any, *_: Any) -> None:
+    torch.set_grad_enabled(region.gradients_before)
+
+
+@contextmanager
+def _cumulative_averages(objective: nn.Module) -> Iterator[None]:
+    """Give batch normalizations without a momentum one that stands for the average over all batches: they would
+    compute it in python, from a buffer."""
+    norms = [m for m in objective.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    averaging = [norm for norm in norms if norm.momentum is None]
+    try:
+        for norm in averaging:
+            norm.momentum = CUMULATIVE
+        yield
+    finally:
+        for norm in averaging:
+            norm.momentum = None
+
+
+@contextmanager
+def _in_few_words() -> Iterator[None]:
+    """Keep torch from printing tracebacks and half a graph when an export fails: the exception tells it."""
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
+    printed = io.StringIO()
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+    sys.stderr.write(printed.getvalue())  # what the user's own forward had to say

@@ -1,0 +1,92 @@
+"""A recorded case on the bench: its network captured, planned, lowered, and run on simulated ranks where it is small
+enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from strategies.capture import Objective, capture
+from strategies.cost.estimate import GPU, seconds
+from strategies.describe import communication
+from strategies.engine.program import Options, Program, lower
+from strategies.engine.simulate import Simulation
+from strategies.graph import Operator, OperatorGraph
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.request import SEARCHES, Request
+from tests.conformance.network import Case, name_of
+from tests.conformance.numbers import Built, build
+from tests.conformance.requested import request_of
+from tests.strategies.whole_model import Model
+
+RUN_RANKS = 16
+"""The most ranks that are simulated."""
+TOLERANCE = 1e-10
+SMALLEST = 1e-6
+"""Below this size differences are absolute."""
+PROOF = 2**22
+"""Elements of the largest tensor of a network that is run to prove that a strategy need not be refused."""
+
+
+class Differs(Exception):
+    """Something is not as recorded; the text says what."""
+
+
+class Bench:
+    """A case's network, captured; with real numbers where it is small enough to be run."""
+
+    def __init__(self, case: Case, most: int) -> None:
+        self.case = case
+        self.built: Built = build(case, real=False)
+        names = tuple(str(i) for i in range(len(self.built.batch)))
+        objective = Objective(self.built.network, None, names, ())
+        self.graph: OperatorGraph = capture(objective, self.built.batch, training=True).graph
+        self.request = request_of(case, self.graph, self.built)
+        context = case.get("context") or {}
+        self.options = Options(sharded_optimizer=bool(context.get("enable_parallel_optimizer")))
+        largest = max(spec.elements for spec in self.graph.specs.values())
+        limit = max(most, PROOF) if "error" in case["expected"] else most
+        self.runs = largest <= limit and self.request.world_size <= RUN_RANKS
+
+    @property
+    def no_search(self) -> str:
+        """Why the recorded search does not take the case."""
+        return "starts from configured operators" if self.case["search_mode"] in SEARCHES else "is not there yet"
+
+    def lowered(self, request: Request) -> tuple[Plan, Program]:
+        plan = make_plan(self.graph, request)
+        return plan, lower(self.graph, plan, self.options)
+
+    def run(self, plan: Plan) -> bool:
+        """Whether the network was run; raises Differs if a gradient or the loss is not the network's own."""
+        if not self.runs:
+            return False
+        real = build(self.case, real=True)
+        model = Model(real.network, None, real.batch)
+        simulation = Simulation(lower(model.graph, plan, self.options), model.values)
+        (losses,) = simulation.run()
+        simulation.backward(losses)
+        averaged = plan.mesh.size if self.options.sharded_optimizer else 1
+        gaps = {"the loss": max(relative(loss.detach(), model.loss) for loss in losses)}
+        for name, found in simulation.gradients().items():
+            gaps[f"the gradient of {name}"] = relative(found / averaged, model.gradients[name])
+        worst = max(gaps, key=lambda name: gaps[name])
+        if not gaps[worst] <= TOLERANCE:
+            raise Differs(f"{worst} differs from the network's own by {gaps[worst]:.1e}")
+        return True
+
+    def operators(self, node: Mapping[str, Any]) -> tuple[Operator, ...]:
+        return tuple(o for o in self.graph.operators if o.module == name_of(node))
+
+    def cost(self, plan: Plan) -> float:
+        """Microseconds of a step by our cost model."""
+        program = lower(self.graph, plan)
+        return 1e6 * seconds(self.graph, plan, program, communication(program, stage=0), GPU)["total"]
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return float((found - truth).abs().max() / truth.abs().max().clamp_min(SMALLEST))

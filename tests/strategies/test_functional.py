@@ -1,0 +1,268 @@
+"""Writes of a model become values: loss, gradients and buffers come out as in eager torch, whatever view was written
+through, and what cannot be a value is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strategies.capture import LossFunction, Objective, capture
+from strategies.engine.program import lower
+from strategies.engine.simulate import Simulation
+from strategies.errors import StrategyError
+from tests.strategies.whole_model import TOLERANCE, Model
+
+
+class Net(nn.Module):
+    """A linear layer, some buffers, and a body given as a function of (net, x [8, 8])."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.dense, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("table", torch.arange(32.0).view(4, 8) / 32)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("old", torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def column(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    flat = h.view(-1)
+    h[:, 0] = 1
+    h[2:5, 1:4] = x[2:5, 1:4] * 3
+    return h + flat.view(8, 8).tanh()
+
+
+def view_of_view(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    deep = h.view(2, 4, 8).transpose(0, 1)
+    deep[1].mul_(x[:2])
+    deep.unsqueeze(0).squeeze(0)[0, 1].sub_(3)
+    h.add_(1)
+    return deep.reshape(8, 8) * 2 + h
+
+
+def pieces(net: Net, x: Tensor) -> Tensor:
+    """Autograd lets only tensors without gradient be written so."""
+    h = x * 2
+    left, right = h.split([3, 5], -1)
+    one, two = h.chunk(2, 0)
+    left.mul_(2)
+    two.relu_()
+    h.unbind(1)[4].copy_(x[:, 0])
+    return net.dense(h) * right.sum() + one.sum() * left.sum()
+
+
+def diagonal(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    h.diagonal().fill_(0.5)
+    h.t()[1].zero_()
+    return h
+
+
+def shifted(net: Net, x: Tensor) -> Tensor:
+    """As sequence-to-sequence models shift their labels."""
+    h = net.dense(x)
+    moved = h.new_zeros(h.shape)
+    moved[:, 1:] = h[:, :-1].clone()
+    moved[:, 0] = 2
+    moved.masked_fill_(moved > 1, -1.0)
+    return moved
+
+
+def indexed(net: Net, x: Tensor) -> Tensor:
+    h, rows = net.dense(x), torch.tensor([1, 3])
+    h[rows] = x[:2]
+    h.index_put_((rows + 1,), x[2:4], accumulate=True)
+    h.scatter_(1, rows.expand(8, 2), 0.0)
+    h.scatter_add_(0, torch.zeros(2, 8, dtype=torch.long), x[:2])
+    h.index_add_(0, rows, x[4:6]).div_(3)
+    return h
+
+
+def narrowing(net: Net, x: Tensor) -> Tensor:
+    """Writes that cast and repeat what they write."""
+    h = net.dense(x).float()
+    h[:4] = x[0]
+    h += x
+    h[:, :2] += 1
+    return h.double()
+
+
+def other_names(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    first = h.mul_(2)
+    again = h
+    again += x
+    first.sub_(0.1)
+    h.unsqueeze_(0)
+    return F.relu(again.squeeze_(0), inplace=True) + h
+
+
+def out_argument(net: Net, x: Tensor) -> Tensor:
+    h = torch.empty_like(x)
+    torch.mul(x, 2, out=h[:])
+    return net.dense(h)
+
+
+def parts_of_complex(net: Net, x: Tensor) -> Tensor:
+    h = torch.view_as_complex(net.dense(x).view(8, 4, 2) * 1)
+    h[1] *= 2
+    pairs = torch.view_as_real(h)
+    pairs[..., 0] = 1
+    return torch.view_as_real(h).flatten(1)
+
+
+def counting(net: Net, x: Tensor) -> Tensor:
+    net.calls += 1
+    net.calls.add_(1)
+    return net.dense(x) * net.calls
+
+
+def moving_average(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    before = net.mean + 1
+    with torch.no_grad():
+        net.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return h * net.mean + before
+
+
+def detached(net: Net, x: Tensor) -> Tensor:
+    net.mean.detach().copy_(net.dense(x).detach().mean(0))
+    return net.dense(x) - net.mean
+
+
+def exchanged(net: Net, x: Tensor) -> Tensor:
+    """The value of one buffer is what the other one held."""
+    kept = net.mean.clone()
+    net.mean.copy_(net.old)
+    net.old.copy_(kept + x.mean(0))
+    return net.dense(x) + net.mean
+
+
+def queue(net: Net, x: Tensor) -> Tensor:
+    """As a memory bank does: rows of a buffer are written, all of it is read."""
+    h = net.dense(x)
+    net.table[1:3] = h[:2].detach()
+    net.table[0, 4] = 7
+    return h @ net.table.t()
+
+
+def normed(net: Net, x: Tensor) -> Tensor:
+    return net.norm(net.dense(x)) + net.norm(x)
+
+
+BODIES = [
+    column, view_of_view, pieces, diagonal, shifted, indexed, narrowing, other_names, out_argument, parts_of_complex,
+    counting, moving_average, detached, exchanged, queue, normed,
+]  # fmt: skip
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out.square().sum() - target.sum()) / 100
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_trains_like_the_model(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(Net(body), LossFunction(loss, {}), (torch.randn(8, 8), torch.randn(8, 8)))
+    assert model.worst(draw, 4) < (TOLERANCE if body is not narrowing else 1e-5)
+    assert not any(operator.target.split(".")[1].endswith("_") for operator in model.graph.operators)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(8, momentum=None),
+        nn.BatchNorm1d(8, affine=False),
+        nn.BatchNorm1d(8, track_running_stats=False),
+        nn.InstanceNorm1d(8, affine=True, track_running_stats=True),
+        nn.InstanceNorm1d(8),
+        nn.BatchNorm1d(8).eval(),
+    ],
+    ids=["average over all", "not affine", "no statistics", "instances", "instances, no statistics", "eval"],
+)
+def test_statistics_go_on_over_steps(norm: nn.Module, draw: Any) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(6, 6), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.dense(x)).square().mean() + self.norm(x).abs().sum() / 50
+
+        def train(self, mode: bool = True) -> Normed:
+            super().train(mode)
+            self.norm.train(norm.training and mode)
+            return self
+
+    was = norm.training
+    torch.manual_seed(0)
+    net = Normed()
+    net.norm.train(was)
+    model = Model(net, None, {"x": torch.randn(4, 8, 6)})
+    plan = model.random_plan(draw, 3)
+    assert model.difference(plan) < TOLERANCE
+    simulation = Simulation(lower(model.graph, plan), model.values)
+    for _ in range(2):
+        simulation.run()
+    model.net(*model.batch)  # the second step; the first one was the model's
+    for name, buffer in model.net.named_buffers():
+        assert torch.allclose(simulation.buffers()[name].double(), buffer.double(), rtol=1e-10), name
+
+
+def test_a_momentum_of_none_is_given_back() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    capture(Objective(net, LossFunction(torch.sum, {}), ("0",), ()), (torch.randn(4, 8),), training=True)
+    assert net[1].momentum is None
+
+
+def unseen_gradient(net: Net, x: Tensor) -> Tensor:
+    h = net.dense(x)
+    with torch.no_grad():
+        h[:, 0] = 1
+    return h
+
+
+def plain_attribute(net: Net, x: Tensor) -> Tensor:
+    ATTRIBUTE.add_(1)
+    return net.dense(x) + ATTRIBUTE
+
+
+ATTRIBUTE = torch.zeros(8)
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "parameter": (
+        lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
+        "add_ at strategies/test_functional.py:.* writes in place to a parameter; let the optimizer do so",
+    ),
+    "constant": (plain_attribute, r"writes in place to a constant; register it as a buffer"),
+    "batch": (lambda net, x: net.dense(x[:, :].add_(1)), "writes in place to a batch tensor; use an operator"),
+    "its shape": (lambda net, x: net.dense(x) + net.old.unsqueeze_(0), "changes the shape of a tensor in place"),
+    "under no_grad": (unseen_gradient, "writes in place, under no_grad, to a value that needs a gradient"),
+    "several": (
+        lambda net, x: net.dense(x) + torch._foreach_add_([net.mean, net.old], 1)[0],
+        "writes in place to several tensors",
+    ),
+    "windows": (
+        lambda net, x: (h := net.dense(x)) + h.unfold(0, 4, 4).mul_(2).sum(),
+        "writes in place through unfold",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_paragraph(name: str) -> None:
+    body, text = REFUSED[name]
+    with pytest.raises(StrategyError, match=text) as caught:
+        capture(Objective(Net(body), LossFunction(torch.sum, {}), ("x",), ()), (torch.randn(8, 8),), training=True)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
