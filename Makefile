@@ -3,6 +3,8 @@
 # make test-slow   the same with the tests that take long
 # make lint        style and types only
 # make format      put style right
+# make coverage    compare every architecture under every plan with one device, and write docs/coverage.md
+# make fuzz        compare N random graphs (1000) with one device; SEED gives other ones (0)
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 TORCH := torch==2.13.0
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-slow lint format clean
+.PHONY: run test test-slow lint format coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -30,6 +32,12 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+coverage: $(VENV)/.installed-test
+	$(BIN)/python -m tests.matrix --write docs/coverage.md $(ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz --graphs $(or $(N),1000) --seed $(or $(SEED),0) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ from runner import eager
 from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of
 from runner.worker import RankContext
 from strategies import collectives
-from strategies.engine import weights
+from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.partition import build
 from strategies.engine.program import Program, lower
@@ -68,7 +68,9 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     tensors = weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device)
     for evaluation in evaluations.values():
         tensors = weights.read_slices(folder / WEIGHTS, evaluation, rank.rank, rank.device) | tensors
-    module = build(program, tensors, communicator, rank.device)
+    module = build(program, tensors, communicator, rank.device, compiled=prepared.config.train.compile)
+    if prepared.config.train.compile:
+        compiled.compile_units(module, prepared.device, leaves=prepared.config.parallel.zero.stage == 3)
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
     blocks = _blocks(program, rank.rank)
 

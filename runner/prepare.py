@@ -25,7 +25,7 @@ from runner.errors import ConfigError
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
-from strategies.engine import weights
+from strategies.engine import compiled, weights
 from strategies.engine.program import Options
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
@@ -196,6 +196,8 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
     device, world_size = device_of(config)
+    if config.train.compile:
+        compiled.check(device)
     training, evaluating, collate = datasets(config)
     order = Order(len(training), config.data.batch_size, config.train.seed)
     rows = micro_rows(config)

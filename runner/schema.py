@@ -142,6 +142,7 @@ class Train(Section):
     accumulate: Count
     clip: Positive | None
     random: Literal["fast", "exact"]
+    compile: StrictBool
     resume: Annotated[str | None, Field(description="null, auto (the newest checkpoint of the run) or a path.")]
     log_every: Count
 
@@ -369,6 +370,18 @@ class Config(Section):
                 "into micro-batches of one size.",
                 "train.accumulate",
                 "data.batch_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_program(self) -> Config:
+        mode = self.parallel.mode
+        if self.train.compile and mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"train.compile = true compiles the program that a plan gives each rank, but parallel.mode = {mode!r} "
+                "runs the module as it is; choose another mode (data_parallel with world_size=1 for one process).",
+                "train.compile",
+                "parallel.mode",
             )
         return self
 

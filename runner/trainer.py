@@ -28,7 +28,7 @@ from runner.metrics import Metrics
 from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
-from strategies.engine import weights
+from strategies.engine import compiled, weights
 from strategies.engine.updates import Updates, axes_needed, make_updates
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
@@ -55,7 +55,8 @@ class Trainer:
     def __init__(self, rank: RankContext, job: Job) -> None:
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
-        _agree(self.prepared.digest)
+        program = int(self.prepared.digest[:15], 16)
+        _agree(program, "The ranks were given different programs; start them from one run folder.")
         if job.record is not None:
             # oneDNN's fp32 convolutions are good to 4e-5 only, and round differently for every shape of a slice;
             # torch's own are ten times as exact, so that the parallel program can be held to 1e-5.
@@ -119,6 +120,11 @@ class Trainer:
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
                     )
                 self.updates.reduce()
+                if self.config.train.compile and step <= first + 1:  # the key of random numbers may compile anew once
+                    _agree(
+                        compiled.order(),
+                        "The ranks' compiled programs communicate in different orders; set train.compile=false.",
+                    )
                 if self.job.record is not None:
                     self._record(step, loss)
                 if self.job.follow is not None:
@@ -276,16 +282,16 @@ class _Nothing:
         return None
 
 
-def _agree(digest: str) -> None:
-    """Every rank proves before the first step that all run the same program."""
-    mine = torch.tensor([int(digest[:15], 16)])
+def _agree(number: int, otherwise: str) -> None:
+    """Every rank proves that all have the same number (collective). Raises RuntimeError with the text `otherwise`."""
+    mine = torch.tensor([number])
     if dist.get_backend() == "nccl":
         mine = mine.cuda()
     lowest, highest = mine.clone(), mine.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     if lowest.item() != highest.item():
-        raise RuntimeError("The ranks were given different programs; start them from one run folder.")
+        raise RuntimeError(otherwise)
 
 
 def train(rank: RankContext, job: Job) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _computed(node: fx.Node, constants: Mapping[str, Tensor], known: dict[fx.Nod
         elif any(known[before] is None for before in now.all_input_nodes):
             known[now] = None
         else:
-            args, kwargs = fx.map_arg((now.args, dict(now.kwargs)), known.__getitem__)  # type: ignore[misc]
+            args, kwargs = fx.map_arg((now.args, dict(now.kwargs)), known.__getitem__)
             with torch.no_grad():
                 known[now] = now.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]

@@ -239,7 +239,11 @@ class _Rewriting:
             node = waiting.pop()
             if node.op == "placeholder" and self.trainable(node):
                 return True
-            if op_of(node) == "detach" or not any(map(floating, fakes(node.meta.get("val")))):
+            if (
+                op_of(node) == "detach"
+                or node.meta.get("without_grad")
+                or not any(map(floating, fakes(node.meta.get("val"))))
+            ):
                 continue
             fresh = set(node.all_input_nodes) - seen
             seen |= fresh

@@ -86,6 +86,8 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         found = node.args[0]
     elif node.target in ARITHMETIC:
         tensors = [arg if isinstance(arg, fx.Node) else _full(graph, node, arg) for arg in node.args]
+        if node.target is python_operator.truediv:  # which python does in double precision
+            tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
         found = call(graph, node, ARITHMETIC[node.target], *tensors)
     else:
         raise StrategyError(

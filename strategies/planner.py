@@ -17,7 +17,7 @@ from strategies.plan import OperatorPlan, Origin, Plan
 from strategies.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.defaults import batch_parallel, divisors, largest_fit
+from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
 
@@ -254,15 +254,17 @@ class _Planning:
     def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         if self.request.mode == "auto":
             return propagate(problem, self.meshing)
-        return {
-            operator.id: (
-                problem.fixed[operator.id]
-                if operator.id in problem.fixed
-                else batch_parallel(problem, self.meshing, operator),
-                False,
-            )
-            for operator in self.graph.operators
-        }
+        found: dict[str, tuple[Assignment, bool]] = {}
+        for operator in self.graph.operators:
+            assignment = problem.fixed.get(operator.id)
+            if assignment is None:
+                assignment = batch_parallel(problem, self.meshing, operator)
+                shown = self.graph.by_id[operator.operands[0].id] if operator.op in VIEWS else None
+                if isinstance(shown, Operator):
+                    have = problem.result_layout(operator.operands[0], found[shown.id][0])
+                    assignment = as_shown(problem, operator, have, assignment)
+            found[operator.id] = assignment, False
+        return found
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:

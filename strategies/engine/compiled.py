@@ -2,15 +2,15 @@
 
 To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)`, whose result shape is
 known; inside runs the same carrier as without compiling. The invariant: what is compiled computes what it did before,
-and the operators that communicate stay in the order in which every rank has them. Operators that draw random numbers
-from the program's key stay as they are: the key is a new number at every step.
+and the ranks communicate in one order (`order` tells). Operators that draw random numbers are opaque too (see `drawn`).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, fx
 
 from strategies.engine.communicator import Carrier
-from strategies.engine.program import KEY
+from strategies.engine.drawn import draw_opaquely
 from strategies.errors import StrategyError
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Chain
 
-_library = torch.library.Library("meshwright", "FRAGMENT")
-_library.define("carry(Tensor tensor, int number) -> Tensor")
+LARGEST = 2000
+"""Nodes of a unit that is compiled as a whole; the time to compile grows faster than the unit."""
+
+_library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("carry(Tensor tensor, int number) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,12 @@ class _Edge:
 
 _edges: list[_Edge] = []
 """What `number` means, in this process."""
+_order = [0]
+"""A hash of the edges carried out so far, in their order."""
 
 
 def _carry(tensor: Tensor, number: int) -> Tensor:
+    _order[0] = hash((_order[0], number))
     return _edges[number].carrier(tensor).contiguous()
 
 
@@ -45,7 +51,7 @@ def _shaped(tensor: Tensor, number: int) -> Tensor:
     return tensor.new_empty(_edges[number].shape)
 
 
-_library.impl("carry", _carry, "CompositeExplicitAutograd")
+_library.impl("carry", _carry, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("meshwright::carry", _shaped, lib=_library)
 
 
@@ -63,28 +69,63 @@ def opaque(carrier: Carrier, steps: Chain, mesh: Mesh) -> Carrier:
     return carry
 
 
-def compile_units(module: fx.GraphModule, *, leaves: bool, backend: Any = "inductor") -> None:
-    """Let `module`, which `partition.build` made for compiling, be compiled when it is first called: as a whole, or with
-    `leaves` unit by unit, which leaves room for hooks around units (ZeRO-3 gathers a unit's parameters there)."""
-    options = {"reorder_for_locality": False} if backend == "inductor" else None
-    for unit in list(units(module)):
-        _leave_random(unit)
-        if (unit is module) if not leaves else not any(inner is not unit for inner in units(unit)):
-            unit.forward = torch.compile(unit.forward, backend=backend, options=options)  # type: ignore[method-assign]
+def order() -> int:
+    """A number below 2**62 that is equal on ranks that have carried out the same redistributions in the same order."""
+    return _order[0] % 2**62
 
 
-def units(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, backend: Any = "inductor") -> None:
+    """Let `module`, which `partition.build` made for compiling, be compiled when it is first called: as a whole, or in
+    parts where it is large, or with `leaves` in units that hold no others: ZeRO-3 gathers parameters between units.
+    Afterwards the random key that it takes is a tensor (`drawn.as_key`)."""
+    options: dict[str, str | int | bool | Callable[..., Any]] = {}
+    if backend == "inductor":
+        options["reorder_for_locality"] = False  # it moves collectives
+    if device == "cpu":
+        from torch._inductor import config
+
+        config.compile_threads = 1  # the ranks share the cores; a pool of processes each is too much
+    for unit in _units(module):
+        draw_opaquely(unit)
+    for unit in list(_parts(module, 0 if leaves else LARGEST)):
+        unit.forward = torch.compile(unit.forward, backend=backend, options=options or None)
+
+
+def _units(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     return (inner for inner in module.modules() if isinstance(inner, fx.GraphModule))
 
 
-def _leave_random(unit: fx.GraphModule) -> None:
-    """Put operators that take the random key where the compiler does not look."""
-    drawing = [
-        node
-        for node in unit.graph.nodes
-        if node.op == "call_function" and any(one.target == KEY.id for one in node.all_input_nodes)
-    ]
-    for node in drawing:
-        node.target = torch.compiler.disable(node.target)
-    if drawing:
-        unit.recompile()
+def _parts(module: fx.GraphModule, largest: int) -> Iterator[fx.GraphModule]:
+    """The outermost units of at most `largest` operators, or without units inside. What stands between them is not
+    compiled."""
+    inner = [unit for unit in _units(module) if unit is not module]
+    if not inner or sum(len(unit.graph.nodes) for unit in _units(module)) <= largest:
+        yield module
+        return
+    within = {below for unit in inner for below in _units(unit) if below is not unit}
+    for unit in inner:
+        if unit not in within:
+            yield from _parts(unit, largest)
+
+
+def check(device: str) -> None:
+    """Raises StrategyError, which names what is missing, where programs for `device` cannot be compiled."""
+    if (lacking := missing(device)) is not None:
+        raise StrategyError(f"train.compile = true cannot be done here: {lacking}; install it, or leave compiling out.")
+
+
+def missing(device: str) -> str | None:
+    """What torch.compile needs for `device` ("cpu" or "cuda") and does not find here."""
+    if device == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return "there is no C++ compiler (g++, clang++, or what the environment variable CXX names)"
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "there is no C compiler (gcc, clang, or what the environment variable CC names), which triton needs"
+    return None

@@ -19,8 +19,10 @@ from torch import Tensor, fx, nn
 
 from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.compiled import opaque
 from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
 from strategies.graph import Ref, refs, rewrite
+from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
 Edge = Callable[[Tensor], Tensor]
@@ -40,13 +42,14 @@ class _Redistribution(torch.autograd.Function):
         return ctx.carrier(gradient), None, None, None
 
 
-def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
+def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False) -> Edge:
     """The function that carries a value to its use, named after what it does so that generated code can be read."""
-    forward, backward, scale = (
-        communicator.carrier(instruction.forward),
-        communicator.carrier(instruction.backward),
-        instruction.scale,
-    )
+
+    def carrier(steps: Chain) -> Carrier:
+        found = communicator.carrier(steps)
+        return opaque(found, steps, communicator.mesh) if compiled else found
+
+    forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
@@ -64,21 +67,32 @@ def edge(instruction: Redistribute, communicator: Communicator) -> Edge:
 
 
 def build(
-    program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device | str
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    communicator: Communicator,
+    device: torch.device | str,
+    *,
+    compiled: bool = False,
 ) -> fx.GraphModule:
     """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant
     by name (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs,
     then the random key if the program draws random numbers, and returns the outputs (the bare one if there is only
-    one).
+    one). With `compiled` it is fit for `compile_units`.
     """
-    return _Tree(program, tensors, communicator, torch.device(device)).root
+    return _Tree(program, tensors, communicator, torch.device(device), compiled).root
 
 
 class _Tree:
     def __init__(
-        self, program: Program, tensors: Mapping[str, Tensor], communicator: Communicator, device: torch.device
+        self,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        communicator: Communicator,
+        device: torch.device,
+        compiled: bool,
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
+        self.compiled = compiled
         self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
@@ -167,7 +181,11 @@ class _Tree:
     ) -> None:
         if isinstance(instruction, Redistribute):
             node = graph.create_node(
-                "call_function", edge(instruction, self.communicator), (value(instruction.value),), {}, instruction.id
+                "call_function",
+                edge(instruction, self.communicator, self.compiled),
+                (value(instruction.value),),
+                {},
+                instruction.id,
             )
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731

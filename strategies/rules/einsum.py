@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from strategies.graph import Operator, Ref, TensorSpec
-from strategies.rules.matmul import first_slice_only
+from strategies.rules.matmul import first_slice_only, matmul
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
 
@@ -109,6 +109,12 @@ def inner(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
 def vdot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x [k], y [k] -> []."""
     return contraction([["k"], ["k"]], [], specs, operator)
+
+
+@rule("linalg_matmul")
+def linalg_matmul(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """matmul by its second name."""
+    return matmul(operator, specs)
 
 
 @rule("ger")

@@ -94,9 +94,14 @@ def _series(operator: Operator, local: Local) -> Ref:
     return local.call("local.cut_slice", operator.target, position, length, local.args, local.kwargs)
 
 
-@rule("arange", "linspace", "logspace")
+@rule(
+    *"""
+arange bartlett_window blackman_window fft_fftfreq fft_rfftfreq hamming_window hann_window kaiser_window linspace
+logspace
+""".split()
+)
 def series(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Numbers in even steps."""
+    """Numbers in even steps, and windows."""
     if specs:
         return None  # bounds that are tensors
     return sharding([], [("d0",)], specs, operator.results, local=_series, uneven=("d0",))

@@ -14,9 +14,9 @@ from strategies.rules.sharding import Dims, Sharding, sharding
 
 @rule(
     *"""
-cholesky_solve det inverse linalg_cholesky linalg_det linalg_eigh linalg_eigvalsh linalg_inv linalg_matrix_exp
+cholesky cholesky_solve det inverse linalg_cholesky linalg_det linalg_eigh linalg_eigvalsh linalg_inv linalg_matrix_exp
 linalg_matrix_power linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals
-logdet
+logdet matrix_exp matrix_power pinverse slogdet
 """.split()
 )
 def matrices(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:

@@ -82,7 +82,7 @@ def seeded(target: str, key: int, ordinal: int, /, *args: Any, **kwargs: Any) ->
 def seeded_slice(target: str, key: int, ordinal: int, position: int, /, *args: Any, **kwargs: Any) -> Any:
     """Any random operator on one slice, with numbers of its own, from (key, ordinal, position of the slice)."""
     with seeding(key, ordinal, position):
-        return resolve(target)(*in_row_major(args), **kwargs)
+        return resolve(target)(*args, **kwargs)
 
 
 def draws(operator: Operator) -> bool:

@@ -89,7 +89,7 @@ def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     if not operator.target.endswith(".input"):
         return None
     given = _given(operator)
-    sequence: Dims = ("n", None, None)
+    sequence: Dims = ("n", None, None) if given["batch_first"] else (None, "n", None)
     state: Dims = (None, "n", None)
     states = len(operator.results) - 1
     weights: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1 + states :]]

@@ -16,7 +16,7 @@ from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 LAST = frozenset({"kthvalue", "mode"})
 """Operators that reduce the last dim if none is given; the others reduce all."""
-STEEP = frozenset({"linalg_norm", "linalg_vector_norm", "norm", "prod", "std", "std_mean"})
+STEEP = frozenset({"linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm", "prod", "std", "std_mean"})
 """Operators whose gradient may be infinite, or not a number, where the argument is special."""
 
 
@@ -62,8 +62,8 @@ def additive(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 @rule(
     *"""
-all amax amin aminmax any argmax argmin kthvalue linalg_norm linalg_vector_norm logsumexp median mode nanmean nanmedian
-norm prod std std_mean var var_mean _is_all_true _is_any_true
+all amax amin aminmax any argmax argmin kthvalue linalg_matrix_norm linalg_norm linalg_vector_norm logsumexp median mode
+nanmean nanmedian norm prod std std_mean var var_mean _is_all_true _is_any_true
 """.split()
 )
 def whole_dims(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:

@@ -37,12 +37,19 @@ def same_dims(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[i
     return sharding([dims], [dims] * len(operator.results), specs, operator.results, uneven=named_dims(dims))
 
 
-@rule("chunk", "narrow", "split", "split_with_sizes", "tensor_split")
+@rule(*"chunk narrow split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split())
 def parts(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """x -> one part of a dim, or all of them."""
     if len(specs) > 1:
         return None  # places to split at, or to begin at, as a tensor
     return same_dims(operator, specs, [dim_of(operator, len(specs[0].shape))])
+
+
+@rule("dsplit", "hsplit", "vsplit")
+def parts_of_one(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+    """x -> all parts of the dim 2, 1 (of a vector: 0) or 0."""
+    dim = {"dsplit": 2, "hsplit": min(1, len(specs[0].shape) - 1), "vsplit": 0}[operator.op]
+    return same_dims(operator, specs, [dim])
 
 
 def _identity(operator: Operator, local: Local) -> Ref:
@@ -119,7 +126,7 @@ def unfold(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding([dims], [(*dims, None)], specs, operator.results, uneven=named_dims(dims))
 
 
-@rule("diagonal")
+@rule("diagonal", "linalg_diagonal")
 def diagonal(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """The diagonal of two dims as the last dim."""
     rank, options = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)

@@ -15,7 +15,7 @@ from strategies.rules.selections import named_dims, same_dims
 from strategies.rules.sharding import Sharding, sharding
 
 
-@rule("angle", "complex", "conj", "conj_physical", "imag", "polar", "real", "resolve_conj", "_conj")
+@rule("angle", "complex", "conj_physical", "imag", "polar", "real", "resolve_conj", "_conj")
 def complex_elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Parts of complex numbers, and complex numbers from their parts."""
     return pointwise(operator, specs)

@@ -69,7 +69,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"strategies": {"_VirtualDataset-op": [[8, 1]]}}, r"inputs \[\[1, 1\]\], not \[\[8, 1\]\]"),
     ({"local_param_shapes": {"w": [8, 32]}}, r"has slices \[2, 32\]"),
     ({"local_param_shapes": {"v": [2, 32]}}, "no parameter v"),
-    (layout([1, -1]), "rank 1 holds"),
+    (layout([1, -1]), "rank 0 holds"),
     (before_relu("AllGather-0"), "no AllGather before ReLU-0"),
     (before_relu("MatMul-0"), "something is sent between MatMul-0 and ReLU-0"),
 ]

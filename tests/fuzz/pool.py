@@ -196,6 +196,10 @@ class Pool:
             self.unused[ref] = None
         return made
 
+    def hide(self, ref: Ref) -> None:
+        """Keep a value from being used by what is drawn later."""
+        self.hidden[ref] = self.values[ref]
+
     def emit(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         """Emit an operator with one result."""
         (result,) = self.call(target, *args, **kwargs)

@@ -32,7 +32,14 @@ class _Double(TorchFunctionMode):
 @contextmanager
 def in_double() -> Iterator[None]:
     """Everything that is made or asked for in float32 inside is float64."""
-    with double_by_default(), mock.patch(GROUPED, return_value=False), _Double():
+    with double_by_default(), as_double():
+        yield
+
+
+@contextmanager
+def as_double() -> Iterator[None]:
+    """What is asked for in float32 inside is float64; what is made without a word about it stays as it is."""
+    with mock.patch(GROUPED, return_value=False), _Double():
         yield
 
 

@@ -29,7 +29,9 @@ FURTHER: tuple[Architecture, ...] = (
     causal("olmo2", "Olmo2", **GROUPED),
     causal("granite", "Granite", **GROUPED),
     causal("qwen3", "Qwen3", head_dim=16, **GROUPED),
-    causal("qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **GROUPED),
+    causal(
+        "qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **GROUPED
+    ),
     causal("gemma3_text", "Gemma3", head_dim=16, sliding_window=8, **GROUPED),
     masked("roberta", "Roberta"),
     masked("electra", "Electra", embedding_size=32),

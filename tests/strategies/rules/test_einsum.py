@@ -47,6 +47,7 @@ CASES = [
     ("inner", torch.inner, x(2, 4, 6), x(3, 6)),
     ("inner of a scalar", torch.inner, x(4, 6), x().reshape(())),
     ("vdot", torch.vdot, x(12), x(12)),
+    ("linalg_matmul", torch.linalg.matmul, x(2, 4, 6), x(6, 7)),
     ("ger", torch.ger, x(4), x(7)),
     ("multi_dot", lambda *a: torch.linalg.multi_dot(a), x(4, 6), x(6, 2), x(2, 7)),
     ("multi_dot of vectors", lambda *a: torch.linalg.multi_dot(a), x(6), x(6, 4), x(4)),

@@ -35,6 +35,12 @@ CASES = [
     ("arange into", lambda a: a * torch.arange(7)[None] * torch.arange(6, dtype=DOUBLE)[:, None], x(6, 7)),
     ("linspace", lambda: torch.linspace(-1, 1, 7, dtype=DOUBLE)),
     ("logspace", lambda: torch.logspace(0, 2, 12)),
+    ("fftfreq", lambda: torch.fft.fftfreq(7, 0.5)),
+    ("rfftfreq", lambda: torch.fft.rfftfreq(12)),
+    *(
+        (f"{name}_window", lambda name=name: getattr(torch, f"{name}_window")(7, dtype=DOUBLE))
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+    ),
     ("eye", lambda: torch.eye(7, dtype=DOUBLE)),
     ("eye of rows", lambda: torch.eye(6, 11, dtype=torch.bool)),
     ("tril_indices", lambda: torch.tril_indices(3, 4)),

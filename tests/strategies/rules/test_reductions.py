@@ -50,6 +50,7 @@ CASES = [
     ("linalg_norm", torch.linalg.norm, x(6, 12)),
     ("linalg_norm rows", lambda a: torch.linalg.norm(a, dim=1), x(6, 12)),
     ("linalg_norm of matrices", lambda a: torch.linalg.norm(a, dim=(0, 2)), x(4, 6, 7)),
+    ("linalg_matrix_norm", torch.linalg.matrix_norm, x(6, 4, 7)),
     ("norm.Scalar", lambda a: torch.ops.aten.norm.Scalar(a, 3), x(6, 12)),
     ("norm.ScalarOpt_dim", lambda a: torch.ops.aten.norm.ScalarOpt_dim(a, None, [1], True), x(6, 12)),
     ("nansum", lambda a: torch.where(a > 1, math.nan, a).nansum(1), x(6, 12)),

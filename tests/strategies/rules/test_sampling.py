@@ -11,7 +11,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
-from strategies.rules.random import draws
+from strategies.rules.random import draws, seeded
 from strategies.rules.sampling import rrelu_block
 
 torch.manual_seed(1)
@@ -163,6 +163,11 @@ def test_rrelu_is_leaky_with_slopes_between_the_bounds():
     assert slopes[x < 0].min() >= 0.1 - 1e-6
     assert slopes[x < 0].max() <= 0.4 + 1e-6
     assert abs(slopes[x < 0].mean() - 0.25) < 0.02
+
+
+def test_whole_draws_do_not_depend_on_the_order_in_memory():
+    one, other = torch.ones(6, 4), torch.ones(4, 6).t()
+    assert torch.equal(*(seeded("aten.rand_like.default", 1, 2, x) for x in (one, other)))
 
 
 def test_every_rule_has_a_case(cases, uncovered):

@@ -13,6 +13,8 @@ CASES = [
     ("linalg_cross", torch.linalg.cross, x(6, 3), x(6, 3)),
     ("linalg_cross of rows", lambda a, b: torch.linalg.cross(a, b, dim=0), x(3, 6), x(3, 1)),
     ("cross", lambda a, b: torch.cross(a, b, dim=1), x(6, 3, 4), x(6, 3, 4)),
+    ("vecdot", torch.linalg.vecdot, x(7, 4), x(7, 4)),
+    ("vecdot of rows", lambda a, b: torch.linalg.vecdot(a, b, dim=0), x(4, 6), x(4, 1)),
     ("cdist", torch.cdist, x(6, 3), x(4, 3)),
     ("cdist of batches", lambda a, b: torch.cdist(a, b, p=1.0), x(2, 6, 3), x(1, 4, 3)),
     ("cdist of many", torch.cdist, x(2, 36, 3), x(2, 6, 3)),

@@ -1,0 +1,72 @@
+"""Python numbers in a model: those that a tensor holds flow on as tensors, and what they cannot decide is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.capture import LossFunction, Objective, capture
+from strategies.errors import StrategyError
+from tests.strategies.whole_model import TOLERANCE, Model
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.dense = body, nn.Linear(8, 8)
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def arithmetic(net: Net, x: Tensor) -> Tensor:
+    scale, steps = net.dense(x).sum().item(), net.steps.item()
+    return net.dense(x) * (1.0 / (steps + 2)) + 2 * scale - steps
+
+
+def warm_up(net: Net, x: Tensor) -> Tensor:
+    net.steps += 1
+    return net.dense(x) * (net.steps.item() / 10)
+
+
+def as_an_argument(net: Net, x: Tensor) -> Tensor:
+    power = net.steps.item()
+    filled = torch.full((8, 8), x.mean().item(), dtype=x.dtype)
+    return net.dense(x).clamp(max=x.max().item()) ** power + filled + (x > x.median().item())
+
+
+def sizes(net: Net, x: Tensor) -> Tensor:
+    """Sizes are python numbers all along."""
+    half = x.shape[0] // 2
+    return net.dense(x)[:half].repeat(2, 1) / len(x) + x.numel()
+
+
+@pytest.mark.parametrize("body", [arithmetic, warm_up, as_an_argument, sizes], ids=lambda body: body.__name__)
+def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
+    torch.manual_seed(0)
+    loss = LossFunction(lambda out, target: (out.square().sum() - target.sum()) / 100, {})
+    assert Model(Net(body), loss, (torch.randn(8, 8), torch.randn(8, 8))).worst(draw, 4) < TOLERANCE
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "shape": (lambda net, x: net.dense(x) + torch.zeros(net.steps.item(), 8).sum(), "values of a tensor"),
+    "slice": (lambda net, x: net.dense(x)[: net.steps.item()], "values of a tensor"),
+    "mask": (lambda net, x: net.dense(x)[x > 0], "values of a tensor"),
+    "branch": (lambda net, x: net.dense(x) if net.steps.item() > 2 else x, "branch or a shape from the values"),
+    "choice": (lambda net, x: net.dense(x) * min(1.0, net.steps.item() / 10), "branch or a shape from the"),
+    "loop": (lambda net, x: sum((net.dense(x) for _ in range(net.steps.item())), x), "branch or a shape from the"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_line(name: str) -> None:
+    body, text = REFUSED[name]
+    with pytest.raises(StrategyError, match=text) as caught:
+        capture(Objective(Net(body), LossFunction(torch.sum, {}), ("x",), ()), (torch.randn(8, 8),), training=True)
+    assert "strategies/test_numbers.py:" in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
