@@ -21,6 +21,7 @@ from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
+from strategies.engine.drawn import as_key
 from strategies.engine.partition import build
 from strategies.engine.program import Program, lower
 from strategies.graph import OperatorGraph, Source
@@ -78,7 +79,8 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
         try:
-            loss: Tensor = model(*entries, key) if program.random else model(*entries)
+            drawn_from = as_key(key) if prepared.config.train.compile else key
+            loss: Tensor = model(*entries, drawn_from) if program.random else model(*entries)
         except Exception as error:
             if (operator := blamed(error, program, graph)) is not None:
                 error.operator = operator  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree
 
 from strategies.errors import StrategyError
@@ -189,6 +190,11 @@ def _capture_failure(error: BaseException) -> str:
         return (
             "The model's forward reads `.data` of a tensor, or keeps a tensor from an earlier forward, which a graph "
             "cannot do; use `.detach()`, and register what is kept as a buffer."
+        )
+    if isinstance(error, (DynamicOutputShapeException, DataDependentOutputException)):
+        return (
+            f"The model's forward calls {error.func}{where}, whose result depends on the values of tensors in its "
+            "shape, so it is not one graph; compute it outside of the model, or with an operator of fixed shape."
         )
     what = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
     return f"The model or its loss failed on the example batch{where} ({what})."

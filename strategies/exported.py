@@ -17,15 +17,12 @@ from torch import Tensor, fx, nn
 
 from strategies.causal import shorten_masks
 from strategies.errors import StrategyError
-from strategies.functional import make_functional
+from strategies.functional import PASSING, make_functional
 from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.nodes import at, op_of, source_of
 from strategies.numbers import settle_numbers
 from strategies.regions import flatten
 from strategies.rules.registry import LOCAL_FUNCTIONS
-
-PASSING = frozenset({"alias", "lift_fresh", "lift_fresh_copy"})
-"""Operators that return what they are given; in a graph without writes a copy is as good as the tensor."""
 
 
 def dtype_of(value: Tensor) -> str:

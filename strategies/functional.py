@@ -23,6 +23,8 @@ from strategies.rules.registry import resolve
 from strategies.twins import left_out, twin, written_argument
 
 aten = torch.ops.aten
+PASSING = frozenset({"alias", "lift_fresh", "lift_fresh_copy"})
+"""Operators that return what they are given; in a graph without writes a copy is as good as the tensor."""
 CUMULATIVE = -1.0
 """The momentum that capture gives a batch normalization without one, which averages over all its batches."""
 UNSEEN = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"})
@@ -61,11 +63,18 @@ class _Rewriting:
                     node.args = fx.map_arg(node.args, self.read)
                 else:
                     self._settle(node, None)
-        self.updates = {
-            home: self.now[home] for home in self.now if home.op == "placeholder" and self.version[home] > 0
-        }
+        written = [home for home in self.now if home.op == "placeholder" and self.version[home] > 0]
+        self.updates = {home: self._computed(self.now[home]) for home in written}
         for node in reversed(self.replaced):
             graph.erase_node(node)
+
+    def _computed(self, value: fx.Node) -> fx.Node:
+        """A value as an operator's result: a buffer may be given what another source of the graph holds."""
+        if value.op != "placeholder" and op_of(value) not in PASSING:
+            return value
+        (end,) = self.graph.find_nodes(op="output")
+        with self.graph.inserting_before(end):
+            return call(self.graph, value, aten.clone.default, value)
 
     def _settle(self, node: fx.Node, parent: fx.Node | None) -> None:
         """Give a node its home; its value is its own until something is written there."""

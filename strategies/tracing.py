@@ -3,7 +3,8 @@
 torch.export makes sub-graphs of no_grad and autocast regions, but drops regions that only write, and no_grad within
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
-of the caller is not the model's.
+of the caller is not the model's. Hugging Face models leave out masks that hide nothing, except for exporters, whose
+graphs serve many shapes; ours serves one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def traceable(objective: nn.Module) -> Iterator[None]:
             (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass"),
         ):
             stack.enter_context(_replaced(file, name, keep))
+        if masks := sys.modules.get("transformers.masking_utils"):
+            stack.enter_context(_replaced(masks, "is_torchdynamo_exporting", lambda: False))
         stack.enter_context(_replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(_replaced(inference_mode, "__exit__", _end))
         yield

@@ -21,6 +21,7 @@ from runner.errors import ConfigError
 
 LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
 DISTRIBUTIONS = {"hydra": "hydra-core"}
+OPTIONAL = {"tensorboard": "report.tensorboard=true", "transformers": "model.target=transformers.X"}
 BESIDE_RUNNER = ("conf", "recipes", "models", "strategies")
 GIB = 2**30
 LEAST_DISK, LEAST_SHARED_MEMORY = 1 * GIB, GIB // 16
@@ -37,7 +38,8 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"doctor takes no arguments, but got {' '.join(words)!r}.")
     checks: list[tuple[str, Callable[[], str]]] = [("python", _python)]
     checks += [(name, _importer(name)) for name in LIBRARIES]
-    checks += [("tensorboard", _tensorboard), ("devices", _devices), ("collectives", _collectives)]
+    checks += [(name, _optional(name, use)) for name, use in OPTIONAL.items()]
+    checks += [("devices", _devices), ("collectives", _collectives), ("compiler", _compiler)]
     checks += [(name, _placement(name)) for name in BESIDE_RUNNER]
     checks += [("disk", _disk), ("shared memory", _shared_memory)]
     return 1 if [name for name, check in checks if not _passes(name, check)] else 0
@@ -70,10 +72,23 @@ def _importer(name: str) -> Callable[[], str]:
     return check
 
 
-def _tensorboard() -> str:
-    if importlib.util.find_spec("tensorboard") is None:
-        return "absent; only report.tensorboard=true needs it"
-    return importlib.metadata.version("tensorboard")
+def _optional(name: str, use: str) -> Callable[[], str]:
+    def check() -> str:
+        if importlib.util.find_spec(name) is None:
+            return f"absent; only {use} needs it"
+        return importlib.metadata.version(name)
+
+    return check
+
+
+def _compiler() -> str:
+    import torch
+
+    from strategies.engine.compiled import missing
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lacking = missing(device)
+    return f"absent; only train.compile=true needs it: {lacking}" if lacking else f"torch.compile can be used on {device}"
 
 
 def _devices() -> str:

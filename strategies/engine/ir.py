@@ -33,6 +33,7 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
             f"{_counts(out)}"
         )
         lines.append(f"    chosen {chosen.origin}  source {operator.source or '-'}")
+    lines += [f"%{buffer} <- {_word(value)}" for buffer, value in graph.updates]
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in graph.outputs)}")
     return "\n".join(lines) + "\n"
 
@@ -58,6 +59,7 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
             lines.append(
                 f"# gradient of {name}: sum over {'*'.join(axes)}, group {mesh.group(rank, axes)}, after backward"
             )
+    lines += [f"%{buffer} <- {_word(value)}" for buffer, value in program.updates]
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in program.outputs)}")
     return "\n".join(lines) + "\n"
 

@@ -27,7 +27,8 @@ def expert_products(x: Tensor, weights: Tensor, ends: Tensor, first_row: int, fi
     """
     bounds = [0, *ends.tolist()][first_expert : first_expert + len(weights) + 1]
     inside = [min(max(bound - first_row, 0), len(x)) for bound in bounds]
-    before, *parts = x.split([inside[0], *(stop - start for start, stop in pairwise(inside)), len(x) - inside[-1]])
+    sizes = [inside[0], *(stop - start for start, stop in pairwise(inside)), len(x) - inside[-1]]
+    before, *parts = torch.split(x, sizes)
     *own, after = parts
     products = [rows @ matrix for rows, matrix in zip(own, weights.unbind(0), strict=False)]
     columns = weights.shape[2]

@@ -51,4 +51,4 @@ def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assign
         elements(chain(have, sharding.operand_layouts(a)[0], spec.shape, problem.mesh), problem.mesh)
         for a in (assignment, default)
     )
-    return default
+    return assignment if mine < other else default

@@ -38,12 +38,19 @@ def own_cases(pytestconfig: pytest.Config) -> bool:
     return cases_file(pytestconfig).resolve() == DEFAULT
 
 
+def crashed(report: pytest.TestReport) -> dict[str, Any]:
+    """What to tell of a case that raised something unforeseen."""
+    suite, _, case = report.nodeid.partition("[")[2].rstrip("]").partition("-")
+    last = str(report.longrepr).strip().splitlines()[-1]
+    return {"case": case, "suite": suite, "verdict": "failed", "reason": last, "ran": False}
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     found = [
-        dict(report.user_properties)
+        dict(report.user_properties) or crashed(report)
         for key in ("passed", "failed")
         for report in terminalreporter.getreports(key)
-        if report.when == "call" and "verdict" in dict(report.user_properties)
+        if report.when == "call" and "::test_recorded_case" in report.nodeid
     ]
     if not found:
         return

@@ -160,9 +160,10 @@ class Built:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest tensor that flows in."""
+        """Elements of the largest tensor that flows in, or from one node to another."""
         tensors = (*self.batch, *self.network.parameters(), *self.network.buffers())
-        return max(tensor.numel() for tensor in tensors)
+        shapes = [shape for given in self.seen.values() for shape in given]
+        return max([tensor.numel() for tensor in tensors] + [math.prod(shape) for shape in shapes])
 
 
 def build(case: Case, *, real: bool) -> Built:

@@ -98,6 +98,9 @@ def test_a_refusal_must_come_and_be_about_the_recorded_rule() -> None:
     other = judge({**case, "expected": error("strategy_rank")}, 2**15)
     assert other.kind == "failed"
     assert "another reason than strategy_rank" in other.reason
+    assert judge({**case, "expected": error("a rule of tomorrow")}, 2**15) == Verdict("passed")
+    unrelated = {"error": {"trigger": [{"op": "ReLU(relu)", "rule": "a rule of tomorrow"}]}}
+    assert judge({**case, "expected": unrelated}, 2**15).kind == "failed"
     assert verdict("expected", error("contraction_mismatch")).kind == "failed"
     assert judge(case, 2**15).kind == "failed"
 

@@ -22,6 +22,8 @@ from strategies.engine.simulate import Simulation
 from strategies.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.plan import Plan
 from strategies.rules import RULES
+from strategies.rules.random import draws
+from strategies.rules.recurrent import NETWORKS
 from strategies.rules.registry import resolve
 from tests.fuzz.generators import GENERATORS
 from tests.fuzz.plans import random_mesh, random_plan
@@ -29,8 +31,16 @@ from tests.fuzz.pool import Pool
 
 TOLERANCE = 1e-10
 KEY = 11
-SPOKEN = {"dropout": F.dropout, "scaled_dot_product_attention": F.scaled_dot_product_attention}
-"""Random operators as a user calls them, so that the reference can give them their exact numbers."""
+SPOKEN = {
+    "dropout": F.dropout,
+    "scaled_dot_product_attention": F.scaled_dot_product_attention,
+    "exponential": lambda x, *args: torch.empty_like(x).exponential_(*args),
+    "geometric": lambda x, *args: torch.empty_like(x).geometric_(*args),
+    "log_normal": lambda x, *args: torch.empty_like(x).log_normal_(*args),
+    "normal_functional": lambda x, *args: torch.empty_like(x).normal_(*args),
+    "uniform": lambda x, *args: torch.empty_like(x).uniform_(*args),
+}
+"""Random operators that torch's namespace does not have under their own name."""
 
 
 class Refused(Exception):
@@ -79,17 +89,28 @@ def weights(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loss(outputs: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor | None:
-    terms = [(output * weight).sum() for output, weight in zip(outputs, by, strict=True) if output.requires_grad]
+    real = [torch.view_as_real(output).sum(-1) if output.is_complex() else output for output in outputs]
+    terms = [(output * weight).sum() for output, weight in zip(real, by, strict=True) if output.requires_grad]
     return torch.stack(terms).sum() if terms else None
 
 
 def _call(operator: Operator, args: Any, kwargs: Any) -> Any:
-    return (SPOKEN.get(operator.op) or resolve(operator.target))(*args, **kwargs)
+    """Random operators are called as a user calls them, so that the reference gives them their exact numbers."""
+    spoken = operator.op in NETWORKS or draws(operator)
+    function = SPOKEN.get(operator.op) or getattr(torch, operator.op) if spoken else resolve(operator.target)
+    return function(*args, **kwargs)
 
 
 def eager(case: Case, noise: float = 0.0) -> Outcome:
     """The case on one device. With `noise` every intermediate value is disturbed by as much, relative to its largest
-    element."""
+    element. Raises Refused where torch does not run it."""
+    try:
+        return _eager(case, noise)
+    except (RuntimeError, ValueError, IndexError) as problem:
+        raise Refused(str(problem).partition("\n")[0]) from problem
+
+
+def _eager(case: Case, noise: float) -> Outcome:
     graph, generator = case.graph, torch.Generator().manual_seed(2)
     values = {
         Ref(source.id): case.values[source.name].clone().requires_grad_(source.trainable) for source in graph.sources

@@ -173,11 +173,15 @@ class Pool:
     # operators
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> list[Ref]:
-        """Emit an operator; its results."""
+        """Emit an operator; its results. What torch does not run on these values (a view of strided ones) is
+        rejected."""
         place = lambda leaf: self.values[leaf] if isinstance(leaf, Ref) else leaf  # noqa: E731
         with torch.no_grad(), torch.random.fork_rng([]):
             torch.manual_seed(0)
-            found = resolve(target)(*rewrite(args, place), **rewrite(kwargs, place))
+            try:
+                found = resolve(target)(*rewrite(args, place), **rewrite(kwargs, place))
+            except RuntimeError as problem:
+                raise Rejected from problem
         multiple = isinstance(found, (tuple, list))
         results: Sequence[Tensor] = found if multiple else (found,)
         if any(v.numel() > 4 * MOST_ELEMENTS or not v.numel() or not _moderate(v) for v in results):
@@ -196,9 +200,10 @@ class Pool:
             self.unused[ref] = None
         return made
 
-    def hide(self, ref: Ref) -> None:
-        """Keep a value from being used by what is drawn later."""
-        self.hidden[ref] = self.values[ref]
+    def forget(self, ref: Ref) -> None:
+        """Keep a value from being used by what is drawn later, and from being an output."""
+        del self.values[ref]
+        self.unused.pop(ref, None)
 
     def emit(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         """Emit an operator with one result."""

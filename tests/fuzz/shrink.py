@@ -17,7 +17,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
-from tests.fuzz.cases import Case, eager, failure
+from tests.fuzz.cases import Case, Refused, eager, failure
 
 SECONDS = 120.0
 """How long to look for something smaller."""
@@ -33,7 +33,10 @@ def shrink(case: Case, fails: Callable[[Case], str | None] = failure, seconds: f
     while progress and time.monotonic() < until:
         progress = False
         for smaller in _smaller(case):
-            outcome = fails(smaller)
+            try:
+                outcome = fails(smaller)
+            except Refused:
+                continue
             if outcome is not None and _kind(outcome) == kind:
                 case, found, progress = smaller, outcome, True
                 break

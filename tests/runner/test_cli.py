@@ -52,6 +52,7 @@ BAD = [
     ([QUICK, "train.precision=fp16"], "Allowed: fp32, fp64, bf16. Did you mean 'fp"),
     ([QUICK, "train=5"], "train = 5: must be a mapping"),
     ([QUICK, "train.accumulate=5"], "train.accumulate = 5 must divide data.batch_size = 16"),
+    ([QUICK, "+data.collate_args={length: 8}"], "data.collate = null would ignore it"),
     ([QUICK, "report.progress=maybe"], "Allowed: auto, true, false"),
     ([QUICK, "report.tensorboard=3"], "must be true or false"),
     ([QUICK, "model.target=Net"], "is not a dotted name"),

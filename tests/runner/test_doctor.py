@@ -6,6 +6,7 @@ from collections import namedtuple
 import pytest
 
 from runner.jobs import doctor
+from strategies.engine import compiled
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -27,7 +28,16 @@ def test_this_machine_can_run(few_libraries, command):
     assert done.code == 0, done.out
     assert set(status.values()) == {"ok"}
     assert {"python", "torch", "hydra", "devices", "collectives", "conf", "recipes", "models", "disk"} <= status.keys()
-    assert {"strategies", "shared memory", "tensorboard"} <= status.keys()
+    assert {"strategies", "shared memory", "tensorboard", "transformers", "compiler"} <= status.keys()
+
+
+def test_what_only_some_runs_need_may_be_absent(few_libraries, monkeypatch, command):
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_lib": "that=true"})
+    monkeypatch.setattr(compiled, "missing", lambda device: "there is no compiler")
+    done = command("doctor")
+    assert done.code == 0
+    assert "no_such_lib    absent; only that=true needs it" in done.out
+    assert "absent; only train.compile=true needs it: there is no compiler" in done.out
 
 
 def test_library_that_does_not_import_costs_its_line(monkeypatch, command):

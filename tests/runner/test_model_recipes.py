@@ -147,7 +147,7 @@ def test_columns_and_rows_need_one_sum_for_two_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "gpt" else pytest.mark.slow) for n in (*TEXT, *DIGITS)]
+    "name", [pytest.param(n, marks=[] if n == "gpt_padded" else pytest.mark.slow) for n in (*TEXT, *DIGITS)]
 )
 def test_processes_agree_in_single_precision(start, tmp_path, name: str) -> None:
     limit = [f"+data.args.cache={tmp_path}", "+data.args.limit=200000"] if name in TEXT else []

@@ -112,6 +112,16 @@ def test_a_config_error_of_the_call_comes_through_unchanged() -> None:
     assert message("shapes_of_mine.raises_config", width=1) == "as it was said"
 
 
+def test_bound_gives_arguments_once_and_for_all() -> None:
+    width = targets.bound("shapes_of_mine.plain", {"height": 3}, "data.collate")
+    assert width(2) == targets.resolve("shapes_of_mine.plain", "x")(2, height=3)
+    assert targets.bound("shapes_of_mine.plain", {}, "x") is targets.resolve("shapes_of_mine.plain", "x")
+    with pytest.raises(
+        ConfigError, match=r"data\.collate_args: shapes_of_mine\.plain takes no argument 'hight'.*height"
+    ):
+        targets.bound("shapes_of_mine.plain", {"hight": 3}, "data.collate")
+
+
 def test_accepts() -> None:
     assert targets.accepts(targets.resolve("shapes_of_mine.Box", "x"), "path")
     assert not targets.accepts(targets.resolve("shapes_of_mine.plain", "x"), "path")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.errors import StrategyError
+from strategies.graph import Ref
 from tests.strategies.whole_model import TOLERANCE, Model
 
 
@@ -240,6 +241,13 @@ def test_loss_with_parameters_of_its_own(draw: Any) -> None:
     model = Model(Net(lambda net, x: net.dense(x)), Weighted(), (torch.randn(8, 8), torch.randn(8, 8)))
     assert "loss.weight" in model.gradients
     assert model.worst(draw, 4) < TOLERANCE
+
+
+def test_one_tensor_for_two_entries_of_the_batch() -> None:
+    x = torch.randn(4, 8)
+    objective = Objective(Net(lambda net, x: net.dense(x)), nn.MSELoss(), ("0", "1"), ("1",))
+    graph = capture(objective, (x, x), training=True).graph
+    assert all(graph.users[Ref(source.id)] for source in graph.of_kind("input"))
 
 
 def test_what_the_loss_does_not_need_is_dropped_but_not_side_effects() -> None:

@@ -149,6 +149,16 @@ def exchanged(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) + net.mean
 
 
+def copied(net: Net, x: Tensor) -> Tensor:
+    """Buffers that take over a parameter, a constant, an entry of the batch and one another."""
+    with torch.no_grad():
+        net.mean.copy_(net.dense.bias)
+        net.old.copy_(net.mean)
+        net.calls.copy_(torch.tensor(7))
+        net.table.copy_(x[:4])
+    return net.dense(x) * net.old
+
+
 def queue(net: Net, x: Tensor) -> Tensor:
     """As a memory bank does: rows of a buffer are written, all of it is read."""
     h = net.dense(x)
@@ -163,7 +173,7 @@ def normed(net: Net, x: Tensor) -> Tensor:
 
 BODIES = [
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowing, other_names, out_argument, parts_of_complex,
-    counting, moving_average, detached, exchanged, queue, normed,
+    counting, moving_average, detached, exchanged, copied, queue, normed,
 ]  # fmt: skip
 
 

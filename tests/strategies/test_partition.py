@@ -309,3 +309,39 @@ def test_random_key_and_several_outputs() -> None:
     assert not program.random and len(found) == 4
     assert torch.allclose(found[0], expected["all"]) and torch.equal(found[2], expected["best"].indices)
     assert torch.equal(found[3], batch[0])
+
+
+class Remembering(nn.Module):
+    """Buffers of several modules, written in all ways, two of them exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.inner = nn.Module()
+        self.inner.register_buffer("now", torch.zeros(8))
+        self.inner.register_buffer("before", torch.ones(8))
+        self.register_buffer("weights", torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.dense(x))
+        kept = self.inner.now.clone()
+        self.inner.now.copy_(h.detach().mean(0) + self.inner.before)
+        self.inner.before.copy_(kept)
+        with torch.no_grad():
+            self.weights.copy_(self.dense.weight)
+        return (h * self.inner.now).square().mean()
+
+
+def test_buffers_are_written_at_the_end_of_a_step() -> None:
+    torch.manual_seed(0)
+    net = Remembering()
+    model = Model(net, None, {"x": torch.randn(4, 8)})
+    module, _ = built(model.graph, model.values)
+    assert [name for name, _ in module.named_buffers()] == [name for name, _ in net.named_buffers()]
+    for step in (1, 2):
+        module(*model.batch).backward()
+        if step == 2:
+            net(*model.batch)  # the first one was the model's
+        for name, buffer in net.named_buffers():
+            found = module.get_buffer(name).double()
+            assert torch.allclose(found, buffer.double(), rtol=TOLERANCE, atol=TOLERANCE), (step, name)

@@ -17,22 +17,22 @@ def _square(pool: Pool, symmetric: bool = False) -> Ref:
     return pool.source((matrix + matrix.mT) / 2 if symmetric else matrix)
 
 
-@draws("det", "inverse", "linalg_det", "linalg_inv", "linalg_matrix_exp", "logdet")
+@draws("det", "inverse", "linalg_det", "linalg_inv", "linalg_matrix_exp", "logdet", "matrix_exp")
 def of_a_matrix(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", _square(pool))
 
 
-@draws("linalg_slogdet")
+@draws("linalg_slogdet", "slogdet")
 def slogdet(pool: Pool, op: str) -> None:
-    pool.call("aten.linalg_slogdet.default", _square(pool))
+    pool.call(f"aten.{op}.default", _square(pool))
 
 
-@draws("linalg_matrix_power")
+@draws("linalg_matrix_power", "matrix_power")
 def matrix_power(pool: Pool, op: str) -> None:
-    pool.emit("aten.linalg_matrix_power.default", _square(pool), pool.rng.choice((2, -1)))
+    pool.emit(f"aten.{op}.default", _square(pool), pool.rng.choice((2, -1)))
 
 
-@draws("linalg_cholesky", "linalg_eigvalsh")
+@draws("cholesky", "linalg_cholesky", "linalg_eigvalsh")
 def of_a_symmetric_matrix(pool: Pool, op: str) -> None:
     """The operator reads one triangle, so the other one has no gradient to agree on: both are made equal first."""
     x = _square(pool, symmetric=True)
@@ -40,17 +40,31 @@ def of_a_symmetric_matrix(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", even)
 
 
-@draws("linalg_svdvals", "linalg_pinv")
+@draws("linalg_svdvals", "linalg_pinv", "pinverse")
 def of_any_matrix(pool: Pool, op: str) -> None:
-    pool.emit(f"aten.{op}.default", _square(pool))
+    pool.emit(f"aten.{op}.default", _square(pool), *((1e-12,) if "pinv" in op else ()))
+
+
+@draws("linalg_matrix_norm", "linalg_diagonal")
+def of_the_last_dims(pool: Pool, op: str) -> None:
+    """A matrix norm is the Frobenius norm, which is smooth away from zero."""
+    x = pool.tensor(least=2)
+    pool.away_from(x, 0.0)
+    pool.emit(f"aten.{op}.{'str_ord' if op == 'linalg_matrix_norm' else 'default'}", x)
+
+
+@draws("linalg_vecdot")
+def vecdot(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.emit("aten.linalg_vecdot.default", x, pool.like(pool.shape_of(x)), dim=pool.dim(x))
 
 
 @draws("linalg_eigh", "linalg_svd", "linalg_qr")
 def decomposition(pool: Pool, op: str) -> None:
     """Vectors are used as squares, which do not depend on their signs (torch refuses other losses of them)."""
     for result in pool.call(f"aten.{op}.default", _square(pool, symmetric=op == "linalg_eigh")):
-        pool.hide(result)
         pool.emit("aten.square.default", result)
+        pool.forget(result)
 
 
 @draws("linalg_solve", "linalg_solve_triangular", "cholesky_solve")

@@ -23,9 +23,10 @@ def arange(pool: Pool, op: str) -> None:
     pool.emit(f"aten.arange.{form}", *arguments, **DOUBLE)
 
 
-@draws("linspace")
-def linspace(pool: Pool, op: str) -> None:
-    pool.emit("aten.linspace.default", -1.0, 2.0, pool.rng.randint(1, 12), **DOUBLE)
+@draws("linspace", "logspace")
+def spaced(pool: Pool, op: str) -> None:
+    base = (2.0,) if op == "logspace" else ()
+    pool.emit(f"aten.{op}.default", -1.0, 2.0, pool.rng.randint(1, 12), *base, **DOUBLE)
 
 
 @draws("eye")
@@ -46,3 +47,13 @@ def new(pool: Pool, op: str) -> None:
 @draws("tril_indices", "triu_indices")
 def triangle_indices(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", pool.rng.randint(1, 6), pool.rng.randint(1, 6), device=torch.device("cpu"))
+
+
+@draws("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
+def window(pool: Pool, op: str) -> None:
+    pool.emit(f"aten.{op}.default", pool.rng.randint(2, 12), **DOUBLE)
+
+
+@draws("fft_fftfreq", "fft_rfftfreq")
+def frequencies(pool: Pool, op: str) -> None:
+    pool.emit(f"aten.{op}.default", pool.rng.randint(1, 12), 0.5, **DOUBLE)

@@ -136,3 +136,36 @@ def counted(pool: Pool, op: str) -> None:
         pool.emit("aten.bincount.default", x, None, 6)
     else:
         pool.emit("aten.histc.default", pool.emit("aten.to.dtype", x, torch.float64), 6, 0, 5)
+
+
+@draws("take")
+def take(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.emit("aten.take.default", x, pool.integers(pool.shape(0, 2), pool.values[x].numel()))
+
+
+@draws("isin")
+def isin(pool: Pool, op: str) -> None:
+    pool.emit("aten.isin.Tensor_Tensor", pool.integers(pool.shape(), 9), pool.integers((3,), 9))
+
+
+@draws("embedding_bag")
+def embedding_bag(pool: Pool, op: str) -> None:
+    """The sum or mean of several rows; the further results serve its own backward."""
+    table = pool.tensor(2, 2)
+    rows, length = pool.shape_of(table)[0], pool.rng.choice((4, 6, 8))
+    offsets = pool.source(torch.arange(0, length, 2))
+    bags = pool.call(
+        "aten.embedding_bag.padding_idx",
+        table,
+        pool.integers((length,), rows),
+        offsets,
+        False,
+        pool.rng.choice((0, 1)),
+        False,
+        None,
+        False,
+        None,
+    )
+    for further in bags[1:]:
+        pool.forget(further)

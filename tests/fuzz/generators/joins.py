@@ -6,7 +6,7 @@ from tests.fuzz.generators.table import draws
 from tests.fuzz.pool import Pool, Rejected
 
 
-@draws("cat", "concat")
+@draws("cat", "concat", "concatenate")
 def cat(pool: Pool, op: str) -> None:
     x = pool.tensor(least=1, accept=lambda value: value.numel() < 300)
     dim, others = pool.dim(x), []
@@ -25,7 +25,7 @@ def stack(pool: Pool, op: str) -> None:
     pool.emit("aten.stack.default", (x, *others), *((pool.rng.randint(-rank - 1, rank),) if others[1:] else ()))
 
 
-@draws("hstack", "vstack", "dstack", "column_stack")
+@draws("hstack", "vstack", "row_stack", "dstack", "column_stack")
 def named_stack(pool: Pool, op: str) -> None:
     x = pool.tensor(most=3, accept=lambda value: value.numel() < 300)
     pool.emit(f"aten.{op}.default", (x, pool.like(pool.shape_of(x))))

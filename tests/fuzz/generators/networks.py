@@ -67,7 +67,7 @@ def pooling(pool: Pool, op: str) -> None:
         pool.call(f"aten.{op}.default", x, (2,) * dims, (pool.rng.choice((1, 2)),) * dims)
 
 
-@draws(*(f"max_pool{dims}d_with_indices" for dims in (2, 3)))
+@draws(*(f"max_pool{dims}d_with_indices" for dims in (1, 2, 3)))
 def pooling_with_indices(pool: Pool, op: str) -> None:
     dims = int(op[8])
     x = _image(pool, dims, 2)
@@ -126,6 +126,11 @@ def recurrent(pool: Pool, op: str) -> None:
 
 
 UPSAMPLING = {
+    "_upsample_bicubic2d_aa": 2,
+    "_upsample_bilinear2d_aa": 2,
+    "_upsample_nearest_exact1d": 1,
+    "_upsample_nearest_exact2d": 2,
+    "_upsample_nearest_exact3d": 3,
     "upsample_nearest1d": 1,
     "upsample_nearest2d": 2,
     "upsample_linear1d": 1,
@@ -168,10 +173,64 @@ def col2im(pool: Pool, op: str) -> None:
     pool.emit("aten.col2im.default", columns, (3, 4), (2, 2), (1, 1), (0, 0), (1, 1))
 
 
-@draws("grid_sampler")
+@draws("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(pool: Pool, op: str) -> None:
     """Sampled inside the picture and between its points."""
-    x = _image(pool, 2, 3)
+    dims = 3 if op.endswith("3d") else 2
+    x = _image(pool, dims, 3)
     n = pool.shape_of(x)[0]
-    grid = pool.floats((n, pool.rng.choice((2, 3)), 4, 2), -0.8, 0.8)
-    pool.emit("aten.grid_sampler.default", x, grid, 0, 0, True)
+    grid = pool.floats((n, pool.rng.choice((2, 3)), *(2, 4)[: dims - 1], dims), -0.8, 0.8)
+    pool.emit(f"aten.{op}.default", x, grid, 0, 0, True)
+
+
+@draws("affine_grid_generator")
+def affine_grid(pool: Pool, op: str) -> None:
+    n = pool.rng.choice((1, 2, 3, 4))
+    pool.emit("aten.affine_grid_generator.default", pool.like((n, 2, 3)), (n, 2, 3, 4), False)
+
+
+@draws("convolution")
+def any_convolution(pool: Pool, op: str) -> None:
+    x = _image(pool, 2, 2)
+    channels = pool.shape_of(x)[1]
+    weight = pool.floats((pool.rng.choice((1, 2, 4)), channels, 2, 2), -0.5, 0.5)
+    pool.emit("aten.convolution.default", x, weight, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+
+
+@draws("conv_tbc")
+def conv_tbc(pool: Pool, op: str) -> None:
+    x = pool.floats((pool.rng.choice((4, 6)), pool.rng.choice((1, 2, 4)), pool.rng.choice((1, 2, 3))))
+    out = pool.rng.choice((1, 2, 4))
+    pool.emit("aten.conv_tbc.default", x, pool.floats((2, pool.shape_of(x)[2], out), -0.5, 0.5), pool.floats((out,)), 0)
+
+
+@draws("max_unpool2d", "max_unpool3d")
+def unpooled(pool: Pool, op: str) -> None:
+    """What a pooling without overlap kept goes back to its places."""
+    dims = int(op[-2])
+    x = pool.floats((pool.rng.choice((1, 2, 4)), pool.rng.choice((1, 2, 3)), *(4,) * dims))
+    kept, places = pool.call(f"aten.max_pool{dims}d_with_indices.default", x, (2,) * dims, (2,) * dims)
+    more = ((2,) * dims, (0,) * dims) if dims == 3 else ()
+    pool.emit(f"aten.{op}.default", kept, places, (4,) * dims, *more)
+
+
+@draws("fractional_max_pool2d", "fractional_max_pool3d")
+def fractional(pool: Pool, op: str) -> None:
+    dims = int(op[-2])
+    x = pool.floats((pool.rng.choice((1, 2, 4)), pool.rng.choice((1, 2, 3)), *(5,) * dims))
+    samples = pool.fixed((*pool.shape_of(x)[:2], dims), 0.1, 0.9)
+    pool.call(f"aten.{op}.default", x, (2,) * dims, (3,) * dims, samples)
+
+
+@draws("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def cell(pool: Pool, op: str) -> None:
+    x = pool.tensor(2, 2)
+    batch, width = pool.shape_of(x)
+    hidden = pool.rng.choice((2, 3, 4))
+    rows = {"lstm_cell": 4, "gru_cell": 3}.get(op, 1) * hidden
+    weights = [pool.floats(shape, -0.5, 0.5) for shape in ((rows, width), (rows, hidden), (rows,), (rows,))]
+    state = pool.floats((batch, hidden), -0.5, 0.5)
+    if op == "lstm_cell":
+        pool.call("aten.lstm_cell.default", x, (state, pool.floats((batch, hidden), -0.5, 0.5)), *weights)
+    else:
+        pool.emit(f"aten.{op}.default", x, state, *weights)

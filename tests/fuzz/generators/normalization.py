@@ -40,7 +40,7 @@ def group_norm(pool: Pool, op: str) -> None:
     pool.emit("aten.group_norm.default", x, groups, *affine, 1e-3)
 
 
-@draws("batch_norm", "instance_norm", "batch_norm_training")
+@draws("batch_norm", "instance_norm", "batch_norm_training", "instance_norm_training")
 def batch_norm(pool: Pool, op: str) -> None:
     """One sample of instance_norm has several elements in every dim: torch's own backward is wrong for [n, c, h, 1] if
     the gradient arrives transposed."""
@@ -50,9 +50,9 @@ def batch_norm(pool: Pool, op: str) -> None:
     if math.prod(rest) * (1 if single else n) < 2:
         raise Rejected
     affine = [pool.floats((channels,)) for _ in range(2)] if pool.rng.random() < 0.7 else [None, None]
-    if op == "batch_norm_training":
+    if op.endswith("_training"):
         statistics = pool.fixed((channels,), -1.0, 1.0), pool.fixed((channels,), 0.5, 2.0)
-        pool.call("local.batch_norm_training", x, *affine, *statistics, 0.1, 1e-3)
+        pool.call(f"local.{op}", x, *affine, *statistics, 0.1, 1e-3)
     elif op == "batch_norm" and pool.rng.random() < 0.4:
         statistics = pool.fixed((channels,), -1.0, 1.0), pool.fixed((channels,), 0.5, 2.0)
         pool.emit("aten.batch_norm.default", x, *affine, *statistics, False, 0.1, 1e-3, False)

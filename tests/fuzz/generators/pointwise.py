@@ -12,6 +12,10 @@ from tests.fuzz.pool import Pool, Rejected
 ANYWHERE = (-math.inf, math.inf)
 RANGES = {
     "acos": (-0.9, 0.9),
+    "arccos": (-0.9, 0.9),
+    "arccosh": (1.2, 6.0),
+    "arcsin": (-0.9, 0.9),
+    "arctanh": (-0.9, 0.9),
     "acosh": (1.2, 6.0),
     "asin": (-0.9, 0.9),
     "atanh": (-0.9, 0.9),
@@ -34,12 +38,19 @@ RANGES = {
     "sqrt": (0.2, 8.0),
     "tan": (-1.2, 1.2),
 }
+SPECIAL = """
+special_digamma special_entr special_erf special_erfc special_erfcx special_erfinv special_exp2 special_expit
+special_expm1 special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit
+special_ndtr special_ndtri special_psi special_sinc i0
+""".split()
+"""Smooth between 0.1 and 0.9."""
 SMOOTH = """
-asinh atan cos deg2rad erf erfc gelu log_sigmoid mish neg positive sigmoid silu sin sinc square softplus tanh alias
-clone contiguous detach
+alias arcsinh arctan asinh atan clone contiguous cos deg2rad detach erf erfc gelu log_sigmoid mish neg negative
+positive sigmoid silu sin sinc softplus square tanh
 """.split()
 BENDS = {
     "abs": (0.0,),
+    "absolute": (0.0,),
     "celu": (0.0,),
     "elu": (0.0,),
     "hardshrink": (-0.5, 0.5),
@@ -56,13 +67,56 @@ BENDS = {
     "softshrink": (-0.5, 0.5),
 }
 """Where a function bends or jumps."""
-ROUNDING = {"ceil": 0.0, "floor": 0.0, "frac": 0.0, "round": 0.5, "trunc": 0.0}
+ROUNDING = {"special_round": 0.5, "fix": 0.0, "ceil": 0.0, "floor": 0.0, "frac": 0.0, "round": 0.5, "trunc": 0.0}
 """Operators that jump at this distance from every integer."""
 
 
 @draws(*RANGES)
 def ranged(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", pool.within(pool.tensor(), *RANGES[op]))
+
+
+@draws(*SPECIAL)
+def special(pool: Pool, op: str) -> None:
+    pool.emit(f"aten.{op}.default", pool.within(pool.tensor(), 0.1, 0.9))
+
+
+@draws("polygamma", "special_polygamma", "mvlgamma", "special_multigammaln")
+def of_an_order(pool: Pool, op: str) -> None:
+    x = pool.within(pool.tensor(), 1.5, 6.0)
+    pool.emit(f"aten.{op}.default", *((1, x) if "polygamma" in op else (x, 2)))
+
+
+@draws("igamma", "igammac", "special_gammainc", "special_gammaincc", "special_zeta", "special_xlogy", "special_xlog1py")
+def of_two_positive(pool: Pool, op: str) -> None:
+    """The first argument of some has no derivative."""
+    x = pool.tensor()
+    other = pool.within(pool.like(pool.shape_of(x)), 1.5, 4.0)
+    fixed = pool.fixed(pool.shape_of(x), 1.5, 4.0)
+    if op == "special_zeta":
+        other = pool.emit("aten.detach.default", other)
+    pool.emit(f"aten.{op}.default", fixed, other)
+
+
+@draws("gcd", "lcm", "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+def of_integers(pool: Pool, op: str) -> None:
+    x = pool.integers(pool.shape(), 9, 1)
+    other = pool.integers(pool.broadcasting(pool.shape_of(x)), 4, 1)
+    pool.emit(f"aten.{op}.{'default' if op in ('gcd', 'lcm') else 'Tensor'}", x, other)
+
+
+@draws("heaviside", "ldexp", "isclose", "isneginf", "isposinf", "isreal")
+def odd_ones(pool: Pool, op: str) -> None:
+    x = pool.tensor()
+    pool.away_from(x, 0.0)
+    if op == "ldexp":
+        pool.emit("aten.ldexp.Tensor", x, pool.integers(pool.broadcasting(pool.shape_of(x)), 3))
+    elif op == "isclose":
+        pool.emit("aten.isclose.default", x, pool.fixed(pool.shape_of(x), 70.0, 90.0))
+    elif op == "heaviside":
+        pool.emit("aten.heaviside.default", pool.emit("aten.detach.default", x), pool.fixed((), 0.0, 1.0))
+    else:
+        pool.emit(f"aten.{op}.default", x)
 
 
 @draws(*SMOOTH)
@@ -96,11 +150,17 @@ def tests_of_floats(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", x)
 
 
-@draws("clamp", "clamp_max", "clamp_min", "threshold")
+@draws("clamp", "clip", "clamp_max", "clamp_min", "threshold")
 def clamped(pool: Pool, op: str) -> None:
     x = pool.tensor()
     pool.away_from(x, -0.7, 0.6)
-    bounds = {"clamp": (-0.7, 0.6), "clamp_max": (0.6,), "clamp_min": (-0.7,), "threshold": (0.6, 0.25)}[op]
+    bounds = {
+        "clamp": (-0.7, 0.6),
+        "clip": (-0.7, 0.6),
+        "clamp_max": (0.6,),
+        "clamp_min": (-0.7,),
+        "threshold": (0.6, 0.25),
+    }[op]
     pool.emit(f"aten.{op}.default", x, *bounds)
 
 
@@ -141,7 +201,7 @@ def filled(pool: Pool, op: str) -> None:
         pool.emit(f"aten.{op}.default", x, *((0.75,) if op == "full_like" else ()))
 
 
-SMOOTH_PAIRS = "add sub subtract mul multiply atan2 hypot logaddexp logaddexp2 rsub".split()
+SMOOTH_PAIRS = "arctan2 add sub subtract mul multiply atan2 hypot logaddexp logaddexp2 rsub".split()
 DIVIDING = ("div", "divide", "true_divide")
 
 
@@ -151,7 +211,7 @@ def pair(pool: Pool, op: str) -> None:
     right = pool.like(pool.broadcasting(pool.shape_of(left)))
     if op in DIVIDING:
         right = pool.within(right, 0.4, 5.0)
-    if op in ("hypot", "atan2"):  # a pole where both vanish
+    if op in ("hypot", "atan2", "arctan2"):  # a pole where both vanish
         right = pool.within(right, 0.4, 5.0)
     elif pool.rng.random() < 0.4 and op not in DIVIDING:
         left, right = right, left
@@ -160,7 +220,7 @@ def pair(pool: Pool, op: str) -> None:
     elif op == "add" and pool.rng.random() < 0.2:
         pool.emit("aten.add.Tensor", left, right, alpha=0.5)
     else:
-        plain = op in ("atan2", "hypot", "logaddexp", "logaddexp2")
+        plain = op in ("atan2", "arctan2", "hypot", "logaddexp", "logaddexp2")
         pool.emit(f"aten.{op}.{'default' if plain else 'Tensor'}", left, right)
 
 
@@ -202,7 +262,7 @@ def jumping_pair(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.{overload}", x, other)
 
 
-COMPARISONS = "eq ne not_equal ge gt greater lt less le".split()
+COMPARISONS = "greater_equal less_equal eq ne not_equal ge gt greater lt less le".split()
 
 
 @draws(*COMPARISONS)
@@ -251,3 +311,10 @@ def prelu(pool: Pool, op: str) -> None:
 def broadcast_tensors(pool: Pool, op: str) -> None:
     x = pool.tensor()
     pool.call("aten.broadcast_tensors.default", (x, pool.like(pool.broadcasting(pool.shape_of(x)))))
+
+
+@draws("copy")
+def copy(pool: Pool, op: str) -> None:
+    """Into a value without gradient: torch gives `copy` no derivative, so models have it in no_grad regions alone."""
+    x = pool.fixed(pool.shape(), -1.0, 1.0)
+    pool.emit("aten.copy.default", x, pool.fixed(pool.broadcasting(pool.shape_of(x)), -1.0, 1.0))

@@ -101,3 +101,51 @@ def vector_norm(pool: Pool, op: str) -> None:
     pool.away_from(x, 0.0)
     order = pool.rng.choice((1, 2, 3))
     pool.emit("aten.linalg_vector_norm.default", x, order, _dims(pool, x), *_keeps(pool))
+
+
+@draws("_is_all_true", "_is_any_true")
+def truth(pool: Pool, op: str) -> None:
+    pool.emit(f"aten.{op}.default", pool.booleans(pool.shape()))
+
+
+@draws("nansum", "nanmean")
+def nansum(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.emit(f"aten.{op}.default", x, _dims(pool, x), *_keeps(pool))
+
+
+@draws("nanmedian", "aminmax")
+def by_dim(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.apart(x)
+    if op == "aminmax":
+        pool.call("aten.aminmax.default", x, dim=pool.dim(x))
+    else:
+        pool.call("aten.nanmedian.dim", x, pool.dim(x), *_keeps(pool))
+
+
+@draws("quantile", "nanquantile")
+def quantile(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.apart(x)
+    pool.emit(f"aten.{op}.scalar", x, 0.37, pool.dim(x), *_keeps(pool))
+
+
+@draws("norm", "linalg_norm")
+def norm(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.away_from(x, 0.0)
+    if op == "norm":
+        pool.emit("aten.norm.ScalarOpt_dim", x, pool.rng.choice((1, 2, 3)), _dims(pool, x), *_keeps(pool))
+    else:
+        pool.emit("aten.linalg_norm.default", x, 2, (pool.dim(x),), *_keeps(pool))
+
+
+@draws("cosine_similarity", "pairwise_distance")
+def between(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    other = pool.like(pool.shape_of(x))
+    pool.away_from(x, 0.0)
+    pool.away_from(other, 0.0)
+    pool.different(x, other)
+    pool.emit(f"aten.{op}.default", x, other, *((pool.dim(x),) if op == "cosine_similarity" else ()))

@@ -68,16 +68,16 @@ def narrow(pool: Pool, op: str) -> None:
     pool.emit("aten.narrow.default", x, dim, start, pool.rng.randint(1, size - start))
 
 
-@draws("chunk", "tensor_split", "split", "split_with_sizes")
+@draws("chunk", "tensor_split", "split", "split_with_sizes", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
 def parts(pool: Pool, op: str) -> None:
     x, dim, size = _sized(pool)
     first = pool.rng.randint(1, size - 1)
-    if op == "split":
-        pool.call("aten.split.Tensor", x, first, dim)
-    elif op == "split_with_sizes":
-        pool.call("aten.split_with_sizes.default", x, (first, size - first), dim)
-    elif op == "chunk":
-        pool.call("aten.chunk.default", x, pool.rng.randint(1, 4), dim)
+    if op.endswith("split_with_sizes"):
+        pool.call(f"aten.{op}.default", x, (first, size - first), dim)
+    elif op.endswith("chunk"):
+        pool.call(f"aten.{op}.default", x, pool.rng.randint(1, 4), dim)
+    elif op != "tensor_split":
+        pool.call(f"aten.{op}.Tensor", x, first, dim)
     else:
         pool.call("aten.tensor_split.sections", x, pool.rng.randint(1, min(3, size)), dim)
 
@@ -179,3 +179,33 @@ def tile(pool: Pool, op: str) -> None:
 def diag_embed(pool: Pool, op: str) -> None:
     x = pool.tensor(least=1, most=3, accept=lambda value: value.shape[-1] <= 8)
     pool.emit("aten.diag_embed.default", x, *((pool.rng.randint(-1, 1),) if pool.rng.random() < 0.4 else ()))
+
+
+@draws("fliplr", "flipud", "rot90")
+def turned(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=2)
+    pool.emit(f"aten.{op}.default", x, *((pool.rng.randint(0, 3), (0, 1)) if op == "rot90" else ()))
+
+
+@draws("msort")
+def msort(pool: Pool, op: str) -> None:
+    x = pool.tensor(least=1)
+    pool.apart(x)
+    pool.emit("aten.msort.default", x)
+
+
+@draws("glu")
+def glu(pool: Pool, op: str) -> None:
+    x, dim, size = _sized(pool)
+    if size % 2:
+        raise Rejected
+    pool.emit("aten.glu.default", x, dim)
+
+
+@draws("hsplit", "vsplit", "dsplit")
+def named_split(pool: Pool, op: str) -> None:
+    least = {"hsplit": 1, "vsplit": 2, "dsplit": 3}[op]
+    x = pool.tensor(least=least)
+    shape = pool.shape_of(x)
+    size = shape[{"hsplit": min(len(shape) - 1, 1), "vsplit": 0, "dsplit": 2}[op]]
+    pool.call(f"aten.{op}.int", x, pool.rng.choice([d for d in (1, 2, 3) if size % d == 0]))

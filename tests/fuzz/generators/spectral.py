@@ -16,6 +16,8 @@ def _complex(pool: Pool) -> Ref:
 
 
 def _shown(pool: Pool, value: Ref) -> None:
+    if pool.values[value].is_conj():
+        value = pool.emit("aten.resolve_conj.default", value)
     pool.emit("aten.view_as_real.default", value)
 
 
@@ -50,8 +52,7 @@ def same_number(pool: Pool, op: str) -> None:
     elif op == "view_as_real":
         _shown(pool, _complex(pool))
     else:
-        value = pool.emit(f"aten.{op}.default", _complex(pool))
-        _shown(pool, pool.emit("aten.mul.Tensor", value, 1.5) if op != "conj_physical" else value)
+        _shown(pool, pool.emit(f"aten.{op}.default", _complex(pool)))
 
 
 ALONG_ONE = "fft_fft fft_ifft fft_rfft fft_ihfft fft_irfft fft_hfft".split()

@@ -40,7 +40,7 @@ CASES = [
 
 
 def test_normalization(cases, check, mesh):
-    check(cases, mesh, samples=4)
+    check(cases, mesh, samples=2)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

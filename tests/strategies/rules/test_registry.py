@@ -25,8 +25,9 @@ def test_every_family_has_a_test_file():
 
 
 def test_every_rule_is_of_an_operator():
-    """Of torch, or one that capture makes."""
-    assert all(hasattr(torch.ops.aten, name) or name in LOCAL_FUNCTIONS for name in RULES)
+    """Of torch, one that capture makes, or one that Hugging Face's models bring along."""
+    foreign = {name for name in RULES if not hasattr(torch.ops.aten, name) and name not in LOCAL_FUNCTIONS}
+    assert foreign == {"grouped_mm_fallback"}
 
 
 def test_a_second_rule_is_refused():

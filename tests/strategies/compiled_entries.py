@@ -1,0 +1,85 @@
+"""What real ranks run for the tests of compiled programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from strategies.engine import compiled, weights
+from strategies.engine.communicator import Communicator
+from strategies.engine.drawn import as_key
+from strategies.engine.partition import build
+from strategies.engine.program import Options, lower
+from strategies.engine.simulate import shard
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.redistribution import LOCAL
+
+KEYS = (11, 2**62 + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A planned model, the file with its weights, and one batch by entry name."""
+
+    graph: OperatorGraph
+    plan: Plan
+    file: Path
+    batch: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a module gave on one rank: losses and gradients by key, graph breaks and graphs, bytes sent."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    breaks: int
+    graphs: int
+    sent: dict[str, int]
+
+
+def both(rank: Any, cases: list[Case]) -> list[dict[str, Any]]:
+    """Every case without compiling, compiled as a whole and compiled by leaves; and the orders of what was carried."""
+    found = []
+    for case in cases:
+        ran = {way: _run(case, rank.rank, way) for way in ("plain", "whole", "leaves")}
+        found.append({**ran, "order": compiled.order()})
+    return _gather(found)
+
+
+def _run(case: Case, rank: int, way: str) -> Ran:
+    program = lower(case.graph, case.plan, Options(partial_loss=True))
+    chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
+    used = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
+    communicator = Communicator(program.mesh, rank, used)
+    tensors = weights.read_slices(case.file, program, rank, "cpu")
+    module = build(program, tensors, communicator, "cpu", compiled=way != "plain")
+    if way != "plain":
+        compiled.compile_units(module, "cpu", leaves=way == "leaves", backend="aot_eager")
+    inputs = [source for source in program.sources if source.kind == "input"]
+    entries = [shard(case.batch[one.name], program.layouts[one.id], program.mesh)[rank] for one in inputs]
+    counters.clear()
+    losses, gradients = [], []
+    for key in KEYS:
+        drawn_from = [key if way == "plain" else as_key(key)] if program.random else []
+        loss = module(*entries, *drawn_from)
+        loss.backward()
+        learning = [(name, one) for name, one in module.named_parameters() if one.grad is not None]
+        losses.append(loss.item())
+        gradients.append({name: one.grad.clone() for name, one in learning})
+        for _, one in learning:
+            one.grad = None
+    breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    return Ran(losses, gradients, breaks, graphs, dict(communicator.sent))
+
+
+def _gather(value: Any) -> list[Any]:
+    received: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(received, value)
+    return received

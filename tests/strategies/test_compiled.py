@@ -1,0 +1,159 @@
+"""Compiled programs: the same numbers bit for bit where the backend only traces, no graph breaks at collectives or
+random operators, one order of communication on all ranks, and parts of the size that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from runner.launch import run_ranks
+from strategies.engine import compiled
+from strategies.engine.communicator import Communicator
+from strategies.engine.drawn import as_key
+from strategies.engine.partition import build
+from strategies.engine.program import Options, lower
+from strategies.errors import StrategyError
+from strategies.mesh import Mesh
+from tests.strategies.compiled_entries import Case, Ran
+from tests.strategies.whole_model import Model
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.25))
+
+
+class Net(nn.Module):
+    """Tied weights, dropout with and without a rule for slices, an operator with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 16)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        for layer in self.layers:
+            h = layer(h)
+        a, b = F.alpha_dropout(h, 0.1, True).split(4, -1)
+        noise = torch.bernoulli(torch.full_like(b, 0.8))
+        return self.head(torch.cat([a * noise, b], -1))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 16, (8,))
+    return Model(Net(), nn.CrossEntropyLoss(), (tokens, tokens.roll(1)))
+
+
+def case_of(model: Model, draw: Any, seed: int, folder: Any) -> Case:
+    from strategies.engine import weights
+
+    file = folder / f"{seed}.pt"
+    weights.write(file, {name: model.values[name] for name in model.captured.tensors})
+    return Case(model.graph, model.random_plan(draw, seed), file, dict(zip("01", model.batch, strict=True)))
+
+
+def on_ranks(cases: list[Case], folder: Any) -> list[list[dict[str, Any]]]:
+    """What every rank found, by case."""
+    entry = "tests.strategies.compiled_entries:both"
+    found = run_ranks(entry, cases, world_size=4, run_dir=folder, device="cpu", timeout=300.0, threads=1)
+    return [list(ranks) for ranks in zip(*found, strict=True)]
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    assert len({one["order"] for one in ranks}) == 1 and ranks[0]["order"] > 0
+    for one in ranks:
+        plain: Ran = one["plain"]
+        assert plain.losses[0] != plain.losses[1] and plain.graphs == 0
+        for way in ("whole", "leaves"):
+            ran: Ran = one[way]
+            assert ran.losses == plain.losses
+            for mine, other in zip(ran.gradients, plain.gradients, strict=True):
+                assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+            assert ran.breaks == 0 and ran.sent == plain.sent
+        assert one["whole"].graphs == 1 < one["leaves"].graphs
+
+
+def test_compiled_ranks_compute_and_send_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
+    for ranks in on_ranks([case_of(model, draw, 0, tmp_path)], tmp_path):
+        check(ranks)
+
+
+@pytest.mark.slow
+def test_compiled_ranks_under_many_plans(model: Model, draw: Any, tmp_path: Any) -> None:
+    for ranks in on_ranks([case_of(model, draw, seed, tmp_path) for seed in range(1, 6)], tmp_path):
+        check(ranks)
+
+
+def alone(model: Model, draw: Any, exact: bool = False, compiling: bool = True) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The module of the one rank of a mesh of one, and its entries."""
+    program = lower(model.graph, model.random_plan(draw, 0, Mesh((("a", 1),))), Options(exact))
+    pieces = {s.name: model.values[s.name].clone() for s in program.sources if s.kind != "input"}
+    tensors = {
+        s.name: nn.Parameter(pieces[s.name], s.trainable) if s.kind == "parameter" else pieces[s.name]
+        for s in program.sources
+        if s.kind != "input"
+    }
+    return build(program, tensors, Communicator(program.mesh, 0), "cpu", compiled=compiling), list(model.batch)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: Any, exact: bool) -> None:
+    """Without any compiling: the opaque operators alone."""
+    from strategies.engine.drawn import draw_opaquely
+
+    (plain, batch), (opaque, _) = alone(model, draw, exact, compiling=False), alone(model, draw, exact)
+    for unit in opaque.modules():
+        if isinstance(unit, fx.GraphModule):
+            draw_opaquely(unit)
+    for key in (3, 2**63 - 1):
+        first, second = plain(*batch, key), opaque(*batch, as_key(key))
+        assert torch.equal(first, second)
+        mine = torch.autograd.grad(first, list(plain.parameters()))
+        other = torch.autograd.grad(second, list(opaque.parameters()))
+        assert all(map(torch.equal, mine, other))
+    code = "\n".join(unit.code for unit in opaque.modules() if isinstance(unit, fx.GraphModule))
+    assert code.count("drawn_dropout_slice(random_key") + code.count("drawn_dropout_block(random_key") == 2
+
+
+def test_parts_are_as_large_as_they_may_be(model: Model, draw: Any) -> None:
+    module, _ = alone(model, draw)
+    names = {unit: name for name, unit in module.named_modules()}
+
+    def parts(largest: int) -> list[str]:
+        return [names[unit] for unit in compiled._parts(module, largest)]
+
+    assert parts(10_000) == [""]
+    blocks = parts(40)
+    assert "layers.0" in blocks and "layers.1" in blocks and "" not in blocks
+    leaves = parts(0)
+    assert {"layers.0.norm", "layers.0.up", "layers.1.down"} <= set(leaves) and "layers.0" not in leaves
+
+
+def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder, exc
+
+    def none() -> str:
+        raise exc.InvalidCxxCompiler
+
+    assert compiled.missing("cpu") is None
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(StrategyError, match=r"train\.compile = true cannot be done here: there is no C\+\+ compiler"):
+        compiled.check("cpu")
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    assert compiled.missing("cuda") == "the package triton is not installed"
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    assert "there is no C compiler" in str(compiled.missing("cuda"))
