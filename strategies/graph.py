@@ -22,6 +22,11 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+def wide(dtype: str) -> str:
+    """The dtype in which numbers of `dtype` are added up: float32, or wider if it is wider."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Global shape and dtype (torch's name without the prefix) of a tensor."""

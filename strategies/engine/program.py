@@ -391,17 +391,25 @@ class _Emitter:
     def _axes(self, factors: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for factor in factors for axis in self.planned.assignment.get(factor, ()))
 
-    def sum_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), differentiable: bool = False) -> Ref:
+    def sum_over(
+        self,
+        value: Ref,
+        *factors: str,
+        shape: Sequence[int] = (),
+        differentiable: bool = False,
+        dtype: str | None = None,
+    ) -> Ref:
         after = Layout.replicated(len(shape))
         before = Layout(after.dims, frozenset(self._axes(factors)))
-        return self._carried(value, f"{value.id}_sum", before, after, before, tuple(shape), differentiable)
+        spec = TensorSpec(tuple(shape), dtype or self.operator.results[0].dtype)
+        return self._carried(value, f"{value.id}_sum", before, after, before, spec, differentiable)
 
-    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = ()) -> Ref:
+    def gather_over(self, value: Ref, *factors: str, shape: Sequence[int] = (), dtype: str | None = None) -> Ref:
         axes, whole = self._axes(factors), Layout.replicated(len(shape) + 1)
         before, partial = Layout((axes, *whole.dims[1:])), Layout(whole.dims, frozenset(axes))
-        stacked = (self.slices(*factors), *shape)
+        spec = TensorSpec((self.slices(*factors), *shape), dtype or self.operator.results[0].dtype)
         row = self.call("aten.unsqueeze.default", value, 0)
-        return self._carried(row, f"{value.id}_gathered", before, whole, partial, stacked, True)
+        return self._carried(row, f"{value.id}_gathered", before, whole, partial, spec, True)
 
     def _carried(
         self,
@@ -410,17 +418,16 @@ class _Emitter:
         before: Layout,
         after: Layout,
         returned: Layout,
-        shape: tuple[int, ...],
+        spec: TensorSpec,
         differentiable: bool,
     ) -> Ref:
         """`value` carried from layout `before` to `after`; its gradient comes back as `returned`."""
         mesh = self.lowering.mesh
-        forward = chain(before, after, shape, mesh)
+        forward = chain(before, after, spec.shape, mesh)
         if not forward:
             return value
-        backward = chain(returned, before.whole, shape, mesh) if differentiable else ()
-        fresh, spec = self.lowering.fresh(name), TensorSpec(shape, self.operator.results[0].dtype)
-        operator = self.operator
+        backward = chain(returned, before.whole, spec.shape, mesh) if differentiable else ()
+        fresh, operator = self.lowering.fresh(name), self.operator
         self.lowering.instructions.append(
             Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)
         )

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.graph import Operator, Ref, TensorSpec, wide
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
@@ -58,8 +58,8 @@ def instance_norm_training(
 @local_function
 def slice_statistics(x: Tensor) -> Tensor:
     """Variance (of the slice, not corrected) and mean of each channel of x [n, c, ...]: [2, c], float32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.stack(torch.var_mean(wide, _all_but_channels(x), correction=0))
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.stack(torch.var_mean(exact, _all_but_channels(x), correction=0))
 
 
 @local_function
@@ -108,7 +108,7 @@ def _statistics(operator: Operator, local: Local, *, weight: Ref | None, bias: R
     shape = local.operand_shape(0)
     _, factors = _dims(TensorSpec(shape, operator.results[0].dtype))
     own = local.call("local.slice_statistics", local.args[0])
-    gathered = local.gather_over(own, *factors, shape=(2, shape[1]))
+    gathered = local.gather_over(own, *factors, shape=(2, shape[1]), dtype=wide(operator.results[0].dtype))
     return local.several("local.normalised", local.args[0], gathered, weight, bias, eps)
 
 
@@ -170,7 +170,7 @@ def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
     if slices == 1:
         return found
     shape = local.result_shape(1)
-    means = [local.sum_over(Ref(found.id, i), "n", shape=shape) for i in (1, 2)]
+    means = [local.sum_over(Ref(found.id, i), "n", shape=shape, dtype=operator.results[i].dtype) for i in (1, 2)]
     return found, *(local.call("aten.div.Tensor", mean, slices) for mean in means)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.graph import Operator, Ref, TensorSpec, wide
 from strategies.rules.losses import MEAN, NONE, SUM
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
@@ -107,17 +107,17 @@ def class_slice_loss(
     `slices` the exponentials of all slices (None: scores are log probabilities already). Raises IndexError on the CPU
     for a target outside the `total` classes, as the whole operator would (a GPU would have to wait for it).
     """
-    wide = scores.to(_wide(scores.dtype))
-    logarithm = torch.zeros((), dtype=wide.dtype, device=wide.device) if slices is None else _logarithm(slices)
+    exact = scores.to(_wide(scores.dtype))
+    logarithm = torch.zeros((), dtype=exact.dtype, device=exact.device) if slices is None else _logarithm(slices)
     if target.dim() == scores.dim():
-        spread = target.to(wide.dtype) * (1 - smoothing) + smoothing / total
-        losses = _spread_loss(wide, spread * _class_weights(wide, weight, start, total), logarithm)
+        spread = target.to(exact.dtype) * (1 - smoothing) + smoothing / total
+        losses = _spread_loss(exact, spread * _class_weights(exact, weight, start, total), logarithm)
     else:
-        losses = (1 - smoothing) * _index_loss(wide, target, weight, logarithm, start, total, ignore_index)
+        losses = (1 - smoothing) * _index_loss(exact, target, weight, logarithm, start, total, ignore_index)
         if smoothing:
-            spread = _class_weights(wide, weight, start, total) * (smoothing / total)
+            spread = _class_weights(exact, weight, start, total) * (smoothing / total)
             ignored = target == ignore_index
-            losses = losses + _spread_loss(wide, spread, logarithm).masked_fill(ignored, 0)
+            losses = losses + _spread_loss(exact, spread, logarithm).masked_fill(ignored, 0)
     return (losses.sum() if reduced else losses).to(scores.dtype)
 
 
@@ -163,10 +163,10 @@ def _sliced(operator: Operator, local: Local, scores: Dims) -> Ref:
     options, shape = _options(operator, local.args), local.operand_shape(0)
     dim = scores.index("c")
     start, total = local.position("c", shape[dim]), local.size("c")
-    slices = None
+    slices, counting = None, wide(operator.results[0].dtype)
     if operator.op == "cross_entropy_loss":
         own = local.call("local.exponentials", local.args[0], start, total)
-        slices = local.gather_over(own, "c", shape=(2, *shape[:dim], *shape[dim + 1 :]))
+        slices = local.gather_over(own, "c", shape=(2, *shape[:dim], *shape[dim + 1 :]), dtype=counting)
     reduced = options["reduction"] != NONE
     rest = (options["ignore_index"], options["label_smoothing"], reduced)
     return local.call("local.class_slice_loss", *local.args[:2], options["weight"], slices, start, total, *rest)
@@ -191,7 +191,7 @@ def _class(operator: Operator, local: Local) -> Ref:
         return local.call("aten.div.Tensor", total, math.prod(local.size(factor) for factor in predictions))
     counted = local.call("local.target_weight", scores, target, options["weight"], options["ignore_index"])
     if slices > 1:
-        counted = local.sum_over(counted, *predictions)
+        counted = local.sum_over(counted, *predictions, dtype=wide(operator.results[0].dtype))
     return local.call("local.divided", total, counted)
 
 

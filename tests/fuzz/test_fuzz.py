@@ -53,14 +53,14 @@ def test_every_rule_is_drawn() -> None:
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_every_generator_draws_its_operator(name: str) -> None:
     drawn = 0
-    for seed in range(25):
+    for seed in range(12):
         pool = Pool(random.Random(seed))
         for _ in range(4):
             pool.floats(pool.shape())
         if pool.attempt(lambda pool: GENERATORS[name](pool, name)):
             drawn += 1
             assert name in {operator.op for operator in pool.operators}
-    assert drawn >= 4
+    assert drawn >= 2
 
 
 def test_a_seed_repeats_its_case() -> None:

@@ -39,7 +39,7 @@ class Ran:
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
-    breaks: int
+    breaks: list[str]
     graphs: int
     sent: dict[str, int]
 
@@ -75,7 +75,7 @@ def _run(case: Case, rank: int, way: str) -> Ran:
         gradients.append({name: one.grad.clone() for name, one in learning})
         for _, one in learning:
             one.grad = None
-    breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    breaks, graphs = list(counters["graph_break"]), counters["stats"]["unique_graphs"]
     return Ran(losses, gradients, breaks, graphs, dict(communicator.sent))
 
 

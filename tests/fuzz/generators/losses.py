@@ -57,6 +57,8 @@ def classes(pool: Pool, op: str) -> None:
     least, most = {"nll_loss": (2, 2), "nll_loss2d": (4, 4)}.get(op, (1, 4))
     scores = pool.tensor(least, most)
     shape = pool.shape_of(scores)
+    if not pool.values[scores].is_contiguous():  # torch's backward of dims behind the classes wants it so
+        scores = pool.emit("aten.contiguous.default", scores)
     count = shape[0] if len(shape) == 1 else shape[1]
     weight = pool.fixed((count,), 0.5, 2.0) if pool.rng.random() < 0.3 else None
     if op == "cross_entropy_loss" and pool.rng.random() < 0.2:
@@ -64,7 +66,7 @@ def classes(pool: Pool, op: str) -> None:
     else:
         target = _targets(pool, shape[:1] + shape[2:] if len(shape) > 1 else (), count)
     more = (pool.rng.choice((0.0, 0.0, 0.1)),) if op == "cross_entropy_loss" else ()
-    # with dims behind the classes and no reduction torch's backward wants contiguous gradients
+    # and without a reduction it wants contiguous gradients
     reduction = _reduction(pool) if len(shape) < 3 else pool.rng.choice((MEAN, SUM))
     pool.emit(f"aten.{op}.default", scores, target, weight, reduction, -100, *more)
 
