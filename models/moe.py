@@ -1,7 +1,8 @@
 """A mixture of experts as dense products: a sequence is a group of tokens, an expert takes a fixed number of them.
 
 A token goes to the `choices` experts that its router scores highest. An expert has `capacity` slots per group; they are
-given to first choices before second ones, in the order of the tokens, and who finds none is passed by the expert.
+given in the order of the tokens, and who finds none is passed by that expert. No token takes a slot from one before it,
+so a causal model stays causal.
 Because the numbers are fixed, dispatch and combination are products with a 0/1 tensor [group, token, expert, slot] and
 no shape depends on data: slicing the groups before and the experts after the dispatch is one all-to-all.
 """
@@ -33,18 +34,18 @@ class Router(nn.Module):
         group, token, _ = x.shape
         scores = self.scores(x).softmax(-1)
         best, chosen = scores.topk(self.choices, dim=-1)
-        # [group, choice, token, expert]: one expert per choice and token, counted in integers (bfloat16 ends at 256)
-        taken = chosen.transpose(1, 2).unsqueeze(-1) == torch.arange(self.experts, device=x.device)
-        # slots are given choice by choice, token by token: how many of the expert's were taken until then
-        until = taken.flatten(1, 2).cumsum(1).view(group, self.choices, token, self.experts)
+        # [group, token, choice, expert]: one expert per choice, counted in integers (bfloat16 ends at 256)
+        taken = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
+        # slots are given in the order of the tokens: how many of the expert's were taken until then
+        until = taken.flatten(1, 2).cumsum(1).view(group, token, self.choices, self.experts)
         place = (until * taken).sum(-1) - 1
-        # [group, choice, token, slot]: beyond the capacity no slot has the number of the place
+        # [group, token, choice, slot]: beyond the capacity no slot has the number of the place
         slot = (place.unsqueeze(-1) == torch.arange(self.capacity, device=x.device)).to(x.dtype)
-        weight = (best / best.sum(-1, keepdim=True)).transpose(1, 2).unsqueeze(-1)
+        weight = (best / best.sum(-1, keepdim=True)).unsqueeze(-1)
         mask = taken.to(x.dtype)
-        dispatch = torch.einsum("gkte,gktc->gtec", mask, slot)
-        combination = torch.einsum("gkte,gktc->gtec", mask * weight, slot)
-        load = self.experts * (scores.mean(1) * mask.select(1, 0).mean(1)).sum(-1).mean()
+        dispatch = torch.einsum("gtke,gtkc->gtec", mask, slot)
+        combination = torch.einsum("gtke,gtkc->gtec", mask * weight, slot)
+        load = self.experts * (scores.mean(1) * mask.select(2, 0).mean(1)).sum(-1).mean()
         return dispatch, combination, load
 
 

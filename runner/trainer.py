@@ -120,7 +120,7 @@ class Trainer:
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
                     )
                 self.updates.reduce()
-                if self.config.train.compile and step <= first + 1:  # the key of random numbers may compile anew once
+                if self.config.train.compile and step == first:  # every graph of training has been compiled
                     _agree(
                         compiled.order(),
                         "The ranks' compiled programs communicate in different orders; set train.compile=false.",
@@ -160,7 +160,7 @@ class Trainer:
         for micro in range(self.config.train.accumulate):
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             entries = [
-                tensor.to(self.rank.device)
+                _placed(tensor, self.rank.device)
                 for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
             ]
             loss = self.execution.forward(self.updates.module, entries, mix(self.config.train.seed, step, micro))
@@ -280,6 +280,11 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+
+def _placed(tensor: Tensor, device: str) -> Tensor:
+    """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _agree(number: int, otherwise: str) -> None:

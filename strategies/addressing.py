@@ -146,7 +146,8 @@ def _read(
     missing = [
         position
         for position in range(len(wanted.inputs), len(shapes))
-        if any(factor is not None and factor not in factors for factor in sharding.operands[position])
+        if len(shapes[position]) >= len(shapes[0])  # not a bias or a scale, whose slices follow from the others
+        or any(factor is not None and factor not in factors for factor in sharding.operands[position])
     ]
     if missing:
         raise StrategyError(

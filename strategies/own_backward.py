@@ -1,13 +1,14 @@
 """Backwards that the user wrote (torch.autograd.Function), which a captured graph loses.
 
-Export looks through such a function to the operators of its forward, and the graph differentiates those. That is right
-if the function's backward is what autograd makes of its forward (a memory-saving activation, for instance), and this is
-tried out: on random numbers, on small and large gradients and on gradients that are not finite. Any other function is
-refused by its name.
+Export looks through such a function to the operators of its forward, and the graph differentiates those. So a user's own
+function is refused by its name. One that an installed library brings along is captured if its backward is what autograd
+makes of its forward (a memory-saving activation, for instance): this is tried out on random numbers, on small and large
+gradients and on gradients that are not finite.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -65,12 +66,17 @@ def check_backwards(functions: Sequence[type], calls: Calls) -> None:
                 "is captured; call it with use_reentrant=False."
             )
         different = {_kind(args): args for args in calls.get(function, [()])}
-        if not all(_as_autograd(function, args) for args in different.values()):
+        if not _installed(function) or not all(_as_autograd(function, args) for args in different.values()):
             raise StrategyError(
                 f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is "
                 "captured (only its forward is seen, of which autograd makes another backward); write it with "
                 "differentiable torch operators."
             )
+
+
+def _installed(function: type) -> bool:
+    """Whether a class belongs to an installed library."""
+    return "-packages" in (getattr(sys.modules.get(function.__module__), "__file__", None) or "")
 
 
 def _backward_nodes(loss: Tensor) -> Iterator[Any]:

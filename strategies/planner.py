@@ -245,6 +245,12 @@ class _Planning:
             )
         if id not in fixed:
             raise StrategyError(f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...).")
+        carried = {factor for dims in sharding.operands for factor in dims} - sharding.sums
+        if {None, *carried}.issuperset(factor for dims in sharding.results for factor in dims) and not sharding.sums:
+            raise StrategyError(
+                f"{where}: the slices of the result of {operator.op} follow from its operands, so there is no output "
+                "strategy to choose; give the slices to the operators that use the result."
+            )
         natural = sharding.result_layouts(fixed[id])
         return tuple(
             self._layout(operand, spec, where, layout)

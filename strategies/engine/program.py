@@ -409,7 +409,7 @@ class _Emitter:
         before, partial = Layout((axes, *whole.dims[1:])), Layout(whole.dims, frozenset(axes))
         spec = TensorSpec((self.slices(*factors), *shape), dtype or self.operator.results[0].dtype)
         row = self.call("aten.unsqueeze.default", value, 0)
-        return self._carried(row, f"{value.id}_gathered", before, whole, partial, spec, True)
+        return self._carried(row, f"{value.id}_gathered", before, whole, partial, spec, spec.floating)
 
     def _carried(
         self,

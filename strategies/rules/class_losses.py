@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec, wide
+from strategies.rules.bounds import check_inside
 from strategies.rules.losses import MEAN, NONE, SUM
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
@@ -132,8 +133,7 @@ def _index_loss(
 ) -> Tensor:
     """weight * (logarithm - score) of the target's class where that class is in this slice, else 0."""
     counted, dim = target != ignore_index, _class_dim(scores)
-    if target.device.type == "cpu" and bool((counted & ((target < 0) | (target >= total))).any()):
-        raise IndexError(f"cross-entropy: a target is outside the {total} classes (and is not ignored).")
+    check_inside(target, 0, total, f"cross-entropy: a target is outside the {total} classes", counted)
     own = target - start
     inside = counted & (own >= 0) & (own < scores.shape[dim])
     own = own.where(inside, 0)

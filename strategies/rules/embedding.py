@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
+from strategies.rules.bounds import check_inside
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -21,9 +22,7 @@ def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total
     Raises IndexError on the CPU for an index outside the `total` rows, as the whole table would (a GPU would have to
     wait for it).
     """
-    if indices.device.type == "cpu" and indices.numel() and not (0 <= indices.min() and indices.max() < total):
-        found = f"smallest {indices.min()}, largest {indices.max()}"
-        raise IndexError(f"embedding: an index lies outside the table of {total} rows ({found}).")
+    check_inside(indices, 0, total, f"embedding: an index lies outside the table of {total} rows")
     own = indices - start
     inside = (own >= 0) & (own < table.shape[0])
     # the row padding_idx gets no gradient; if another slice has it, no row of this one is exempt

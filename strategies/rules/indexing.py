@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
+from strategies.rules.bounds import check_inside
 from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
@@ -23,9 +24,7 @@ def own_index(index: Tensor, start: int, size: int, total: int) -> tuple[Tensor,
     """Where a global index points in the slice [start, start + size) of a dim of `total` entries, and whether it
     points there at all (if not, the place is 0). Raises IndexError on the CPU for an index outside the dim, as the
     whole operator would (a GPU would have to wait for it)."""
-    if index.device.type == "cpu" and index.numel() and not (-total <= index.min() and index.max() < total):
-        found = f"smallest {index.min()}, largest {index.max()}"
-        raise IndexError(f"An index lies outside a dim of size {total} ({found}).")
+    check_inside(index, -total, total, f"An index lies outside a dim of size {total}")
     own = torch.where(index < 0, index + total, index) - start
     inside = (own >= 0) & (own < size)
     return own.where(inside, 0), inside
@@ -87,7 +86,7 @@ def index_slice(x: Tensor, indices: Sequence[Tensor | None], starts: Sequence[in
     assert inside is not None
     found: Tensor = torch.ops.aten.index.Tensor(x, own)
     before = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
-    shown = inside.reshape(*inside.shape, *(1,) * (found.dim() - before - inside.dim()))
+    shown = inside.reshape((*inside.shape, *(1,) * (found.dim() - before - inside.dim())))
     return found.where(shown, found.new_zeros(()))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec
@@ -21,7 +22,9 @@ from strategies.rules.sharding import Dims, Local, Sharding, notation, sharding
 @local_function
 def first_slice_only(bias: Tensor, position: int) -> Tensor:
     """`bias` on the ranks with slice 0 of the contraction, zeros elsewhere (still connected: zero gradient)."""
-    return bias if position == 0 else bias * 0
+    if position == 0:
+        return bias
+    return bias.masked_fill(torch.ones((), dtype=torch.bool, device=bias.device), 0)  # inf * 0 would be no zero
 
 
 def _linear(operator: Operator, local: Local) -> Ref:

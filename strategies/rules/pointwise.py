@@ -32,8 +32,8 @@ BOUNDED = frozenset(
 abs add alias bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clone contiguous copy cos detach
 elu empty_like eq erf ge gelu greater gt hardsigmoid hardswish hardtanh le leaky_relu less lift_fresh_copy
 log_sigmoid logical_and logical_not logical_or logical_xor lt maximum minimum mish mul multiply ne neg
-not_equal ones_like positive relu relu6 rsub selu sgn sigmoid sign silu sin softplus square sub subtract tanh to _to_copy
-type_as where zeros_like __and__ __or__ __xor__
+not_equal ones_like positive relu relu6 rsub selu sgn sigmoid sign silu sin softplus square sub subtract tanh to
+type_as where zeros_like _to_copy __and__ __or__ __xor__
 """.split()
 )
 """Operators that are finite with a finite slope at every finite argument: what padding holds does no harm to them."""

@@ -32,9 +32,9 @@ class Local(Protocol):
 
     `sum_over` adds a value of local shape `shape` over the slices of factors; with `differentiable` the ranks'
     gradients of the sum are added in backward. `gather_over` stacks the slices' values on a new dim 0,
-    [slices, *shape]; in backward each slice gets the sum of the ranks' gradients of its own part. `dtype` is that of the value (the operator's, if none is given). Both are collectives
-    in backward too, so every rank must use a differentiable result in a way that autograd sees (times zero, if need
-    be).
+    [slices, *shape]; in backward each slice gets the sum of the ranks' gradients of its own part. `dtype` is that of
+    the value (the operator's, if none is given). Both are collectives in backward too, so every rank must use a
+    differentiable result in a way that autograd sees (times zero, if need be).
     """
 
     @property

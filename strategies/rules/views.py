@@ -50,7 +50,7 @@ def _reshape(operator: Operator, local: Local) -> Ref:
     return local.call("aten.reshape.default", local.args[0], local.result_shape())
 
 
-@rule(*"_unsafe_view flatten reshape reshape_as squeeze unflatten unsqueeze view view_as".split())
+@rule(*"_unsafe_view flatten ravel reshape reshape_as squeeze unflatten unsqueeze view view_as".split())
 def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     result = operator.results[0]
     if result.dtype != specs[0].dtype or 0 in result.shape:
@@ -65,7 +65,7 @@ def _order(operator: Operator, rank: int) -> list[int]:
     order, arguments = list(range(rank)), operator.args[1:]
     if operator.op in ("t", "numpy_T"):
         order.reverse()
-    elif operator.op == "mT":
+    elif operator.op in ("adjoint", "mH", "mT"):
         order[-2:] = order[:-3:-1]
     elif operator.op == "permute":
         order = [dim % rank for dim in arguments[0]]
@@ -80,7 +80,7 @@ def _order(operator: Operator, rank: int) -> list[int]:
     return order
 
 
-@rule(*"mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose".split())
+@rule(*"adjoint mH mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose".split())
 def permutation(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """The same dims in another order."""
     names = [f"d{i}" for i in range(len(specs[0].shape))]
@@ -102,9 +102,17 @@ def expand(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return sharding([dims, *like], [result], specs, operator.results, local=_expand, uneven=result)
 
 
+def _repeat(operator: Operator, local: Local) -> Ref:
+    counts = [count // local.slices(f"m{i}") if count > 1 else count for i, count in enumerate(operator.args[1])]
+    return local.call(operator.target, local.args[0], counts)
+
+
 @rule("repeat")
 def repeat(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """Dims that are repeated once can be sliced; the others stay whole."""
+    """Dims that are repeated once pass. Of the others whole copies can be sliced: a slice repeats its operand fewer
+    times."""
     counts, own = operator.args[1], len(specs[0].shape)
-    result: Dims = tuple(f"d{i}" if count == 1 else None for i, count in enumerate(counts))
-    return sharding([result[len(counts) - own :]], [result], specs, operator.results)
+    result: Dims = tuple(f"m{i}" if count > 1 else f"d{i}" for i, count in enumerate(counts))
+    operand: Dims = tuple(name if name is not None and name[0] == "d" else None for name in result[len(counts) - own :])
+    sizes = {f"m{i}": count for i, count in enumerate(counts) if count > 1}
+    return sharding([operand], [result], specs, operator.results, local=_repeat, sizes=sizes)

@@ -37,15 +37,14 @@ MESSAGES: Mapping[str, str] = {
     "contraction_mismatch": r"same loop",
     "too_many_devices": r"do not divide the \d+ devices|no unused axes",
     "gather_param_and_index_split_rule": r"do not divide the \d+ devices|must stay whole",
-    "out_layout_rule": r"gives \d+ results|has no unused axes|cannot be cut",
+    "out_layout_rule": r"gives \d+ results|has no unused axes|cannot be cut|no output strategy to choose",
     "shared_parameter_layout_conflict": r"used by two operators",
     "dataset_strategy": r"dataset_strategy",
 }
 """What our message must say, by the recorded rule."""
 
 BY_DESIGN: Mapping[str, str] = {
-    "out_layout_rule": "a result may be handed on in any layout; a redistribution carries it there",
-    "strategy_count": "an operand needs no entry if the other operands name all its loops",
+    "out_layout_rule": "a result that leaves a choice may be handed on in any layout; a redistribution carries it there",
     "gather_param_and_index_split_rule": "rows and indices are two loops of a lookup; both may be sliced",
     "sliced_dim_split_rule": "dims that are taken whole may be sliced, however the range is written",
     "axis_split_forbidden": "the rule computes this operator over slices of the dim",

@@ -72,8 +72,12 @@ def random_case(seed: int, operators: tuple[int, int] = (5, 30)) -> Case:
     rng = random.Random(seed)
     pool, wanted = Pool(rng), rng.randint(*operators)
     names = sorted(GENERATORS.keys() & RULES.keys())
+    by_rule: dict[object, list[str]] = {}
+    for name in names:
+        by_rule.setdefault(RULES[name], []).append(name)
+    families = list(by_rule.values())  # rules of many operators are not drawn so much more often than the others
     while len(pool.operators) < wanted:
-        name = rng.choice(names)
+        name = rng.choice(names if rng.random() < 0.3 else rng.choice(families))
         pool.attempt(lambda pool, name=name: GENERATORS[name](pool, name))  # type: ignore[misc]
     outputs = [*pool.unused, *(ref for ref in pool.values if rng.random() < 0.05 and ref not in pool.unused)]
     graph = pool.graph([ref for ref in outputs if ref.id not in {source.id for source in pool.sources}])

@@ -16,6 +16,8 @@ from tests.fuzz.plans import random_plan
 Mode = Literal["data_parallel", "auto", "random"]
 MODES: tuple[Mode, ...] = ("data_parallel", "auto", "random")
 PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d".split())
+BIASED = frozenset({"addmm", "baddbmm"})
+"""Products whose first operand is what they are added to."""
 BIG = 0.5
 """The seeded products together make at least this share of the flops of all products."""
 
@@ -61,10 +63,11 @@ def seeds(graph: OperatorGraph, world: int) -> dict[str, Wanted]:
 
 
 def _cut(graph: OperatorGraph, operator: Operator, world: int, rows: bool) -> Wanted | None:
-    """`world` slices of the weight's columns (a factor that only the second operand and the result have) or of its
-    rows (the contraction); of whichever divides."""
+    """`world` slices of the weight's columns (a factor that only the second factor of the product and the result have)
+    or of its rows (the contraction); of whichever divides."""
     sharding = rule_of(operator, graph)
-    first, second = sharding.operands[:2]
+    begin = 1 if operator.op in BIASED else 0
+    first, second = sharding.operands[begin : begin + 2]
     columns = [f for f in second if f is not None and f not in first and f not in sharding.sums]
     contracted = [f for f in second if f is not None and f in first and f in sharding.sums]
     wanted = (contracted + columns) if rows else (columns + contracted)

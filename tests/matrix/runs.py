@@ -6,6 +6,7 @@ Both sides start from the same weights, batch and random key; the sharded side r
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -90,32 +91,34 @@ def run(subject: Subject, plan: Plan) -> Differences:
         (losses,) = simulation.run(KEY)
         simulation.backward(losses)
     loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
-    gradients = _worst(simulation.gradients(), subject.gradients, subject.precision)
-    buffers = _worst(simulation.buffers(), subject.buffers, subject.precision)
-    return Differences(loss if loss == loss else float("inf"), gradients, buffers)
+    gradients = worst(simulation.gradients(), subject.gradients, subject.precision)
+    held = simulation.buffers()  # those that the graph needs
+    buffers = worst(held, {n: b for n, b in subject.buffers.items() if n in held}, subject.precision)
+    return Differences(math.inf if math.isnan(loss) else loss, gradients, buffers)
 
 
-def _worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], precision: Precision) -> tuple[float, str]:
+def worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], precision: Precision) -> tuple[float, str]:
     """The largest difference relative to the largest element of its tensor, and whose it is. A gradient that cancels
     out is nothing but rounding: below the rounding of the largest one, both must be."""
     floating = [tensor for tensor in truth.values() if tensor.is_floating_point()]
     noise = ROUNDING[precision] * max((float(t.abs().max()) for t in floating if t.numel()), default=0.0)
-    worst = (0.0, "")
+    most = (0.0, "")
     for name, expected in truth.items():
-        if name not in found:  # a buffer that the graph does not need
-            continue
-        if not expected.numel():
-            continue
-        if not expected.is_floating_point():
-            gap = 0.0 if torch.equal(found[name], expected) else float("inf")
-        else:
-            largest = float(expected.abs().max())
-            size = largest if largest > noise else noise / TOLERANCE[precision]
-            gap = float((found[name] - expected).abs().max())
-            gap = gap / size if gap else 0.0
-        if not gap <= worst[0]:
-            worst = (gap if gap == gap else float("inf"), name)
-    return worst
+        gap = _gap(found[name], expected, noise, precision) if name in found else math.inf
+        if gap > most[0]:
+            most = (gap, name)
+    return most
+
+
+def _gap(found: Tensor, expected: Tensor, noise: float, precision: Precision) -> float:
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else math.inf
+    if not expected.numel() or torch.equal(found, expected):
+        return 0.0
+    largest = float(expected.abs().max())
+    size = largest if largest > noise else noise / TOLERANCE[precision]
+    gap = float((found - expected).masked_fill(found == expected, 0.0).abs().max()) / size
+    return math.inf if math.isnan(gap) else gap
 
 
 def own_rounding(architecture: Architecture, dropout: float, seed: int = 0) -> float:
@@ -132,7 +135,7 @@ def own_rounding(architecture: Architecture, dropout: float, seed: int = 0) -> f
         assert isinstance(loss, Tensor)
         loss.backward()
         found.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
-    return _worst(found[0], found[1], "fp32")[0]
+    return worst(found[0], found[1], "fp32")[0]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ from models.vocabulary import VocabularyFFN
 IDS = torch.arange(32).view(2, 16) % 24
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(1)
+
+
 def small_gpt() -> GPT:
     return GPT(24, 16, 32, 2, 4, dropout=0.1, attention_dropout=0.1)
 
@@ -82,7 +87,6 @@ def test_no_token_sees_a_later_one(make: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("make", [small_gpt, small_llama, small_moe])
 def test_every_parameter_learns_and_the_loss_falls(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     model, loss = make(), NextTokenLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
@@ -163,14 +167,14 @@ def test_swiglu_by_hand() -> None:
 
 
 def routed_by_hand(moe: MixtureOfExperts, x: Tensor) -> Tensor:
-    """Token after token, first choices before second ones, no more than the capacity per expert."""
+    """Token after token, no more than the capacity per expert."""
     router, out = moe.router, torch.zeros_like(x)
     for group in range(len(x)):
         scores = router.scores(x[group]).softmax(-1)
         best, chosen = scores.topk(router.choices)
         used = [0] * router.experts
-        for choice in range(router.choices):
-            for token in range(x.shape[1]):
+        for token in range(x.shape[1]):
+            for choice in range(router.choices):
                 expert = int(chosen[token, choice])
                 used[expert] += 1
                 if used[expert] <= router.capacity:
@@ -182,13 +186,12 @@ def routed_by_hand(moe: MixtureOfExperts, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("choices", "spare"), [(2, 1.0), (1, 0.5), (3, 4.0)])
 def test_mixture_of_experts_token_by_token(choices: int, spare: float) -> None:
-    torch.manual_seed(1)
     moe = MixtureOfExperts(6, 8, tokens=12, experts=4, choices=choices, spare=spare)
     x = torch.randn(3, 12, 6)
     found, _ = moe(x)
     torch.testing.assert_close(found, routed_by_hand(moe, x))
     dropped = bool((found == 0).all(-1).any())
-    assert dropped == (spare == 0.5), "the case with few slots leaves tokens out, the others do not"
+    assert dropped == (spare < 4), "the cases with few slots leave tokens out, the other does not"
 
 
 def test_no_slot_is_given_twice_and_the_capacity_is_rounded_up() -> None:
@@ -236,7 +239,8 @@ def test_vit_classifies_the_class_token_of_patches_in_reading_order() -> None:
     seen: list[Tensor] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     image = torch.randn(5, 2, 8, 8)
-    model(image)
+    scores = model(image)
+    torch.testing.assert_close(scores, model.head(model.norm(model.layers[0](seen[0])[:, 0])))
     patch = image[:, :, 4:8, 0:4].flatten(1) @ model.patches.weight.flatten(1).T + model.patches.bias
     torch.testing.assert_close(seen[0][:, 3] - model.positions[:, 3], patch)
     torch.testing.assert_close(seen[0][:, 0], (model.class_token + model.positions[:, :1])[:, 0].expand(5, -1))

@@ -44,11 +44,12 @@ class Ran:
     sent: dict[str, int]
 
 
-def both(rank: Any, cases: list[Case]) -> list[dict[str, Any]]:
-    """Every case without compiling, compiled as a whole and compiled by leaves; and the orders of what was carried."""
+def compare(rank: Any, payload: tuple[list[Case], list[str]]) -> list[dict[str, Any]]:
+    """Every case in every way: plain, compiled as a whole, compiled by leaves; and the order of what was carried."""
+    cases, ways = payload
     found = []
     for case in cases:
-        ran = {way: _run(case, rank.rank, way) for way in ("plain", "whole", "leaves")}
+        ran = {way: _run(case, rank.rank, way) for way in ways}
         found.append({**ran, "order": compiled.order()})
     return _gather(found)
 

@@ -1,8 +1,9 @@
-"""Own backwards: one that is what autograd makes of the forward is captured, any other refused by its name."""
+"""Own backwards are refused by name, but for those of installed libraries that are what autograd makes of the forward."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -78,6 +79,19 @@ class Net(nn.Module):
         return self.function(self, self.dense(x)).square().mean()
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of this file as if a library had brought them along."""
+    monkeypatch.setattr(sys.modules[__name__], "__file__", "/lib/site-packages/library.py")
+
+
+def test_a_users_own_function_is_refused_whatever_it_does() -> None:
+    net = Net(lambda net, h: Softened.apply(h, 0.5))
+    with pytest.raises(StrategyError, match="torch.autograd.Function Softened, whose own backward is lost"):
+        capture(Objective(net, None, ("x",), ()), (torch.randn(8, 8),), training=True)
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_backward_like_autograds_is_captured(draw: Any) -> None:
     def body(net: Net, h: Tensor) -> Tensor:
         product, total = Product.apply(Softened.apply(h, 0.5), net.dense.weight)
@@ -89,6 +103,7 @@ def test_a_backward_like_autograds_is_captured(draw: Any) -> None:
     assert model.worst(draw, 4) < TOLERANCE
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "function",
     [
@@ -105,6 +120,7 @@ def test_any_other_is_refused_by_name(function: Any) -> None:
         capture(Objective(Net(lambda net, h: apply(h)), None, ("x",), ()), (torch.randn(8, 8),), training=True)
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_backward_that_fails_on_random_numbers_is_refused() -> None:
     class Picky(torch.autograd.Function):
         @staticmethod
@@ -130,6 +146,7 @@ def test_a_function_that_the_loss_does_not_need_is_no_matter() -> None:
     assert [operator.op for operator in graph.operators].count("round") == 1
 
 
+@pytest.mark.usefixtures("installed")
 def test_functions_are_left_as_they_were() -> None:
     capture(
         Objective(Net(lambda net, h: Softened.apply(h, 1.0)), None, ("x",), ()), (torch.randn(8, 8),), training=True

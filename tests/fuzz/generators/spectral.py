@@ -16,9 +16,8 @@ def _complex(pool: Pool) -> Ref:
 
 
 def _shown(pool: Pool, value: Ref) -> None:
-    if pool.values[value].is_conj():
-        value = pool.emit("aten.resolve_conj.default", value)
-    pool.emit("aten.view_as_real.default", value)
+    """As real numbers; what is only marked as conjugated is written out before."""
+    pool.emit("aten.view_as_real.default", pool.emit("aten.resolve_conj.default", value))
 
 
 @draws("complex")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.matrix.zoo.architecture import HEADS, LAYERS, VOCABULARY, WIDTH, Architecture
-from tests.matrix.zoo.language import BART_WORDS, GROUPED, SPECIAL, _own_words, causal, masked
-from tests.matrix.zoo.vision import PATCHES, classifier
+from tests.matrix.zoo.architecture import HEADS, LAYERS, VOCABULARY, WIDTH, Architecture, HuggingFace
+from tests.matrix.zoo.language import BART_WORDS, GROUPED, SPECIAL, causal, language, masked, own_words
+from tests.matrix.zoo.vision import PATCHES, WAVES, classifier, heard
 
 FURTHER: tuple[Architecture, ...] = (
-    _own_words(
+    own_words(
         "gpt_neo",
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
@@ -32,11 +32,19 @@ FURTHER: tuple[Architecture, ...] = (
     causal(
         "qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **GROUPED
     ),
-    causal("gemma3_text", "Gemma3", head_dim=16, sliding_window=8, **GROUPED),
+    language(
+        "causal language model",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        head_dim=16,
+        sliding_window=8,
+        **GROUPED,
+    ),
     masked("roberta", "Roberta"),
     masked("electra", "Electra", embedding_size=32),
     masked("mpnet", "MPNet"),
-    _own_words(
+    own_words(
         "pegasus",
         "PegasusForConditionalGeneration",
         "PegasusConfig",
@@ -57,4 +65,5 @@ FURTHER: tuple[Architecture, ...] = (
     ),
     classifier("efficientnet", "EfficientNet", size=32, image_size=32, width_coefficient=0.25, depth_coefficient=0.25),
     classifier("poolformer", "PoolFormer", size=64, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
+    Architecture("hubert", "sound", HuggingFace("HubertForSequenceClassification", "HubertConfig", WAVES, heard)),
 )

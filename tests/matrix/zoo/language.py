@@ -48,13 +48,13 @@ def masked(name: str, prefix: str, **settings: Any) -> Architecture:
     return language("masked language model", name, f"{prefix}ForMaskedLM", f"{prefix}Config", **settings)
 
 
-def _own_words(name: str, model: str, config: str, settings: dict[str, Any], family: str) -> Architecture:
+def own_words(name: str, model: str, config: str, settings: dict[str, Any], family: str) -> Architecture:
     """An architecture whose config has names of its own."""
     return Architecture(name, family, HuggingFace(model, config, settings, _labelled))
 
 
 CAUSAL = (
-    _own_words("gpt2", "GPT2LMHeadModel", "GPT2Config", {**GPT_WORDS, "n_positions": 64}, "causal language model"),
+    own_words("gpt2", "GPT2LMHeadModel", "GPT2Config", {**GPT_WORDS, "n_positions": 64}, "causal language model"),
     causal("gpt_neox", "GPTNeoX"),
     causal("llama", "Llama", **GROUPED),
     causal("mistral", "Mistral", sliding_window=8, **GROUPED),
@@ -98,7 +98,7 @@ CAUSAL = (
 
 MASKED = (
     masked("bert", "Bert"),
-    _own_words(
+    own_words(
         "distilbert",
         "DistilBertForMaskedLM",
         "DistilBertConfig",
@@ -130,7 +130,7 @@ BART_WORDS = {
     "max_position_embeddings": 64,
 }
 SEQUENCES = (
-    _own_words(
+    own_words(
         "t5",
         "T5ForConditionalGeneration",
         "T5Config",
@@ -147,7 +147,7 @@ SEQUENCES = (
         },
         "sequence to sequence",
     ),
-    _own_words(
+    own_words(
         "bart",
         "BartForConditionalGeneration",
         "BartConfig",

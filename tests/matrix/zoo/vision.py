@@ -104,6 +104,31 @@ VISION = (
     ),
 )
 
+WAVES = {
+    "pad_token_id": SPECIAL["pad_token_id"],
+    "vocab_size": 32,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 128,
+    "conv_dim": (16, 16, 16),
+    "conv_stride": (5, 2, 2),
+    "conv_kernel": (10, 3, 3),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+    "ctc_zero_infinity": True,
+    "num_labels": 5,
+    "classifier_proj_size": 32,
+}
+"""A network that hears raw sound, convolutions before a transformer."""
+
+
+def heard() -> Batch:
+    return {"input_values": torch.randn(BATCH, 1600), "labels": classes(5)}
+
+
 SOUND = (
     Architecture(
         "whisper",
@@ -130,25 +155,8 @@ SOUND = (
         HuggingFace(
             "Wav2Vec2ForSequenceClassification",
             "Wav2Vec2Config",
-            {
-                "pad_token_id": SPECIAL["pad_token_id"],
-                "vocab_size": 32,
-                "hidden_size": WIDTH,
-                "num_hidden_layers": LAYERS,
-                "num_attention_heads": HEADS,
-                "intermediate_size": 128,
-                "conv_dim": (16, 16, 16),
-                "conv_stride": (5, 2, 2),
-                "conv_kernel": (10, 3, 3),
-                "num_conv_pos_embeddings": 16,
-                "num_conv_pos_embedding_groups": 4,
-                "apply_spec_augment": False,
-                "mask_time_prob": 0.0,
-                "ctc_zero_infinity": True,
-                "num_labels": 5,
-                "classifier_proj_size": 32,
-            },
-            lambda: {"input_values": torch.randn(BATCH, 1600), "labels": classes(5)},
+            WAVES,
+            heard,
         ),
     ),
 )

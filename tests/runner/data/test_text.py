@@ -85,9 +85,10 @@ def test_a_joined_text_is_made_once_and_again_when_a_file_changes(folder: str, c
     made = first.stat().st_mtime_ns
     assert corpus(train=None, cache=cache, path=folder) == first and first.stat().st_mtime_ns == made
     changed = Path(folder, "file00.py")
-    changed.write_text("something else")
+    changed.write_text("x" * changed.stat().st_size)
+    os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))  # were it written within one tick of the clock
     second = corpus(train=None, cache=cache, path=folder)
-    assert second != first and b"something else" in second.read_bytes()
+    assert second != first and b"xxxxxxxx" in second.read_bytes()
     assert sorted(os.listdir(cache)) == sorted([first.name, second.name]), "nothing unfinished is left"
 
 
@@ -123,6 +124,18 @@ def test_the_cache_is_the_users(tmp_path: Path, folder: str, monkeypatch: pytest
     assert corpus(path=folder).parent == tmp_path / "other" / ".cache" / "meshwright"
 
 
+def test_installed_packages_are_no_part_of_the_standard_library(
+    folder: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = text(train=None, cache=cache, path=folder)
+    for name in ("site-packages", "test"):
+        Path(folder, name).mkdir()
+        Path(folder, name, "other.py").write_text("other people's")
+    monkeypatch.setattr("runner.data.text.sysconfig.get_path", lambda name: folder)
+    assert text(train=None, cache=cache) == expected
+    assert b"other people's" in text(train=None, cache=cache, path=folder)
+
+
 def test_the_standard_library_is_at_hand(cache: str) -> None:
     train, test = text(cache=cache), text(train=False, cache=cache)
     assert 3_000_000 < len(train) and 0.03 < len(test) / len(train) < 0.3
@@ -141,6 +154,12 @@ def test_windows_follow_each_other_and_labels_are_one_byte_on(folder: str, cache
     assert bytes(last["labels"].tolist()) == content[len(joined) - 15 : len(joined) + 1]
     with pytest.raises(IndexError):
         windows[len(windows)]
+    assert len(Windows(16, train=None, limit=64, cache=cache, path=folder)) == 3, "the last label lies behind the text"
+
+
+def test_labels_can_be_the_input_itself(folder: str, cache: str) -> None:
+    sample = Windows(16, cache=cache, path=folder, shift=False)[1]
+    assert torch.equal(sample["input_ids"], sample["labels"])
 
 
 def test_a_rank_reads_its_positions_alone(folder: str, cache: str) -> None:

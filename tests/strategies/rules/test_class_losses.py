@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from strategies.mesh import Mesh
 from strategies.rules.class_losses import class_slice_loss, divided, target_weight
 
 torch.manual_seed(1)
@@ -97,8 +98,13 @@ CASES = [
 ]
 
 
-def test_class_losses(cases, check, mesh):
-    check(cases, mesh, samples=2)
+def test_class_losses(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 3))), samples=1)
+
+
+@pytest.mark.slow
+def test_class_losses_on_every_mesh(cases, check, mesh):
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

@@ -1,8 +1,10 @@
 """Contractions by name: einsum in its forms, tensordot, inner, bilinear, products of several matrices."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from strategies.mesh import Mesh
 from strategies.rules import rule_of
 
 torch.manual_seed(1)
@@ -63,7 +65,12 @@ CASES = [
 ]
 
 
-def test_einsum(cases, check, mesh):
+def test_einsum(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 2))), samples=1)
+
+
+@pytest.mark.slow
+def test_einsum_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=6)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strategies.mesh import Mesh
 from strategies.rules import rule_of
 from strategies.rules.experts import expert_products
 
@@ -83,7 +84,12 @@ CASES = [
 ]
 
 
-def test_experts(cases, check, mesh):
+def test_experts(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 2))), samples=1)
+
+
+@pytest.mark.slow
+def test_experts_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=6)
 
 

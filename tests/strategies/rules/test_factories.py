@@ -1,7 +1,9 @@
 """Tensors made from numbers: constants, series, identities, and the like of other tensors."""
 
+import pytest
 import torch
 
+from strategies.mesh import Mesh
 from strategies.rules import rule_of
 
 torch.manual_seed(1)
@@ -49,7 +51,12 @@ CASES = [
 ]
 
 
-def test_factories(cases, check, mesh):
+def test_factories(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_factories_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

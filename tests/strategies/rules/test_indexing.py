@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from strategies.mesh import Mesh
 from strategies.rules.indexing import own_index
 
 torch.manual_seed(1)
@@ -25,6 +26,7 @@ CASES = [
     ("index broadcast", lambda a, i, j: a[i[:, None], j], x(4, 7), indices(4, 6), indices(7, 4)),
     ("index apart", lambda a, i, j: a[i, :, j], x(4, 6, 7, 2), indices(4, 6), indices(7, 6)),
     ("index by one number", lambda a, i: torch.ops.aten.index(a, [i]), x(12, 4), torch.tensor(5)),
+    ("index by numbers", lambda a, *i: torch.ops.aten.index(a, i), x(12, 4), torch.tensor(5), torch.tensor(3)),
     ("index of integers", lambda a, i: a[i], indices(99, 12), indices(12, 6)),
     ("index of booleans", lambda a, i: (a > 0)[i], x(12, 4), indices(12, 6)),
     ("index_select", lambda a, i: a.index_select(-1, i), x(6, 12), indices(12, 4)),
@@ -46,7 +48,12 @@ CASES = [
 ]
 
 
-def test_indexing(cases, check, mesh):
+def test_indexing(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 3))), samples=1)
+
+
+@pytest.mark.slow
+def test_indexing_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -1,7 +1,10 @@
 """Operators that make a larger tensor from one or several."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -59,7 +62,12 @@ CASES = [
 ]
 
 
-def test_joins(cases, check, mesh):
+def test_joins(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 2))), samples=1)
+
+
+@pytest.mark.slow
+def test_joins_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

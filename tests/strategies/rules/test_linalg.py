@@ -1,7 +1,10 @@
 """Batches of matrices: inverses, determinants, factorizations, solutions."""
 
+import pytest
 import torch
 from torch import linalg
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -42,8 +45,13 @@ CASES = [
 ]
 
 
-def test_linalg(cases, check, mesh):
-    check(cases, mesh, samples=2)
+def test_linalg(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_linalg_on_every_mesh(cases, check, mesh):
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

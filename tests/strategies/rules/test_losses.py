@@ -2,8 +2,11 @@
 
 from itertools import product
 
+import pytest
 import torch
 import torch.nn.functional as F
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 REDUCTIONS = ("none", "mean", "sum")
@@ -92,7 +95,12 @@ CASES = [
 ]
 
 
-def test_losses(cases, check, mesh):
+def test_losses(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_losses_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -2,7 +2,10 @@
 
 import math
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -76,7 +79,12 @@ CASES = [
 ]
 
 
-def test_reductions(cases, check, mesh):
+def test_reductions(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_reductions_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -1,6 +1,9 @@
 """Running sums and products, sorting and differences."""
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -34,7 +37,12 @@ CASES = [
 ]
 
 
-def test_scans(cases, check, mesh):
+def test_scans(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 2))), samples=1)
+
+
+@pytest.mark.slow
+def test_scans_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

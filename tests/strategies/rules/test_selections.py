@@ -1,6 +1,9 @@
 """Operators that take parts of a tensor, with positive, negative and keyword dims, and dims that do not divide."""
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -52,7 +55,12 @@ CASES = [
 ]
 
 
-def test_selections(cases, check, mesh):
+def test_selections(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_selections_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -1,7 +1,9 @@
 """Special functions, each on arguments where it and its slope are finite."""
 
+import pytest
 import torch
 
+from strategies.mesh import Mesh
 from strategies.rules.special import BINARY, UNARY
 
 torch.manual_seed(1)
@@ -37,8 +39,13 @@ def binary(name):
 CASES = [*map(unary, UNARY), *map(binary, BINARY)]
 
 
-def test_special(cases, check, mesh):
-    check(cases, mesh, samples=1)
+def test_special(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_special_on_every_mesh(cases, check, mesh):
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

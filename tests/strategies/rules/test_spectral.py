@@ -1,6 +1,9 @@
 """Complex numbers and Fourier transforms; results are compared as real numbers."""
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -59,8 +62,13 @@ CASES = [
 ]
 
 
-def test_spectral(cases, check, mesh):
-    check(cases, mesh, samples=3)
+def test_spectral(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_spectral_on_every_mesh(cases, check, mesh):
+    check(cases, mesh, samples=4)
 
 
 def test_every_rule_has_a_case(cases, uncovered):

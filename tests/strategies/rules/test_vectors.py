@@ -1,6 +1,9 @@
 """Cross products and distances."""
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 
@@ -22,7 +25,12 @@ CASES = [
 ]
 
 
-def test_vectors(cases, check, mesh):
+def test_vectors(cases, check):
+    check(cases, Mesh((("a", 2),)), samples=2)
+
+
+@pytest.mark.slow
+def test_vectors_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -1,6 +1,9 @@
 """Writing by index: written or added, with the written dim and what is added whole and sliced."""
 
+import pytest
 import torch
+
+from strategies.mesh import Mesh
 
 torch.manual_seed(1)
 aten = torch.ops.aten
@@ -61,7 +64,12 @@ CASES = [
 ]
 
 
-def test_writing(cases, check, mesh):
+def test_writing(cases, check):
+    check(cases, Mesh((("a", 2), ("b", 3))), samples=1)
+
+
+@pytest.mark.slow
+def test_writing_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
 
 

@@ -1,0 +1,141 @@
+"""The architectures against eager torch: in every run of the tests each in one way, in turn; all ways among the slow
+tests; a few on real processes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.launch import run_ranks
+from strategies.engine import weights
+from tests.matrix.__main__ import main
+from tests.matrix.coverage import LISTED, Row, markdown, row
+from tests.matrix.plans import MODES, Mode, plan_for, seeds
+from tests.matrix.runs import DROPOUT, TOLERANCE, Precision, Subject, matrix_run, own_rounding, run, subject, worst
+from tests.matrix.zoo import ARCHITECTURES, FURTHER, Architecture
+from tests.strategies.on_ranks import Case
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+BY_NAME = {one.name: one for one in (*ARCHITECTURES, *FURTHER)}
+WAYS: tuple[tuple[Mode, float, Precision], ...] = tuple(
+    (mode, dropout, precision)
+    for precision in ("fp64", "fp32")
+    for dropout in (DROPOUT, 0.0)
+    for mode in ("random", "auto", "data_parallel")
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """What other packages say about deprecations of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _said(_: str) -> None:
+    """Takes the progress of `row`; the assertion that follows tells what failed."""
+
+
+def test_there_are_32() -> None:
+    assert len(ARCHITECTURES) == 32
+    assert len(BY_NAME) == 32 + len(FURTHER)
+
+
+@pytest.mark.parametrize("turn", range(len(ARCHITECTURES)), ids=lambda turn: ARCHITECTURES[turn].name)
+def test_one_way_each(turn: int) -> None:
+    """Architecture by architecture the next of the twelve ways."""
+    architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]
+    done = matrix_run(subject(architecture, dropout, precision), mode, dropout)
+    if precision == "fp32" and not done.passed:
+        done = done.widened(own_rounding(architecture, dropout))
+    assert done.passed, f"{mode}, dropout {dropout}, {precision}: {done.error or done.differences}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_way(name: str) -> None:
+    found = row(BY_NAME[name], 4, _said)
+    assert not found.error
+    assert [(r.mode, r.dropout, r.precision, r.error or r.differences) for r in found.runs if not r.passed] == []
+    assert found.fallback.flops <= LISTED or name in FALLS_BACK
+
+
+FALLS_BACK: frozenset[str] = frozenset()
+"""Architectures that docs/coverage.md lists with an operator that runs whole."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "resnet", "mixtral", "t5"])
+@pytest.mark.parametrize("mode", MODES)
+def test_eight_ranks(name: str, mode: Mode) -> None:
+    one = subject(BY_NAME[name], 0.0, "fp64")
+    assert run(one, plan_for(one.graph, mode, 8)).worst <= TOLERANCE["fp64"]
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    """The comparison itself: one weight's gradient off by a millionth."""
+    one = subject(BY_NAME["lstm"], 0.0, "fp64")
+    plan = plan_for(one.graph, "data_parallel")
+    assert run(one, plan).worst <= TOLERANCE["fp64"]
+    off = {**one.gradients, "out.weight": one.gradients["out.weight"] * (1 + 1e-6)}
+    spoiled = run(Subject(one.name, one.precision, one.graph, one.values, one.loss, off, one.buffers), plan)
+    assert spoiled.gradient[1] == "out.weight"
+    assert spoiled.worst > TOLERANCE["fp64"]
+
+
+def test_seeds_are_columns_and_rows_in_turn() -> None:
+    graph = subject(BY_NAME["gpt2"], 0.0, "fp64").graph
+    wanted = seeds(graph, 4)  # of products bias + x @ weight [k, n]
+    weights_cut = [strategy.inputs[2] for strategy in wanted.values() if strategy.inputs]
+    assert weights_cut == [(1, 4), (4, 1)] * (len(wanted) // 2)
+    assert len(wanted) >= 4
+    plan = plan_for(graph, "auto")
+    origins = [planned.origin for planned in plan.operators.values()]
+    assert origins.count("configured") == len(wanted)
+    assert "propagated" in origins
+
+
+def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "coverage.md"
+    assert main(["--only", "lstm", "--write", str(page)]) == 0
+    assert "1 of 1 agree" in capsys.readouterr().out
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| lstm |")]
+    assert len(lines) == 1
+    assert lines[0].count("e-") == 12
+    assert "**" not in lines[0]
+
+
+def test_a_refused_model_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    def build(_: float) -> object:
+        raise ValueError("no such width")
+
+    found: Row = row(Architecture("odd", "none", build), 2, _said)  # type: ignore[arg-type]
+    assert not found.passed
+    assert "* odd: ValueError: no such width" in markdown([found], [], 2)
+
+
+REAL = (("gpt2", "auto"), ("resnet", "data_parallel"), ("mixtral", "random"), ("lstm", "random"))
+
+
+def test_real_processes(tmp_path: Path) -> None:
+    """The same step on four processes that talk to one another."""
+    subjects, cases = [], []
+    for name, mode in REAL:
+        one = subject(BY_NAME[name], 0.0, "fp32")
+        file, plan = tmp_path / f"{name}.pt", plan_for(one.graph, mode)
+        inputs = {source.name for source in one.graph.of_kind("input")}
+        weights.write(file, {key: value for key, value in one.values.items() if key not in inputs})
+        subjects.append(one)
+        cases.append(Case(one.graph, plan, file, {key: one.values[key] for key in inputs}))
+    entry = "tests.strategies.on_ranks:steps"
+    results = run_ranks(entry, cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=240.0, threads=1)
+    for one, result in zip(subjects, results, strict=True):
+        assert abs(result.loss - one.loss) <= TOLERANCE["fp32"] * abs(one.loss)
+        assert result.gradients.keys() == one.gradients.keys()
+        assert worst(result.gradients, one.gradients, "fp32")[0] <= TOLERANCE["fp32"]
+        assert result.predicted == result.sent
