@@ -22,8 +22,9 @@ from models.gpt import GPT
 from models.llama import Llama
 from strategies.capture import Objective, capture
 from strategies.engine.communicator import Communicator
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, lower
+from strategies.engine.program import Options
 from strategies.engine.updates import make_updates
 from strategies.planner import make_plan
 from strategies.request import Request

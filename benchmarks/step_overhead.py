@@ -37,8 +37,9 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
 
     from strategies.capture import Objective, capture
     from strategies.engine.communicator import Communicator
+    from strategies.engine.lowering import lower
     from strategies.engine.partition import build
-    from strategies.engine.program import Options, lower
+    from strategies.engine.program import Options
     from strategies.engine.updates import axes_needed, make_updates
     from strategies.planner import make_plan
     from strategies.redistribution import LOCAL

@@ -22,8 +22,9 @@ from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Program, lower
+from strategies.engine.program import Program
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh

@@ -11,7 +11,8 @@ from runner.prepare import Prepared, options_of
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
-from strategies.engine.program import Program, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Program
 
 STATES = {"SGD": 1.0, "Adam": 2.0, "AdamW": 2.0, "RMSprop": 1.0, "Adagrad": 1.0}
 """States per parameter element of common optimizers; others are taken for two."""

@@ -57,10 +57,6 @@ class Trainer:
         self.marks = marked(job.marks, "ranks")
         program = int(self.prepared.digest[:15], 16)
         _agree(program, "The ranks were given different programs; start them from one run folder.")
-        if job.record is not None:
-            # oneDNN's fp32 convolutions are good to 4e-5 only, and round differently for every shape of a slice;
-            # torch's own are ten times as exact, so that the parallel program can be held to 1e-5.
-            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)

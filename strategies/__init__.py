@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from strategies.capture import Captured, Objective
     from strategies.capture import capture as capture_model
     from strategies.engine.communicator import Communicator
+    from strategies.engine.lowering import lower
     from strategies.engine.partition import build
-    from strategies.engine.program import Options, Program, lower
+    from strategies.engine.program import Options, Program
     from strategies.engine.simulate import Simulation
     from strategies.engine.updates import axes_needed, make_updates
     from strategies.errors import StrategyError
@@ -49,7 +50,7 @@ _HOME = {
     "build": "engine.partition",
     "Options": "engine.program",
     "Program": "engine.program",
-    "lower": "engine.program",
+    "lower": "engine.lowering",
     "Simulation": "engine.simulate",
     "axes_needed": "engine.updates",
     "make_updates": "engine.updates",

@@ -88,7 +88,9 @@ def _compiler() -> str:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lacking = missing(device)
-    return f"absent; only train.compile=true needs it: {lacking}" if lacking else f"torch.compile can be used on {device}"
+    return (
+        f"absent; only train.compile=true needs it: {lacking}" if lacking else f"torch.compile can be used on {device}"
+    )
 
 
 def _devices() -> str:

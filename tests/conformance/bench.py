@@ -11,7 +11,8 @@ from torch import Tensor
 from strategies.capture import Objective, capture
 from strategies.cost.estimate import GPU, seconds
 from strategies.describe import communication
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options, Program
 from strategies.engine.simulate import Simulation
 from strategies.graph import Operator, OperatorGraph
 from strategies.plan import Plan

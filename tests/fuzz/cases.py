@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.reference import ExactRandom
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.plan import Plan
@@ -93,7 +94,7 @@ def weights(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loss(outputs: Sequence[Tensor], by: Sequence[Tensor]) -> Tensor | None:
-    real = [torch.view_as_real(output).sum(-1) if output.is_complex() else output for output in outputs]
+    real = [torch.view_as_real(o.resolve_conj()).sum(-1) if o.is_complex() else o for o in outputs]
     terms = [(output * weight).sum() for output, weight in zip(real, by, strict=True) if output.requires_grad]
     return torch.stack(terms).sum() if terms else None
 

@@ -55,7 +55,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     if len(graph.outputs) > 1:
         yield from (_trimmed(case, (ref,)) for ref in graph.outputs)
         yield from (_trimmed(case, tuple(o for o in graph.outputs if o != ref)) for ref in graph.outputs)
-    yield from (_begun_at(case, operator) for operator in graph.operators)
+    yield from filter(None, (_begun_at(case, operator) for operator in graph.operators))
     yield from _ended(case)
     yield from (_without_axis(case, axis) for axis, size in case.plan.mesh.axes if size > 1)
     yield from (_halved(case, axis) for axis, size in case.plan.mesh.axes if size > 2 and size % 2 == 0)
@@ -90,9 +90,12 @@ def _restricted(case: Case, graph: OperatorGraph, values: Mapping[str, Tensor]) 
     return replace(case, graph=graph, values=kept, plan=Plan(plan.mesh, operators, inputs, tensors))
 
 
-def _begun_at(case: Case, operator: Operator) -> Case:
+def _begun_at(case: Case, operator: Operator) -> Case | None:
     """The case with the operator's results as sources; whatever led to them is no longer needed."""
-    computed = _values(case, operator)
+    try:
+        computed = _values(case, operator)
+    except Refused:
+        return None
     graph, fresh, values = case.graph, {}, dict(case.values)
     sources = list(graph.sources)
     for index, (spec, value) in enumerate(zip(operator.results, computed, strict=True)):

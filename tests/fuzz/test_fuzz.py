@@ -13,7 +13,7 @@ from strategies.graph import Operator, TensorSpec
 from strategies.rules import RULES
 from strategies.rules.sharding import Sharding
 from tests.fuzz.__main__ import main
-from tests.fuzz.cases import Case, failure, random_case, sensitive
+from tests.fuzz.cases import Case, Refused, failure, random_case, sensitive
 from tests.fuzz.generators import GENERATORS, WITHOUT
 from tests.fuzz.listing import listing
 from tests.fuzz.pool import Pool
@@ -37,7 +37,11 @@ def test_random_graphs(shard: int) -> None:
     wrong, unsure = {}, 0
     for seed in range(FIRST + shard * GRAPHS, FIRST + (shard + 1) * GRAPHS):
         case = random_case(seed)
-        found = failure(case)
+        try:
+            found = failure(case)
+        except Refused:  # torch's own views and backwards do not take every stride
+            unsure += 1
+            continue
         if found is not None and sensitive(case):
             unsure += 1
         elif found is not None:

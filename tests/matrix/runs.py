@@ -19,7 +19,8 @@ from torch import Tensor
 from runner.jobs.verify import ROUNDING
 from runner.reference import ExactRandom
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan

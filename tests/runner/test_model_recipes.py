@@ -16,7 +16,8 @@ from runner.data.loader import flatten_batch, whole_batch
 from runner.origins import Origins
 from runner.prepare import cast, datasets, objective, request_of
 from strategies.capture import capture, loss_in
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options, Program
 from strategies.engine.simulate import Simulation
 from strategies.planner import make_plan
 from strategies.redistribution import LOCAL
@@ -149,10 +150,10 @@ def test_columns_and_rows_need_one_sum_for_two_layers() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "gpt_padded" else pytest.mark.slow) for n in (*TEXT, *DIGITS)]
 )
-def test_processes_agree_in_single_precision(start, tmp_path, name: str) -> None:
+def test_processes_agree(start, tmp_path, name: str) -> None:
     limit = [f"+data.args.cache={tmp_path}", "+data.args.limit=200000"] if name in TEXT else []
     ended = start(f"+recipe={name}", "verify.steps=2", *limit, verb="verify")
-    assert ended.verdict["passed"] and ended.value <= 1e-5
+    assert ended.verdict["passed"] and ended.value <= (1e-10 if name == "resnet" else 1e-5)
 
 
 @pytest.mark.slow

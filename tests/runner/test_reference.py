@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from runner.reference import ExactRandom
 from strategies.capture import Objective, capture
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.planner import make_plan
 from strategies.request import Request

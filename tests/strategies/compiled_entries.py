@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import shard
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from strategies import collectives
 from strategies.engine import weights
 from strategies.engine.communicator import Communicator
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Options, Program
 from strategies.engine.simulate import assemble, shard
 from strategies.engine.updates import axes_needed, make_updates
 from strategies.graph import OperatorGraph

@@ -14,8 +14,9 @@ from runner.launch import run_ranks
 from strategies.engine import compiled
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, lower
+from strategies.engine.program import Options
 from strategies.errors import StrategyError
 from strategies.mesh import Mesh
 from tests.strategies.compiled_entries import Case, Ran
@@ -84,7 +85,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
             for mine, other in zip(ran.gradients, plain.gradients, strict=True):
                 assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
             assert ran.breaks == [] and ran.sent == plain.sent
-            assert ran.graphs == 1 if way == "whole" else ran.graphs > 10
+            assert ran.graphs == 1 if way == "whole" else ran.graphs >= 8
 
 
 def test_compiled_ranks_compute_and_send_the_same(model: Model, draw: Any, tmp_path: Any) -> None:

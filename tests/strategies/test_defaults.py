@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.redistribution import LOCAL

@@ -17,7 +17,8 @@ from strategies.cost.estimate import LAPTOP
 from strategies.describe import communication, describe
 from strategies.engine import weights
 from strategies.engine.gradients import predicted as predicted_gradients
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from models.quickstart import Net
 from strategies.capture import Objective, capture
 from strategies.engine import ir
-from strategies.engine.program import Options, Program, Redistribute, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options, Program, Redistribute
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted

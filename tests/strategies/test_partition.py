@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from models.ffn import FFN
 from strategies.capture import Objective, capture
 from strategies.engine.communicator import Communicator
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.layout import Layout
 from strategies.mesh import Mesh

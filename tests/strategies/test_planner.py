@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.ffn import FFN, MatMulNet
 from models.matmul import OneMatMul, ReduceMeanMatMul, TwoMatMul
 from strategies.capture import Objective, capture
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.layout import Layout

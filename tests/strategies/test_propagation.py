@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.ffn import FFN
 from models.quickstart import Net as Quickstart
 from strategies.capture import Objective, capture
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan

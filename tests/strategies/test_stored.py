@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from strategies.engine import stored, weights
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.engine.simulate import assemble
 from strategies.engine.stored import Reader, Stored, index
 from strategies.errors import StrategyError

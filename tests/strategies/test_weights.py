@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.engine import weights
-from strategies.engine.program import Program, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Program
 from strategies.engine.simulate import assemble
 from tests.strategies.whole_model import Model
 

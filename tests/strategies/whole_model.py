@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture, loss_in
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh

@@ -42,6 +42,11 @@ def reshape(pool: Pool, op: str) -> None:
     pool.emit(f"aten.{op}.default", x, tuple(shape))
 
 
+@draws("ravel")
+def ravel(pool: Pool, op: str) -> None:
+    pool.emit("aten.ravel.default", pool.tensor())
+
+
 @draws("flatten")
 def flatten(pool: Pool, op: str) -> None:
     x = pool.tensor()
@@ -78,11 +83,11 @@ def unsqueeze(pool: Pool, op: str) -> None:
     pool.emit("aten.unsqueeze.default", x, pool.rng.randrange(-rank - 1, rank + 1))
 
 
-@draws("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "t", "numpy_T", "mT")
+@draws("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "t", "numpy_T", "mT", "mH", "adjoint")
 def permutation(pool: Pool, op: str) -> None:
-    x = pool.tensor(least=2 if op == "mT" else 1, most=2 if op in ("t", "numpy_T") else 5)
+    x = pool.tensor(least=2 if op in ("mT", "mH", "adjoint") else 1, most=2 if op in ("t", "numpy_T") else 5)
     rank = len(pool.shape_of(x))
-    if op in ("t", "numpy_T", "mT"):
+    if op in ("t", "numpy_T", "mT", "mH", "adjoint"):
         pool.emit(f"aten.{op}.default", x)
     elif op == "permute":
         order = pool.rng.sample(range(rank), rank)

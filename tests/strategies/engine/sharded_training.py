@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from strategies.capture import Objective, capture
 from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import predicted
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import Options, Program, lower
+from strategies.engine.program import Options, Program
 from strategies.engine.simulate import assemble, shard
 from strategies.engine.updates import Updates, axes_needed, learning, make_updates
 from strategies.errors import StrategyError

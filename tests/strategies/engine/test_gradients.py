@@ -8,8 +8,8 @@ import torch
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import BucketedUpdates, buckets, predicted
+from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.program import lower
 from strategies.engine.simulate import shard
 from strategies.engine.updates import learning, make_updates
 from strategies.errors import StrategyError

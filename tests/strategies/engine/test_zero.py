@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from strategies.engine import zero
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.mesh import Mesh
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.engine.simulate import Simulation
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.layout import Layout
 from strategies.mesh import Mesh

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from runner.reference import ExactRandom
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.layout import Layout
 from strategies.mesh import Mesh

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from runner.reference import ExactRandom
-from strategies.engine.program import Options, lower
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation
 from strategies.layout import Layout
 from strategies.mesh import Mesh

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strategies.nodes import op_of
+from strategies.capture.nodes import op_of
 
 aten = torch.ops.aten
 MASK, DROPOUT, CAUSAL = 3, 4, 5

@@ -294,15 +294,15 @@ def wrong_shape(net: Net, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
-    "branch": (branch, "branch or a shape from the values of a tensor at strategies/test_capture.py:"),
+    "branch": (branch, "branch or a shape from the values of a tensor at capture/test_capture.py:"),
     "wrong shape": (
         wrong_shape,
-        r"failed on the example batch at strategies/test_capture.py:\d+: return net.dense\(x\) @ x\[:3\] "
+        r"failed on the example batch at capture/test_capture.py:\d+: return net.dense\(x\) @ x\[:3\] "
         r"\(RuntimeError: .*\)\.$",
     ),
     "raises": (
         lambda net, x: {}["missing"],
-        r"failed on the example batch at strategies/test_capture.py:\d+: .* \(KeyError: 'missing'\)",
+        r"failed on the example batch at capture/test_capture.py:\d+: .* \(KeyError: 'missing'\)",
     ),
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
     "nonzero": (lambda net, x: net.dense(x)[x > 0], "values of a tensor"),
@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     ),
     "in place on the batch": (
         lambda net, x: net.dense(x.add_(1)),
-        "add_ at strategies/test_capture.py:.* writes in place to a batch tensor",
+        "add_ at capture/test_capture.py:.* writes in place to a batch tensor",
     ),
     "in place on a view of it": (
         lambda net, x: net.dense(x.view(-1).add_(1).view(8, 8)),
@@ -442,8 +442,8 @@ def test_names_paths_and_source_lines() -> None:
     ]
     assert graph.by_name["tail.0"].path == ("tail", "0")
     line = Block.forward.__code__.co_firstlineno + 1
-    assert graph.by_name["layers.1.dense"].source == f"strategies/test_capture.py:{line}"
-    assert graph.by_name["layers.0"].where == f"layers.0 (add, strategies/test_capture.py:{line})"
+    assert graph.by_name["layers.1.dense"].source == f"capture/test_capture.py:{line}"
+    assert graph.by_name["layers.0"].where == f"layers.0 (add, capture/test_capture.py:{line})"
 
 
 def test_without_a_capture_any_backward_will_do() -> None:

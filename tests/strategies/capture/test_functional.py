@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import LossFunction, Objective, capture
-from strategies.engine.program import lower
+from strategies.engine.lowering import lower
 from strategies.engine.simulate import Simulation
 from strategies.errors import StrategyError
 from tests.strategies.whole_model import TOLERANCE, Model
@@ -253,7 +253,7 @@ ATTRIBUTE = torch.zeros(8)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "parameter": (
         lambda net, x: net.dense(x) + net.dense.bias.detach().add_(1),
-        "add_ at strategies/test_functional.py:.* writes in place to a parameter; let the optimizer do so",
+        "add_ at capture/test_functional.py:.* writes in place to a parameter; let the optimizer do so",
     ),
     "constant": (plain_attribute, r"writes in place to a constant; register it as a buffer"),
     "batch": (lambda net, x: net.dense(x[:, :].add_(1)), "writes in place to a batch tensor; use an operator"),

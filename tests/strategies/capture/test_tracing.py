@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import inference_mode
 
-from strategies.tracing import traceable
+from strategies.capture.tracing import traceable
 
 
 def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

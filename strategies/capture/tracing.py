@@ -22,7 +22,7 @@ from torch._export.passes import replace_autocast_with_hop_pass, replace_set_gra
 from torch.autograd.grad_mode import inference_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from strategies.functional import CUMULATIVE
+from strategies.capture.functional import CUMULATIVE
 
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""

@@ -68,5 +68,5 @@ def test_refused_with_the_line(name: str) -> None:
     body, text = REFUSED[name]
     with pytest.raises(StrategyError, match=text) as caught:
         capture(Objective(Net(body), LossFunction(torch.sum, {}), ("x",), ()), (torch.randn(8, 8),), training=True)
-    assert "strategies/test_numbers.py:" in str(caught.value)
+    assert "capture/test_numbers.py:" in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from strategies.capture.nodes import at, call, op_of
 from strategies.errors import StrategyError
-from strategies.nodes import at, call, op_of
 
 aten = torch.ops.aten
 PERMUTATIONS = frozenset(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from strategies.capture.inverse_views import put_back
+from strategies.capture.nodes import at, call, fakes, floating, op_of
+from strategies.capture.twins import left_out, twin, written_argument
 from strategies.errors import StrategyError
-from strategies.inverse_views import put_back
-from strategies.nodes import at, call, fakes, floating, op_of
 from strategies.rules.registry import resolve
-from strategies.twins import left_out, twin, written_argument
 
 aten = torch.ops.aten
 PASSING = frozenset({"alias", "lift_fresh", "lift_fresh_copy"})

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree
 
+from strategies.capture.exported import dtype_of, read
+from strategies.capture.nodes import in_library, short
+from strategies.capture.own_backward import calls_noted, check_backwards, functions_behind
+from strategies.capture.tracing import traceable
 from strategies.errors import StrategyError
-from strategies.exported import dtype_of, read
 from strategies.graph import OperatorGraph
-from strategies.nodes import in_library, short
-from strategies.own_backward import calls_noted, check_backwards, functions_behind
 from strategies.rules.random import draws
-from strategies.tracing import traceable
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.program import lower
+from strategies.capture.regions import flatten
+from strategies.capture.tracing import traceable
+from strategies.engine.lowering import lower
 from strategies.engine.simulate import Simulation
 from strategies.errors import StrategyError
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
-from strategies.regions import flatten
-from strategies.tracing import traceable
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Own backwards are refused by name, but for those of installed libraries that are what autograd makes of the forward."""
+"""Own backwards are refused by name, but for those of installed libraries that are as autograd's."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_users_own_function_is_refused_whatever_it_does() -> None:
     net = Net(lambda net, h: Softened.apply(h, 0.5))
-    with pytest.raises(StrategyError, match="torch.autograd.Function Softened, whose own backward is lost"):
+    with pytest.raises(StrategyError, match=r"torch.autograd.Function Softened, whose own backward is lost"):
         capture(Objective(net, None, ("x",), ()), (torch.randn(8, 8),), training=True)
 
 

@@ -1,9 +1,9 @@
 """Backwards that the user wrote (torch.autograd.Function), which a captured graph loses.
 
-Export looks through such a function to the operators of its forward, and the graph differentiates those. So a user's own
-function is refused by its name. One that an installed library brings along is captured if its backward is what autograd
-makes of its forward (a memory-saving activation, for instance): this is tried out on random numbers, on small and large
-gradients and on gradients that are not finite.
+Export looks through such a function to the operators of its forward, and the graph differentiates those. So a user's
+own function is refused by its name. One that an installed library brings along is captured if its backward is what
+autograd makes of its forward (a memory-saving activation, for instance): this is tried out on random numbers, on small
+and large gradients and on gradients that are not finite.
 """
 
 from __future__ import annotations

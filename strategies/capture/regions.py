@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from strategies.capture.nodes import at, call, fakes, floating, mode_of, op_of, values
 from strategies.errors import StrategyError
-from strategies.nodes import at, call, fakes, floating, mode_of, op_of, values
 
 aten = torch.ops.aten
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from strategies.causal import shorten_masks
+from strategies.capture.causal import shorten_masks
+from strategies.capture.functional import PASSING, make_functional
+from strategies.capture.nodes import at, op_of, source_of
+from strategies.capture.numbers import settle_numbers
+from strategies.capture.regions import flatten
 from strategies.errors import StrategyError
-from strategies.functional import PASSING, make_functional
 from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
-from strategies.nodes import at, op_of, source_of
-from strategies.numbers import settle_numbers
-from strategies.regions import flatten
 from strategies.rules.registry import LOCAL_FUNCTIONS
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from strategies.capture.nodes import at, call, fakes, op_of
 from strategies.errors import StrategyError
-from strategies.nodes import at, call, fakes, op_of
 
 aten = torch.ops.aten
 CHECKS = frozenset(
