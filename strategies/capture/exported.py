@@ -219,16 +219,21 @@ def _relative(paths: list[str]) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def _label(operator: Operator) -> str:
+    """The torch name of what an operator does (capture names normalization that returns its statistics otherwise)."""
+    return operator.op.removesuffix("_training")
+
+
 def _named(operators: list[Operator]) -> tuple[Operator, ...]:
     """Give every operator its unique plan name `module.path[.op][@k]`."""
     kinds: dict[str, set[str]] = {}
     for operator in operators:
-        kinds.setdefault(operator.module, set()).add(operator.op)
+        kinds.setdefault(operator.module, set()).add(_label(operator))
 
     def base(operator: Operator) -> str:
         if not operator.module:
-            return operator.op
-        return operator.module if len(kinds[operator.module]) == 1 else f"{operator.module}.{operator.op}"
+            return _label(operator)
+        return operator.module if len(kinds[operator.module]) == 1 else f"{operator.module}.{_label(operator)}"
 
     total, seen, named = Counter(map(base, operators)), Counter[str](), []
     for operator in operators:

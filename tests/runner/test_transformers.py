@@ -52,8 +52,8 @@ def test_an_automatic_class_goes_by_the_type():
     [
         ("LlamaForCausalLM", None, "is made from a config; set model.config, e.g. model.config={hidden_size: 64, "),
         ("AutoModelForCausalLM", None, "model.config={model_type: llama, hidden_size: 64, "),
-        ("LlamaForCausalLM", {"hiden_size": 3}, "LlamaConfig has no 'hiden_size'. Known: "),
-        ("LlamaForCausalLM", {"hiden_size": 3}, "Did you mean 'hidden_size'?"),
+        ("LlamaForCausalLM", LLAMA | {"hiden_size": 3}, "LlamaConfig has no 'hiden_size'. Known: "),
+        ("LlamaForCausalLM", LLAMA | {"hiden_size": 3}, "Did you mean 'hidden_size'?"),
         ("LlamaForCausalLM", {"hidden_size": "x"}, "Field 'hidden_size' expected int, got str (value: 'x')."),
         ("LlamaForCausalLM", {"model_type": "gpt2"}, "'gpt2', but transformers.LlamaForCausalLM is of type 'llama'"),
         ("LlamaForCausalLM", LLAMA | {"attn_implementation": "egaer"}, 'attn_implementation="egaer"` is not supported'),
