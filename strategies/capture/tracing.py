@@ -3,7 +3,8 @@
 torch.export makes sub-graphs of no_grad and autocast regions, but drops regions that only write, and no_grad within
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
-of the caller is not the model's. Hugging Face models leave out masks that hide nothing, except for exporters, whose
+of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster way to the same
+result, are left out: a graph has no values. Hugging Face models leave out masks that hide nothing, except for exporters, whose
 graphs serve many shapes; ours serves one.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
@@ -20,6 +21,9 @@ import torch
 from torch import nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.autograd.grad_mode import inference_mode
+from torch.distributions import Distribution
+from torch.nn import functional
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.capture.functional import CUMULATIVE
@@ -47,6 +51,9 @@ def traceable(objective: nn.Module) -> Iterator[None]:
             stack.enter_context(_replaced(masks, "is_torchdynamo_exporting", lambda: False))
         stack.enter_context(_replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(_replaced(inference_mode, "__exit__", _end))
+        stack.enter_context(_replaced(Distribution, "_validate_args", False))
+        stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
+        stack.enter_context(_replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         yield
 
 
@@ -68,6 +75,21 @@ def _begin(region: Any) -> None:
 
 def _end(region: Any, *_: Any) -> None:
     torch.set_grad_enabled(region.gradients_before)
+
+
+def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """What torch's transformer passes on beside a mask; it would compare the mask with a causal one."""
+    return is_causal is True
+
+
+def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which asks with torch.any whether to raise, without the question."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(torch, "any", lambda _: False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

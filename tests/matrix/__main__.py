@@ -1,6 +1,6 @@
 """`python -m tests.matrix [--only NAME ...] [--write FILE]`: every architecture under every plan, beside eager.
 
-Exit code 0 if all 32 architectures (or those named) agree, 1 if one does not.
+Exit code 0 if all architectures that were run agree, 1 if one does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     others = [found for found in rows if found.architecture in FURTHER]
     if options.write:
         options.write.write_text(markdown(main_rows, others, options.world))
-    failed = [found.architecture.name for found in (rows if options.only else main_rows) if not found.passed]
+    failed = [found.architecture.name for found in rows if not found.passed]
     print(f"{len(rows) - len(failed)} of {len(rows)} agree" + (f"; not: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 

@@ -63,7 +63,15 @@ FURTHER: tuple[Architecture, ...] = (
         depths=[1, 1, 1, 1],
         groups_width=16,
     ),
-    classifier("efficientnet", "EfficientNet", size=32, image_size=32, width_coefficient=0.25, depth_coefficient=0.25),
+    classifier(
+        "efficientnet",
+        "EfficientNet",
+        size=32,
+        image_size=32,
+        hidden_dim=320,
+        width_coefficient=0.25,
+        depth_coefficient=0.25,
+    ),
     classifier("poolformer", "PoolFormer", size=64, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
     Architecture("hubert", "sound", HuggingFace("HubertForSequenceClassification", "HubertConfig", WAVES, heard)),
 )
