@@ -4,8 +4,8 @@ torch.export makes sub-graphs of no_grad and autocast regions, but drops regions
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
 of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster way to the same
-result, are left out: a graph has no values. Hugging Face models leave out masks that hide nothing, except for exporters, whose
-graphs serve many shapes; ours serves one.
+result, are left out: a graph has no values. Hugging Face models leave out masks that hide nothing, except for
+exporters, whose graphs serve many shapes; ours serves one.
 """
 
 from __future__ import annotations
