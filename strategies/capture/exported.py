@@ -65,6 +65,7 @@ class _Reader:
                 for placeholder, name in self.signature.inputs_to_lifted_tensor_constants.items()
             },
         )
+        self.written = written.keys()
         inputs = iter(names)
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -82,10 +83,12 @@ class _Reader:
         self.graph = OperatorGraph(tuple(self.sources), _named(self.operators), outputs, order, updates)
 
     def _kinds(self) -> dict[str, str]:
-        """What each placeholder that holds state is."""
+        """What each placeholder that holds state is. A frozen parameter is a buffer to those who write it."""
         signature = self.signature
+        frozen = [name for name in signature.inputs_to_parameters if not self.owners[name][1].requires_grad]
         return (
             dict.fromkeys(signature.inputs_to_parameters, "parameter")
+            | dict.fromkeys(frozen, "buffer")
             | dict.fromkeys(signature.inputs_to_buffers, "buffer")
             | dict.fromkeys(signature.inputs_to_lifted_tensor_constants, "constant")
         )
@@ -132,7 +135,8 @@ class _Reader:
                 self.sources[position] = replace(known, aliases=(*known.aliases, alias))
                 return
         constant = node.name in self.signature.inputs_to_lifted_tensor_constants
-        kind: Kind = "constant" if constant else "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        learned = isinstance(tensor, nn.Parameter) and node not in self.written
+        kind: Kind = "constant" if constant else "parameter" if learned else "buffer"
         self.values[node] = Ref(node.name)
         self.tensors[name] = tensor.detach()
         self.sources.append(Source(node.name, kind, name, _spec(tensor), kind == "parameter" and tensor.requires_grad))

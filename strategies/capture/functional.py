@@ -127,7 +127,7 @@ class _Rewriting:
         kind = self.kinds.get(home.name, "batch tensor") if home.op == "placeholder" else None
         if kind is not None and kind != "buffer":
             cure = {
-                "parameter": "let the optimizer do so, or hold it in a buffer",
+                "parameter": "let the optimizer do so, freeze it, or hold it in a buffer",
                 "constant": "register it as a buffer (register_buffer)",
                 "batch tensor": f"use an operator that returns a new tensor ({op_of(writer).rstrip('_')}, torch.where)",
             }

@@ -22,6 +22,7 @@ from strategies.capture.exported import dtype_of, read
 from strategies.capture.nodes import in_library, short
 from strategies.capture.own_backward import calls_noted, check_backwards, functions_behind
 from strategies.capture.tracing import traceable
+from strategies.capture.unseen import check_hooks, check_nodes, refusing_unseen
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.rules.random import draws
@@ -88,9 +89,11 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         behind.extend(functions_behind(loss))  # while autograd still knows what the user wrote
         return loss
 
+    if training:
+        check_hooks(objective)
     hook = objective.register_forward_hook(capturable if training else _plain_outputs)
     try:
-        with traceable(objective), calls_noted() as calls, warnings.catch_warnings():
+        with traceable(objective), refusing_unseen(training), calls_noted() as calls, warnings.catch_warnings():
             # recurrent layers store their weights anew under export, which does no harm
             warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
@@ -103,6 +106,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
         for module, mode in modes.items():
             module.training = mode
     check_backwards(behind, calls)
+    check_nodes(exported.graph, training)
     graph, tensors = read(exported, objective, objective.names, "training" if training else "evaluation")
     return Captured(_needed(graph), tensors)
 

@@ -21,6 +21,7 @@ CHECKS = frozenset(
     "_assert_tensor_metadata _assert_scalar _assert_async _guards_fn sym_constrain_range "
     "sym_constrain_range_for_size".split()
 )
+SIZES = frozenset({"sym_size", "sym_numel", "sym_stride"})
 ITEMS = frozenset({"item", "_local_scalar_dense"})
 ARITHMETIC: dict[Any, Any] = {
     python_operator.add: aten.add.Tensor,
@@ -89,6 +90,11 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         if node.target is python_operator.truediv:  # which python does in double precision
             tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
         found = call(graph, node, ARITHMETIC[node.target], *tensors)
+    elif op_of(node) in SIZES:
+        raise StrategyError(
+            f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
+            "unique, ...), so it is not one graph; use torch.where, multiply with the mask, or ignore_index in a loss."
+        )
     else:
         raise StrategyError(
             f"{op_of(node)}{at(node)} computes a number from the values of a tensor, which is not known when the model "

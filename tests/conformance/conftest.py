@@ -21,6 +21,13 @@ def cases_file(config: pytest.Config) -> Path:
     return Path(config.getoption("--cases", default=str(DEFAULT)))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not cases_file(config).is_file():
+        raise pytest.UsageError(
+            f"--cases {cases_file(config)} is not a file; give one of the format of {DEFAULT.name}."
+        )
+
+
 def recorded(config: pytest.Config) -> list[dict[str, Any]]:
     """The cases that are a network; those about the algebra of layouts have a test of their own."""
     return [case for case in json.loads(cases_file(config).read_text()) if case.get("network")]

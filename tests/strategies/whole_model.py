@@ -107,7 +107,8 @@ class Model:
 
 def _buffers(objective: Objective) -> list[tuple[str, Tensor]]:
     own = [] if objective.loss is None else [(f"loss.{name}", b) for name, b in objective.loss.named_buffers()]
-    return [*objective.model.named_buffers(), *own]
+    frozen = [(name, p) for name, p in objective.model.named_parameters() if not p.requires_grad]
+    return [*objective.model.named_buffers(), *frozen, *own]
 
 
 def _parameters(module: nn.Module | None) -> list[tuple[str, nn.Parameter]]:

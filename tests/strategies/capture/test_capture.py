@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         r"failed on the example batch at capture/test_capture.py:\d+: .* \(KeyError: 'missing'\)",
     ),
     "numpy": (lambda net, x: net.dense(x.numpy()), "failed on the example batch|not a torch operator"),
-    "nonzero": (lambda net, x: net.dense(x)[x > 0], "values of a tensor"),
+    "nonzero": (lambda net, x: net.dense(x)[x > 0], "whose shape depends on values"),
     "own backward": (
         lambda net, x: Triple.apply(net.dense(x)),
         "torch.autograd.Function Triple, whose own backward is lost",

@@ -25,6 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.body = body
         self.dense, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("table", torch.arange(32.0).view(4, 8) / 32)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -136,6 +137,14 @@ def moving_average(net: Net, x: Tensor) -> Tensor:
     return h * net.mean + before
 
 
+def following(net: Net, x: Tensor) -> Tensor:
+    """Frozen parameters follow those that learn."""
+    with torch.no_grad():
+        for slow, quick in zip(net.teacher.parameters(), net.dense.parameters(), strict=True):
+            slow.mul_(0.9).add_(quick, alpha=0.1)
+    return net.dense(x) * net.teacher(x)
+
+
 def detached(net: Net, x: Tensor) -> Tensor:
     net.mean.detach().copy_(net.dense(x).detach().mean(0))
     return net.dense(x) - net.mean
@@ -173,7 +182,7 @@ def normed(net: Net, x: Tensor) -> Tensor:
 
 BODIES = [
     column, view_of_view, pieces, diagonal, shifted, indexed, narrowing, other_names, out_argument, parts_of_complex,
-    counting, moving_average, detached, exchanged, copied, queue, normed,
+    counting, moving_average, following, detached, exchanged, copied, queue, normed,
 ]  # fmt: skip
 
 

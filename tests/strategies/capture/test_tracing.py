@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import inference_mode
+from torch.distributions import Distribution, Normal, kl_divergence
+from torch.nn import functional
+from torch.nn.modules import transformer
 
 from strategies.capture.tracing import traceable
+from tests.strategies.whole_model import TOLERANCE, Model
 
 
 def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +23,8 @@ def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     masks.is_torchdynamo_exporting = lambda: True
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
     net = nn.Sequential(nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2))
-    before = inference_mode.__enter__, masks.is_torchdynamo_exporting
+    checks = lambda: (Distribution._validate_args, transformer._detect_is_causal_mask, functional.gaussian_nll_loss)  # noqa: E731
+    before = inference_mode.__enter__, masks.is_torchdynamo_exporting, checks()
     with pytest.raises(ZeroDivisionError), torch.autocast("cpu", torch.bfloat16), traceable(net):
         assert not masks.is_torchdynamo_exporting()
         assert net[0].momentum is not None and net[1].momentum == 0.1
@@ -28,7 +33,7 @@ def test_everything_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         assert torch.is_grad_enabled()
         raise ZeroDivisionError
-    assert (inference_mode.__enter__, masks.is_torchdynamo_exporting) == before
+    assert (inference_mode.__enter__, masks.is_torchdynamo_exporting, checks()) == before
     assert net[0].momentum is None
     with torch.inference_mode():
         assert torch.is_inference_mode_enabled()
@@ -38,3 +43,37 @@ def test_a_library_of_models_that_was_not_imported_stays_so(monkeypatch: pytest.
     monkeypatch.setattr(sys, "modules", {name: m for name, m in sys.modules.items() if "transformers" not in name})
     with traceable(SimpleNamespace(modules=list)):  # type: ignore[arg-type]
         assert "transformers" not in sys.modules
+
+
+class Decoder(nn.Module):
+    """torch's transformer with masks that it would look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=x.dtype)
+        hidden = torch.zeros(len(x), 4, dtype=x.dtype).masked_fill(x[..., 0] > 1, -torch.inf)
+        output: Tensor = self.inner(x, x, mask, mask, src_key_padding_mask=hidden)
+        return output.square().mean()
+
+
+class Uncertain(nn.Module):
+    """Distributions and a loss that would check their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.inner(x).chunk(2, -1)
+        found = Normal(mean, functional.softplus(deviation) + 0.1)
+        apart = kl_divergence(found, Normal(torch.zeros_like(mean), torch.ones_like(mean))).mean()
+        return apart - found.log_prob(x).mean() + functional.gaussian_nll_loss(mean, x, deviation.exp())
+
+
+@pytest.mark.parametrize("net", [Decoder, Uncertain])
+def test_checks_within_torch_are_left_out(net: type[nn.Module], draw: Any) -> None:
+    torch.manual_seed(0)
+    assert Model(net(), None, {"x": torch.randn(8, 4, 8)}).worst(draw, seeds=2) < TOLERANCE

@@ -1,0 +1,105 @@
+"""What a graph of a forward cannot hold is refused by its name and line, and everything is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.nn.utils import rnn
+
+from strategies.capture import Captured, Objective, capture
+from strategies.errors import StrategyError
+
+
+class Net(nn.Module):
+    """x [8, 4] -> a scalar, by `body`."""
+
+    def __init__(self, body: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.table, self.body = nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True), body
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x).square().mean()
+
+
+def captured(net: nn.Module, training: bool = True) -> Captured:
+    return capture(Objective(net, None, ("x",), ()), (torch.randn(8, 4),), training=training)
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    h = net.inner(x)
+    h.register_hook(lambda gradient: gradient / 2)
+    return h
+
+
+def penalized(net: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return grad(net.inner(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def packed(net: Net, x: Tensor) -> Tensor:
+    sequences = rnn.pack_padded_sequence(x.view(4, 2, 4), torch.tensor([2, 2, 1, 1]), batch_first=True)
+    return rnn.pad_packed_sequence(net.recurrent(sequences)[0], batch_first=True)[0]
+
+
+REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
+    "hook": (hooked, r"registers a hook on a gradient at capture/test_unseen.py:\d+, which would never be called"),
+    "derivative": (penalized, r"computes a derivative at capture/test_unseen.py:\d+, which is not captured"),
+    "gradient of a function": (
+        lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
+        r"computes a derivative at capture/test_unseen.py:\d+",
+    ),
+    "packed": (packed, r"packs sequences at capture/test_unseen.py:\d+"),
+    "vmap": (lambda net, x: torch.vmap(lambda row: net.inner(row).sum())(x), r"torch.vmap or torch.func"),
+    "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
+    "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    body, told = REFUSED[name]
+    before = Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init
+    with pytest.raises(StrategyError, match=told):
+        captured(Net(body))
+    assert (Tensor.register_hook, torch.autograd._engine_run_backward, rnn._packed_sequence_init) == before
+
+
+def test_evaluation_has_no_gradients() -> None:
+    watching = Net(lambda net, x: net.inner(x) + net.table(torch.arange(4)).sum())
+    watching.inner.weight.register_hook(lambda gradient: gradient / 2)
+    ops = [operator.op for operator in captured(watching, training=False).graph.operators]
+    assert "linear" in ops and "embedding" in ops
+
+
+ADDED: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "of a parameter": (lambda layer: layer.weight.register_hook(lambda g: g / 2), "Parameter inner.weight has a hook"),
+    "after accumulation": (
+        lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda p: None),
+        "Parameter inner.bias has a hook",
+    ),
+    "of a module": (
+        lambda layer: layer.register_full_backward_hook(lambda module, into, out: None),
+        "Module inner has a backward hook",
+    ),
+    "of a module, before": (
+        lambda layer: layer.register_full_backward_pre_hook(lambda module, out: None),
+        "Module inner has a backward hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_hooks_are_refused(name: str) -> None:
+    add, told = ADDED[name]
+    net = Net(lambda net, x: net.inner(x))
+    handle = add(net.inner)
+    with pytest.raises(StrategyError, match=told):
+        captured(net)
+    handle.remove()
+    assert captured(net).graph.operators
