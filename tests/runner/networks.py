@@ -48,6 +48,13 @@ class Classifier(nn.Module):
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
 
 
+class Renormed(Classifier):
+    """A classifier with an operator in it that no rule covers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.renorm(x, 2, 0, 1.0))
+
+
 @dataclass
 class Answer:
     """What `Whole` returns."""

@@ -81,7 +81,7 @@ BAD = [
     ),
     # the plan
     ((*QUICK, "parallel.strategies.matmul3=[[8,1],[1,1]]"), "matmul3"),
-    ((*QUICK, "parallel.strategies.matmul=[[3,1],[1,1]]", "world_size=3"), "cannot be cut into 3 equal slices"),
+    ((*QUICK, "parallel.strategies.matmul=[[1,3],[3,1]]", "world_size=3"), "cannot be cut into 3 equal slices"),
     ((*QUICK, "parallel.strategies.relu=[[2,4],[4,1]]"), "relu"),
     ((*QUICK, "parallel.strategies.matmul=[[2,4],[2,1]]"), "matmul"),
     ((*QUICK, "parallel.strategies.matmul=[[2,4,1],[4,1]]"), "matmul"),
