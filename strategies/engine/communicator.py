@@ -71,6 +71,17 @@ class Communicator:
         """The process group of this rank along `axes` (more than one rank)."""
         return self._groups[tuple(sorted(self.mesh.group(self.rank, self.mesh.sorted(axes))))]
 
+    def own_group(self, axes: Iterable[str]) -> dist.ProcessGroup:
+        """A new process group of this rank along `axes` (more than one rank), for calls that may run beside all others
+        (collective)."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.mesh.groups(self.mesh.sorted(axes)):
+            group = dist.new_group(sorted(ranks))
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
         self.calls[kind] += 1

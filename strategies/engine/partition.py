@@ -21,7 +21,7 @@ from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.compiled import opaque
 from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
-from strategies.graph import Ref, refs, rewrite
+from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
@@ -99,7 +99,7 @@ class _Tree:
         self.producer = {instruction.id: instruction for instruction in program.instructions}
         self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
         for instruction in program.instructions:
-            for ref in _used(instruction):
+            for ref in instruction.operands:
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
@@ -115,7 +115,7 @@ class _Tree:
             ref in self.owned
             and self.owned[ref] in self.program.parameter_order
             and self.owned[ref].rpartition(".")[0] != owner
-            for ref in _used(instruction)
+            for ref in instruction.operands
         )
         return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
@@ -152,7 +152,7 @@ class _Tree:
                 continue
             inside = {instruction.id for instruction in part}
             needed = dict.fromkeys(
-                ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned
+                ref for i in part for ref in i.operands if ref.id not in inside and ref not in self.owned
             )
             results = self._results(part, inside, outputs)
             child_name = self._fresh(key, seen)
@@ -193,7 +193,7 @@ class _Tree:
             node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(
-                    ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id
+                    ref for i in self.program.instructions for ref in i.operands if ref.id == instruction.id
                 ):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
                 for ref in (*self.program.outputs, *(value for _, value in self.program.updates)):
@@ -216,7 +216,7 @@ class _Tree:
             for instruction in part
             for user in self.users[instruction.id]
             if user not in inside
-            for ref in _used(self.producer[user])
+            for ref in self.producer[user].operands
             if ref.id == instruction.id
         )
         return list(dict.fromkeys([*outside, *(ref for ref in outputs if ref.id in inside)]))
@@ -273,12 +273,6 @@ class _Tree:
             elif not isinstance(tensor, nn.Parameter) and leaf not in module._buffers:
                 module.register_buffer(leaf, tensor)
         _reorder(self.root, "", order)
-
-
-def _used(instruction: Instruction) -> tuple[Ref, ...]:
-    if isinstance(instruction, Redistribute):
-        return (instruction.value,)
-    return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
 
 
 def _name(ref: Ref) -> str:

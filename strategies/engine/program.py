@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from strategies.graph import Ref, Source, TensorSpec
+from strategies.graph import Ref, Source, TensorSpec, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import Chain
@@ -43,6 +43,11 @@ class Compute:
     path: tuple[str, ...]
     multiple: bool = False
 
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
 
 @dataclass(frozen=True)
 class Redistribute:
@@ -62,6 +67,11 @@ class Redistribute:
     operator: str
     operand: int
     path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (self.value,)
 
 
 Instruction = Compute | Redistribute
