@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of
+from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, objective
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
@@ -60,7 +60,7 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.graph is not None and prepared.plan is not None
-    program = lower(prepared.graph, prepared.plan, options_of(prepared.config))
+    program = lowered(prepared.config, prepared.graph, prepared.plan)
     options = evaluation_options(prepared.config)
     evaluations = {rows: lower(one.graph, one.plan, options) for rows, one in prepared.evaluations.items()}
     used = [*_axes_used(program), program.loss_axes, *axes(program)]

@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import huggingface, optimizers, pretrained, targets
+from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
-from strategies.engine.program import Options
+from strategies.engine.buckets import buckets
+from strategies.engine.fusion import fuse
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
@@ -301,6 +304,13 @@ def _evaluations(
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
     return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
+
+
+def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
+    """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
+    program = fuse(lower(graph, plan, options_of(config)), communication.joined(config))
+    buckets(program, communication.cut(config))
+    return program
 
 
 def evaluation_options(config: Config) -> Options:

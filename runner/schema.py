@@ -8,6 +8,7 @@ ties several keys together stands in the section that holds them, or in `Config`
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -183,6 +184,56 @@ class Zero(Section):
     options: Arguments
 
 
+class Joined(Section):
+    """Which collectives of one kind become one call: `auto`; of at most `size` megabytes (`config`); cut at positions
+    (`index`, `config`: a list); or `none` of them."""
+
+    mode: Literal["auto", "size", "index", "none"]
+    config: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Count, ...] | None
+
+    @property
+    def bytes(self) -> int | None:
+        """The most that one call may carry; None where it is not said."""
+        assert not isinstance(self.config, tuple)
+        return None if self.config is None else max(int(self.config * 2**20), 1)
+
+
+class CommFusion(Section):
+    all_reduce: Joined
+    all_gather: Joined
+    reduce_scatter: Joined
+
+    @model_validator(mode="after")
+    def _configs_fit_modes(self) -> CommFusion:
+        for name in type(self).model_fields:
+            joined: Joined = getattr(self, name)
+            key, config = f"parallel.comm_fusion.{name}", joined.config
+            if joined.mode == "index" and name != "all_reduce":
+                raise refusal(
+                    f"{key}.mode = 'index' is not allowed: only all_reduce, the sum of gradients, has positions to cut "
+                    "at. Allowed here: auto, size, none.",
+                    f"{key}.mode",
+                )
+            fits = {
+                "size": isinstance(config, float),
+                "index": isinstance(config, tuple) and all(a < b for a, b in pairwise(config)),
+            }.get(joined.mode, config is None)
+            if not fits:
+                wanted = {
+                    "size": "a number of megabytes above 0, e.g. 25",
+                    "index": "a list of increasing positions in the order in which backward completes the gradients, "
+                    "e.g. [4, 8]",
+                }.get(joined.mode, "nothing (null)")
+                shown = list(config) if isinstance(config, tuple) else "null" if config is None else config
+                raise refusal(
+                    f"{key}.config = {shown} does not fit {key}.mode = {joined.mode!r}, which takes {wanted}; change "
+                    "one of the two.",
+                    f"{key}.config",
+                    f"{key}.mode",
+                )
+        return self
+
+
 class Parallel(Section):
     mode: Mode
     search: Search
@@ -192,6 +243,8 @@ class Parallel(Section):
     set_data_parallel: tuple[Glob, ...]
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
     zero: Zero
+    comm_fusion: CommFusion
+    comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -291,6 +344,31 @@ class Parallel(Section):
                 f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
                 "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
                 "parallel.zero.options",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fusion_is_used(self) -> Parallel:
+        fusion, key = self.comm_fusion, "parallel.comm_fusion"
+        kinds = {"all_reduce": fusion.all_reduce, "all_gather": fusion.all_gather}
+        kinds["reduce_scatter"] = fusion.reduce_scatter
+        for name, joined in kinds.items():
+            own = self.mode == "stand_alone" or (self.mode == "hybrid" and name != "all_reduce")
+            if own and joined.mode in ("size", "index"):
+                why = "has one process" if self.mode == "stand_alone" else "leaves such calls to the module"
+                raise refusal(
+                    f"{key}.{name}.mode = {joined.mode!r} joins collectives of a plan, but parallel.mode = "
+                    f"{self.mode!r} {why}; choose another mode or {key}.{name}.mode=auto.",
+                    f"{key}.{name}.mode",
+                    "parallel.mode",
+                )
+        if fusion.all_reduce.mode == "index" and self.zero.stage:
+            raise refusal(
+                f"{key}.all_reduce.mode = 'index' cuts the sum of gradients that parallel.zero.stage = 0 makes, but "
+                f"with stage {self.zero.stage} DeepSpeed cuts it by size; choose mode size or auto, or "
+                "parallel.zero.stage=0.",
+                f"{key}.all_reduce.mode",
                 "parallel.zero.stage",
             )
         return self

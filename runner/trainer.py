@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner import checkpoint, optimizers
+from runner import checkpoint, communication, optimizers
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
@@ -98,7 +98,9 @@ class Trainer:
             accumulate=config.train.accumulate,
             precision=config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
-            zero_options=config.parallel.zero.options,
+            zero_options=communication.zero_options(config),
+            cut=communication.cut(config),
+            overlap=communication.overlapped(config),
         )
 
     def run(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from strategies.cost.estimate import Machine, memory, seconds
-from strategies.engine.gradients import predicted
+from strategies.engine.buckets import predicted
 from strategies.engine.program import Program, Redistribute
 from strategies.graph import Operator, OperatorGraph
 from strategies.plan import Plan

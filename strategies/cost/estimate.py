@@ -14,7 +14,6 @@ from strategies.engine.program import Program
 from strategies.graph import OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.plan import Plan
-from strategies.redistribution import LOCAL
 from strategies.rules import rule_of
 
 
@@ -41,12 +40,7 @@ def seconds(
     for operator in graph.operators:
         sharding = rule_of(operator, graph)
         work += sharding.flops / plan.mesh.product(sharding.used(plan.operators[operator.name].assignment))
-    calls = accumulate * sum(
-        step.kind not in LOCAL
-        for r in program.redistributions
-        for chain in ((r.forward, r.backward) if r.differentiable else (r.forward,))
-        for step in chain
-    )
+    calls = accumulate * program.calls.total()
     compute, communication = (
         accumulate * 3 * work / machine.flops,
         calls * machine.latency + sum(sent.values()) / machine.bandwidth,

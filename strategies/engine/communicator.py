@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.engine import coalesced
 from strategies.engine.slices import padded, resized
 from strategies.layout import Block
 from strategies.mesh import Mesh
@@ -38,6 +39,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Carrier = Callable[[Tensor], Tensor]
+CarrierOfAll = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Communicator:
@@ -71,6 +73,17 @@ class Communicator:
         """The process group of this rank along `axes` (more than one rank)."""
         return self._groups[tuple(sorted(self.mesh.group(self.rank, self.mesh.sorted(axes))))]
 
+    def own_group(self, axes: Iterable[str]) -> dist.ProcessGroup:
+        """A new process group of this rank along `axes` (more than one rank), for calls that may run beside all others
+        (collective)."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.mesh.groups(self.mesh.sorted(axes)):
+            group = dist.new_group(sorted(ranks))
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
         self.calls[kind] += 1
@@ -87,6 +100,42 @@ class Communicator:
             for part in parts:
                 tensor = part(tensor)
             return tensor
+
+        return run
+
+    def carrier_of_all(self, chains: Sequence[Chain]) -> CarrierOfAll:
+        """A function that carries one local tensor along each chain, with one call for all where they communicate. The
+        chains have the same collectives over the same axes."""
+        stages = [self._stage(steps) for steps in zip(*chains, strict=True)]
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            now = list(tensors)
+            for stage in stages:
+                now = stage(now)
+            return now
+
+        return run
+
+    def _stage(self, steps: Sequence[Step]) -> CarrierOfAll:
+        kind, mesh, rank = steps[0].kind, self.mesh, self.rank
+        if kind in LOCAL:
+            alone = [self._step(step) for step in steps]
+            return lambda tensors: [carry(tensor) for carry, tensor in zip(alone, tensors, strict=True)]
+        group, n = self.group(steps[0].axes), mesh.product(steps[0].axes)
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            flat = coalesced.packed(steps, tensors, mesh, rank)
+            if kind == ALL_REDUCE:
+                result = flat
+                dist.all_reduce(result, group=group)
+            elif kind == ALL_GATHER:
+                result = flat.new_empty(n * flat.numel())
+                all_gather(result, flat, group=group)
+            else:
+                result = flat.new_empty(flat.numel() // n)
+                reduce_scatter(result, flat, group=group)
+            self.count(kind, coalesced.elements(steps, tensors, mesh), flat)
+            return coalesced.unpacked(steps, result, [tensor.shape for tensor in tensors], mesh, rank)
 
         return run
 

@@ -1,8 +1,9 @@
 """A rank's program through torch.compile, without graph breaks at the collectives.
 
-To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)`, whose result shape is
-known; inside runs the same carrier as without compiling. The invariant: what is compiled computes what it did before,
-and the ranks communicate in one order (`order` tells). Operators that draw random numbers are opaque too (see `drawn`).
+To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)` (`carry_all` for several
+that are joined), whose result shape is known; inside runs the same carrier as without compiling. The invariant: what is
+compiled computes what it did before, and the ranks communicate in one order (`order` tells). Operators that draw random
+numbers are opaque too (see `drawn`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from strategies.engine.communicator import Carrier
+from strategies.engine.communicator import Carrier, CarrierOfAll
 from strategies.engine.drawn import draw_opaquely
 from strategies.errors import StrategyError
 from strategies.mesh import Mesh
@@ -28,6 +29,7 @@ LARGEST = 2000
 
 _library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("carry(Tensor tensor, int number) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("carry_all(Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,14 @@ class _Edge:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Edges:
+    carrier: CarrierOfAll
+    shapes: tuple[tuple[int, ...], ...]
+
+
 _edges: list[_Edge] = []
+_fused: list[_Edges] = []
 """What `number` means, in this process."""
 _order = [0]
 """A hash of the edges carried out so far, in their order."""
@@ -55,6 +64,19 @@ _library.impl("carry", _carry, "CompositeExplicitAutograd")  # type: ignore[no-u
 torch.library.register_fake("meshwright::carry", _shaped, lib=_library)
 
 
+def _carry_all(tensors: list[Tensor], number: int) -> list[Tensor]:
+    _order[0] = hash((_order[0], -1 - number))
+    return [result.clone() for result in _fused[number].carrier(tensors)]  # an operator's results share no memory
+
+
+def _all_shaped(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return [tensor.new_empty(shape) for tensor, shape in zip(tensors, _fused[number].shapes, strict=True)]
+
+
+_library.impl("carry_all", _carry_all, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("meshwright::carry_all", _all_shaped, lib=_library)
+
+
 def opaque(carrier: Carrier, steps: Chain, mesh: Mesh) -> Carrier:
     """`carrier`, which carries out `steps`, as the compiler can take it; itself where nothing is sent."""
     if all(step.kind in LOCAL for step in steps):
@@ -65,6 +87,21 @@ def opaque(carrier: Carrier, steps: Chain, mesh: Mesh) -> Carrier:
     def carry(tensor: Tensor) -> Tensor:
         result: Tensor = torch.ops.meshwright.carry(tensor, number)
         return result
+
+    return carry
+
+
+def opaque_all(carrier: CarrierOfAll, chains: Sequence[Chain], mesh: Mesh) -> CarrierOfAll:
+    """`opaque` for several tensors at once."""
+    if all(step.kind in LOCAL for step in chains[0]):
+        return carrier
+    ends = [steps[-1] for steps in chains]
+    _fused.append(_Edges(carrier, tuple(end.after.local_shape(end.shape, mesh) for end in ends)))
+    number = len(_fused) - 1
+
+    def carry(tensors: Sequence[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = torch.ops.meshwright.carry_all(list(tensors), number)
+        return results
 
     return carry
 

@@ -1,26 +1,29 @@
 """Optimizer parallel of stage 0: whole gradients and optimizer states on every replica, any precision.
 
-After the last micro-batch every gradient is added over the axes that lowering left open (`Program.reductions`), in
-buckets: one all-reduce per bucket, all of them in flight at once. Weights of less than 32 bits get fp32 masters, on
-which the optimizer works, and their gradients are accumulated and added in fp32. The norm counts every slice once, so
-clipping is exact.
+Every gradient is added over the axes that lowering left open (`Program.reductions`), in buckets: one all-reduce per
+bucket, all of them in flight at once, with `overlap` while backward of the last micro-batch still runs. Weights of less
+than 32 bits get fp32 masters, on which the optimizer works, and their gradients are accumulated and added in fp32. The
+norm counts every slice once, so clipping is exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
 from strategies.engine.program import Program
+from strategies.engine.reduction import Reduction
 from strategies.engine.updates import (
+    CHOSEN,
+    Cut,
     Groups,
     OptimizerFactory,
     UpdateState,
@@ -28,65 +31,12 @@ from strategies.engine.updates import (
     layout_of,
     learning,
     learning_groups,
-    local_elements,
     options_of,
     parameters,
     placed,
     set_options,
 )
-from strategies.graph import ITEM_BYTES
 from strategies.redistribution import ALL_REDUCE
-
-BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are added over `axes` by one all-reduce; `dtype` is that of the sum."""
-
-    axes: tuple[str, ...]
-    dtype: str
-    names: tuple[str, ...]
-    elements: int
-
-
-def buckets(program: Program, size: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of `program` in the order in which they are reduced, each of `size` bytes at most or one larger
-    gradient."""
-    sources = {source.name: source for source in parameters(program)}
-    # gradients become ready from the last parameter to the first
-    open_names = [name for name in reversed(learning(program)) if program.reductions[name]]
-
-    def key(name: str) -> tuple[tuple[str, ...], str]:
-        dtype = sources[name].spec.dtype
-        return program.reductions[name], dtype if ITEM_BYTES[dtype] >= 4 else "float32"
-
-    found = []
-    for (axes, dtype), group in groupby(sorted(open_names, key=key), key=key):
-        names: list[str] = []
-        elements = 0
-        for name in group:
-            more = local_elements(program, sources[name])
-            if names and (elements + more) * ITEM_BYTES[dtype] > size:
-                found.append(Bucket(axes, dtype, tuple(names), elements))
-                names, elements = [], 0
-            names.append(name)
-            elements += more
-        found.append(Bucket(axes, dtype, tuple(names), elements))
-    return tuple(found)
-
-
-def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
-    """Bytes that one rank sends per optimizer step for gradients, by collective; `measure` adds the norm (a double)."""
-    mesh = program.mesh
-    total = sum(_sent(one.elements, mesh.product(one.axes)) * ITEM_BYTES[one.dtype] for one in buckets(program))
-    norm = _sent(1, mesh.size) * 8 if measure and mesh.size > 1 else 0
-    return {ALL_REDUCE: total + norm} if total + norm else {}
-
-
-def _sent(elements: int, ranks: int) -> int:
-    """Elements that a rank sends in an all-reduce, counted as `Communicator` counts them."""
-    return -(-2 * (ranks - 1) * elements // ranks)
 
 
 class BucketedUpdates:
@@ -103,6 +53,8 @@ class BucketedUpdates:
         clip: float | None = None,
         accumulate: int = 1,
         evaluation: nn.Module | None = None,
+        cut: Cut = CHOSEN,
+        overlap: bool = False,
     ) -> None:
         self.module, self.evaluation = module, evaluation
         self._program, self._communicator = program, communicator
@@ -119,7 +71,12 @@ class BucketedUpdates:
             [{"params": [self._owned[name] for name in names], **options} for names, options in self._groups]
         )
         check_optimizer(self._optimizer, program, 0)
-        self._buckets = buckets(program)
+        self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
+        self._micro_batches, self._last = 0, False
+        self._hooks = [
+            self._parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
+            for name in (self._owned if overlap else ())
+        ]
         mesh = program.mesh
         self._replicas = {name: mesh.product(layout_of(program, name).replica_axes(mesh)) for name in self._owned}
 
@@ -128,30 +85,25 @@ class BucketedUpdates:
         return self._optimizer
 
     def backward(self, loss: Tensor) -> None:
+        self._micro_batches += 1
+        self._last = self._micro_batches == self._accumulate
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
-        for name, master in self._masters.items():
-            gradient, self._parameters[name].grad = self._parameters[name].grad, None
-            if gradient is not None:
-                master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+        for name in self._masters:
+            self._to_master(name)
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        """Backward has just completed the gradient of one micro-batch."""
+        if self._last:
+            self._to_master(name)
+            self._reduction.ready(name)
+
+    def _to_master(self, name: str) -> None:
+        if name in self._masters and (gradient := self._parameters[name].grad) is not None:
+            master, self._parameters[name].grad = self._masters[name], None
+            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     def reduce(self) -> None:
-        running = []
-        for bucket in self._buckets:
-            holders = [self._owned[name] for name in bucket.names if self._owned[name].grad is not None]
-            if not holders:
-                continue
-            pieces = [holder.grad for holder in holders if holder.grad is not None]
-            alone = len(pieces) == 1
-            flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
-            work = dist.all_reduce(flat, group=self._communicator.group(bucket.axes), async_op=True)
-            sent = _sent(flat.numel(), self._program.mesh.product(bucket.axes))
-            self._communicator.count(ALL_REDUCE, sent, flat)
-            running.append((work, holders, flat))
-        for work, holders, flat in running:
-            if work is not None:  # torch types it so; a rank is always in its own groups
-                work.wait()
-            for holder, piece in zip(holders, torch.split(flat, [one.numel() for one in holders]), strict=True):
-                holder.grad = piece.view_as(holder)
+        self._reduction.finish()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._program.reductions:
@@ -163,6 +115,7 @@ class BucketedUpdates:
                 yield name, torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
     def update(self, measure: bool = True) -> float | None:
+        self._micro_batches, self._last = 0, False
         norm = self._norm() if measure or self._clip is not None else None
         if self._clip is not None and norm is not None:
             scale = self._clip / (norm + 1e-6)
@@ -192,7 +145,7 @@ class BucketedUpdates:
         mesh = self._program.mesh
         if mesh.size > 1:
             dist.all_reduce(total, group=self._communicator.group(mesh.names))
-            self._communicator.count(ALL_REDUCE, _sent(1, mesh.size), total)
+            self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan
 
     def weight(self, name: str) -> Tensor:
@@ -227,4 +180,6 @@ class BucketedUpdates:
             self._optimizer.state[holder] = {key: placed(value, holder) for key, value in found.items()}
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
         self._optimizer.zero_grad(set_to_none=True)

@@ -3,9 +3,10 @@ their cause)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from strategies.engine.program import Compute, Program, RankValue, Redistribute
+from strategies.engine.program import Compute, Fused, Program, RankValue, Redistribute
 from strategies.graph import OperatorGraph, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -52,6 +53,11 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
     for instruction in program.instructions:
         if isinstance(instruction, Redistribute):
             lines += _redistribution(instruction, mesh, rank)
+        elif isinstance(instruction, Fused):
+            lines.append(f"# {len(instruction.parts)} redistributions by the same calls, %{instruction.id}")
+            for index, part in enumerate(instruction.parts):
+                name = _word(Ref(instruction.id, index)).removeprefix("%")
+                lines += _redistribution(replace(part, id=name), mesh, rank)
         else:
             lines += _compute(instruction, graph, plan, mesh, rank)
     for name, axes in program.reductions.items():

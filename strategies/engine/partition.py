@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from strategies.engine.buffers import store
-from strategies.engine.communicator import Carrier, Communicator
-from strategies.engine.compiled import opaque
-from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
-from strategies.graph import Ref, refs, rewrite
+from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator
+from strategies.engine.compiled import opaque, opaque_all
+from strategies.engine.program import KEY, Fused, Instruction, Program, RankValue, Redistribute
+from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
@@ -60,10 +60,53 @@ def edge(instruction: Redistribute, communicator: Communicator, compiled: bool =
         def redistribute(tensor: Tensor) -> Tensor:
             return forward(tensor.detach())
 
-    text = " then ".join(map(str, instruction.forward)) or "keep"
-    redistribute.__name__ = redistribute.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
-    redistribute.__module__ = "redistribute"
-    return redistribute
+    return _named(redistribute, instruction.forward)
+
+
+def _named(function: Callable[..., Any], steps: Chain) -> Callable[..., Any]:
+    text = " then ".join(map(str, steps)) or "keep"
+    function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
+    function.__module__ = "redistribute"
+    return function
+
+
+class _Redistributions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: CarrierOfAll, backward: CarrierOfAll, scales: tuple[float, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.carrier, ctx.scales = backward, scales
+        results = zip(forward(tensors), tensors, strict=True)
+        return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        pairs = zip(gradients, ctx.scales, strict=True)
+        found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
+        return (None, None, None, *found)
+
+
+def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
+    """The function that carries several values to their uses, with one call for all of them."""
+
+    def carrier(chains: Sequence[Chain]) -> CarrierOfAll:
+        found = communicator.carrier_of_all(chains)
+        return opaque_all(found, chains, communicator.mesh) if compiled else found
+
+    forward = carrier([part.forward for part in instruction.parts])
+    backward = carrier([part.backward for part in instruction.parts])
+    scales = tuple(part.scale for part in instruction.parts)
+    if instruction.differentiable:
+
+        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
+            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, *tensors)  # type: ignore[no-untyped-call]
+            return results
+    else:
+
+        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
+            return forward([tensor.detach() for tensor in tensors])
+
+    return _named(redistribute, instruction.parts[0].forward)
 
 
 def build(
@@ -99,7 +142,7 @@ class _Tree:
         self.producer = {instruction.id: instruction for instruction in program.instructions}
         self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
         for instruction in program.instructions:
-            for ref in _used(instruction):
+            for ref in instruction.operands:
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
@@ -115,7 +158,7 @@ class _Tree:
             ref in self.owned
             and self.owned[ref] in self.program.parameter_order
             and self.owned[ref].rpartition(".")[0] != owner
-            for ref in _used(instruction)
+            for ref in instruction.operands
         )
         return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
@@ -152,7 +195,7 @@ class _Tree:
                 continue
             inside = {instruction.id for instruction in part}
             needed = dict.fromkeys(
-                ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned
+                ref for i in part for ref in i.operands if ref.id not in inside and ref not in self.owned
             )
             results = self._results(part, inside, outputs)
             child_name = self._fresh(key, seen)
@@ -187,13 +230,21 @@ class _Tree:
                 {},
                 instruction.id,
             )
+        elif isinstance(instruction, Fused):
+            function = edges(instruction, self.communicator, self.compiled)
+            node = graph.create_node(
+                "call_function", function, tuple(map(value, instruction.operands)), {}, instruction.id
+            )
+            for index in range(len(instruction.parts)):
+                values[Ref(instruction.id, index)] = graph.call_function(python_operator.getitem, (node, index))
+            return
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
             node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(
-                    ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id
+                    ref for i in self.program.instructions for ref in i.operands if ref.id == instruction.id
                 ):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
                 for ref in (*self.program.outputs, *(value for _, value in self.program.updates)):
@@ -216,7 +267,7 @@ class _Tree:
             for instruction in part
             for user in self.users[instruction.id]
             if user not in inside
-            for ref in _used(self.producer[user])
+            for ref in self.producer[user].operands
             if ref.id == instruction.id
         )
         return list(dict.fromkeys([*outside, *(ref for ref in outputs if ref.id in inside)]))
@@ -273,12 +324,6 @@ class _Tree:
             elif not isinstance(tensor, nn.Parameter) and leaf not in module._buffers:
                 module.register_buffer(leaf, tensor)
         _reorder(self.root, "", order)
-
-
-def _used(instruction: Instruction) -> tuple[Ref, ...]:
-    if isinstance(instruction, Redistribute):
-        return (instruction.value,)
-    return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
 
 
 def _name(ref: Ref) -> str:

@@ -6,14 +6,15 @@ the lockstep simulator.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from strategies.graph import Ref, Source, TensorSpec
+from strategies.graph import Ref, Source, TensorSpec, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.redistribution import Chain
+from strategies.redistribution import LOCAL, Chain
 
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
@@ -43,6 +44,11 @@ class Compute:
     path: tuple[str, ...]
     multiple: bool = False
 
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
 
 @dataclass(frozen=True)
 class Redistribute:
@@ -63,8 +69,37 @@ class Redistribute:
     operand: int
     path: tuple[str, ...]
 
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (self.value,)
 
-Instruction = Compute | Redistribute
+
+@dataclass(frozen=True)
+class Fused:
+    """Redistributions that do not depend on one another, with the same collectives over the same axes both ways: every
+    collective is called once for all of them. `Ref(id, k)` is the result of `parts[k]`."""
+
+    id: str
+    parts: tuple[Redistribute, ...]
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return tuple(part.value for part in self.parts)
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for the first of them."""
+        return self.parts[0].operator
+
+    @property
+    def differentiable(self) -> bool:
+        return self.parts[0].differentiable
+
+
+Instruction = Compute | Redistribute | Fused
 
 
 @dataclass(frozen=True)
@@ -87,7 +122,23 @@ class Program:
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
-        return tuple(step for step in self.instructions if isinstance(step, Redistribute))
+        """All of them, also those that are parts of a `Fused`."""
+        found: list[Redistribute] = []
+        for step in self.instructions:
+            found += step.parts if isinstance(step, Fused) else [step] if isinstance(step, Redistribute) else []
+        return tuple(found)
+
+    @cached_property
+    def calls(self) -> Counter[str]:
+        """How often a rank calls each collective for one forward and backward."""
+        found: Counter[str] = Counter()
+        for step in self.instructions:
+            if isinstance(step, Compute):
+                continue
+            one = step.parts[0] if isinstance(step, Fused) else step
+            for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):
+                found.update(part.kind for part in chain if part.kind not in LOCAL)
+        return found
 
 
 @dataclass(frozen=True)

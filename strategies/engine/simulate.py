@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.engine import coalesced
 from strategies.engine.buffers import store
-from strategies.engine.program import KEY, Compute, Program, RankValue, Redistribute
+from strategies.engine.program import KEY, Compute, Fused, Program, RankValue, Redistribute
 from strategies.engine.slices import cut, padded, resized
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
@@ -24,6 +25,7 @@ from strategies.redistribution import (
     ALL_REDUCE,
     ALL_TO_ALL,
     EXCHANGE,
+    LOCAL,
     PAD,
     REDUCE_SCATTER,
     SLICE,
@@ -118,6 +120,59 @@ def carry(steps: Chain, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     return [tensor.clone() for tensor in now]
 
 
+def carry_all(chains: Sequence[Chain], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+    """One value along each chain, on all ranks, with one collective for all: `tensors` and the result are by chain and
+    rank."""
+    now = [list(one) for one in tensors]
+    for steps in zip(*chains, strict=True):
+        if steps[0].kind in LOCAL:
+            now = [carry_out(step, one, mesh) for step, one in zip(steps, now, strict=True)]
+        else:
+            now = _together(steps, now, mesh)
+    return [[tensor.clone() for tensor in one] for one in now]
+
+
+def _together(steps: Sequence[Step], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+    results: list[list[Tensor]] = [list(one) for one in tensors]
+    for group in mesh.groups(steps[0].axes):
+        ranks = sorted(group)
+        flat = [coalesced.packed(steps, [one[rank] for one in tensors], mesh, rank) for rank in ranks]
+        if steps[0].kind == ALL_GATHER:
+            received = [torch.cat(flat)] * len(ranks)
+        elif steps[0].kind == ALL_REDUCE:
+            received = [_sum(flat)] * len(ranks)
+        else:
+            received = list(_sum(flat).chunk(len(ranks)))
+        for rank, buffer in zip(ranks, received, strict=True):
+            shapes = [one[rank].shape for one in tensors]
+            for number, found in enumerate(coalesced.unpacked(steps, buffer, shapes, mesh, rank)):
+                results[number][rank] = found
+    return results
+
+
+class _Redistributions(torch.autograd.Function):
+    """All parts of a `Fused`; tensors by part, then by rank."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Sequence[Redistribute], mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.mesh = parts, mesh
+        found = carry_all([part.forward for part in parts], _by_part(tensors, mesh), mesh)
+        return tuple(tensor for one in found for tensor in one)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        scaled = [
+            [gradient if part.scale == 1 else gradient * part.scale for gradient in one]
+            for part, one in zip(ctx.parts, _by_part(gradients, ctx.mesh), strict=True)
+        ]
+        found = carry_all([part.backward for part in ctx.parts], scaled, ctx.mesh)
+        return (None, None, *(tensor for one in found for tensor in one))
+
+
+def _by_part(tensors: Sequence[Tensor], mesh: Mesh) -> list[Sequence[Tensor]]:
+    return [tensors[start : start + mesh.size] for start in range(0, len(tensors), mesh.size)]
+
+
 class _Redistribution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, instruction: Redistribute, mesh: Mesh, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -160,12 +215,23 @@ class Simulation:
                     values[Ref(instruction.id)] = redistribute(instruction, self.mesh, tensors)
                 else:
                     values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
+            elif isinstance(instruction, Fused):
+                self._fused(instruction, values)
             else:
                 self._compute(instruction, values)
         for rank in range(self.mesh.size):
             written = [(self.slices[Ref(buffer)][rank], values[ref][rank]) for buffer, ref in self.program.updates]
             store([buffer for buffer, _ in written], [value for _, value in written])
         return [values[ref] for ref in self.program.outputs]
+
+    def _fused(self, instruction: Fused, values: dict[Ref, list[Any]]) -> None:
+        given = [values[part.value] for part in instruction.parts]
+        if instruction.differentiable:
+            flat = [tensor for one in given for tensor in one]
+            found = _by_part(_Redistributions.apply(instruction.parts, self.mesh, *flat), self.mesh)  # type: ignore[no-untyped-call]
+        else:
+            found = list(carry_all([part.forward for part in instruction.parts], given, self.mesh))
+        values.update({Ref(instruction.id, number): list(one) for number, one in enumerate(found)})
 
     def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
         function = resolve(instruction.target)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
-from strategies.engine.program import Compute, Instruction, Program, Redistribute
+from strategies.engine.program import Compute, Instruction, Program
 from strategies.errors import StrategyError
-from strategies.graph import Ref, Source, refs
+from strategies.graph import Source
 from strategies.layout import Layout
 
 Precision = Literal["fp32", "fp64", "bf16"]
@@ -30,6 +30,18 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 BY_SHAPE = frozenset({"Adafactor", "Muon"})
 """Optimizers whose update of an element depends on the shape of the whole parameter."""
 UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": "only takes sparse gradients"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How gradients are cut into buckets: of `size` bytes at most or one larger gradient (None: an eighth of all
+    bytes, between 1 and 25 MiB), or at the positions `at` in the order in which backward completes them."""
+
+    size: int | None = None
+    at: tuple[int, ...] | None = None
+
+
+CHOSEN = Cut()
 
 
 @dataclass(frozen=True)
@@ -108,10 +120,13 @@ def make_updates(
     precision: Precision = "fp32",
     evaluation: nn.Module | None = None,
     zero_options: Mapping[str, Any] | None = None,
+    cut: Cut = CHOSEN,
+    overlap: bool = False,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
-    micro-batches per step.
+    micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
+    backward; DeepSpeed has options of its own for both.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -127,6 +142,8 @@ def make_updates(
             clip=clip,
             accumulate=accumulate,
             evaluation=evaluation,
+            cut=cut,
+            overlap=overlap,
         )
     from strategies.engine.zero import ZeroUpdates
 
@@ -169,7 +186,7 @@ def learning(program: Program) -> tuple[str, ...]:
     reached = {ref.id for ref in program.outputs}
     for instruction in reversed(program.instructions):
         if instruction.id in reached and not _stops(instruction):
-            reached.update(ref.id for ref in _operands(instruction))
+            reached.update(ref.id for ref in instruction.operands)
     found = {source.name for source in program.sources if source.trainable and source.id in reached}
     return tuple(name for name in _in_order(program) if name in found)
 
@@ -180,12 +197,6 @@ def _in_order(program: Program) -> Iterable[str]:
 
 def _stops(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and instruction.target.startswith("aten.detach")
-
-
-def _operands(instruction: Instruction) -> Iterable[Ref]:
-    if isinstance(instruction, Redistribute):
-        return (instruction.value,)
-    return refs((instruction.args, dict(instruction.kwargs)))
 
 
 def local_elements(program: Program, source: Source) -> int:

@@ -16,6 +16,7 @@ SHARDED = [
     "advanced_layout",
     "data_parallel",
     "ffn_auto",
+    "ffn_fused",
     "layout_out_strategy",
     "quickstart",
     "reduce_mean",
@@ -24,7 +25,7 @@ SHARDED = [
     "zero",
 ]
 RECIPES = [*SHARDED, "hybrid_matmul"]
-EVALUATED = {"advanced_layout", "data_parallel", "ffn_auto", "zero"}
+EVALUATED = {"advanced_layout", "data_parallel", "ffn_auto", "ffn_fused", "zero"}
 
 
 @pytest.mark.parametrize("recipe", SHARDED)

@@ -14,6 +14,7 @@ NAMES = [
     "boundary",
     "data_parallel",
     "ffn_auto",
+    "ffn_fused",
     "gpt",
     "gpt_padded",
     "hf_gpt2",

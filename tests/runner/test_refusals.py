@@ -111,6 +111,38 @@ BAD = [
         ),
         "Parameter enter.weight is used by two operators whose strategies slice it differently: enter",
     ),
+    # communication
+    (
+        (*PARALLEL, "parallel.comm_fusion.all_gather={mode: index, config: [1]}"),
+        "only all_reduce, the sum of gradients",
+    ),
+    (
+        (*PARALLEL, "parallel.comm_fusion.all_reduce.mode=size"),
+        "takes a number of megabytes above 0, e.g. 25; change one",
+    ),
+    ((*PARALLEL, "parallel.comm_fusion.all_reduce.config=3"), "'auto', which takes nothing (null)"),
+    (
+        (*PARALLEL, "parallel.comm_fusion.all_reduce={mode: index, config: [2, 1]}"),
+        "a list of increasing positions in the order in which backward completes the gradients, e.g. [4, 8]",
+    ),
+    (
+        (*PARALLEL, "parallel.comm_fusion.all_reduce={mode: index, config: [1, 50]}"),
+        "cuts behind gradient 50, but there",
+    ),
+    ((*PARALLEL, "parallel.comm_fusion.all_reduce.mode=some"), "is not allowed"),
+    ((*PARALLEL, "+parallel.comm_fusion.allreduce.mode=auto"), "Did you mean 'all_reduce'?"),
+    (
+        (*PARALLEL, "parallel.zero.stage=1", "parallel.comm_fusion.all_reduce={mode: index, config: [1]}"),
+        "with stage 1 DeepSpeed cuts it by size; choose mode size or auto, or parallel.zero.stage=0",
+    ),
+    (
+        (*SMALL, *MODES["stand_alone"], "parallel.comm_fusion.all_reduce={mode: size, config: 1}"),
+        "has one process; choose another mode or parallel.comm_fusion.all_reduce.mode=auto",
+    ),
+    (
+        (*SMALL, *HYBRID, "parallel.comm_fusion.reduce_scatter={mode: size, config: 1}"),
+        "leaves such calls to the module",
+    ),
     # going on
     ((*PARALLEL, "train.resume=nowhere"), "train.resume = 'nowhere': this folder does not exist"),
     ((*PARALLEL, "train.resume=corrupt"), "train.resume = 'corrupt': this folder holds no complete checkpoint"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
+from strategies.engine.fusion import fuse
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
 from strategies.engine.program import Options
@@ -26,12 +27,13 @@ KEYS = (11, 2**62 + 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A planned model, the file with its weights, and one batch by entry name."""
+    """A planned model, the file with its weights, one batch by entry name, and what may be joined (see `fuse`)."""
 
     graph: OperatorGraph
     plan: Plan
     file: Path
     batch: dict[str, Tensor]
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def compare(rank: Any, payload: tuple[list[Case], list[str]]) -> list[dict[str, 
 
 
 def _run(case: Case, rank: int, way: str) -> Ran:
-    program = lower(case.graph, case.plan, Options(partial_loss=True))
+    program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
     chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
     used = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
     communicator = Communicator(program.mesh, rank, used)

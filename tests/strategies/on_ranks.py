@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from strategies import collectives
 from strategies.engine import weights
 from strategies.engine.communicator import Communicator
+from strategies.engine.fusion import fuse
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
 from strategies.engine.program import Options, Program
@@ -26,24 +27,26 @@ from strategies.redistribution import LOCAL
 
 @dataclass(frozen=True)
 class Case:
-    """A planned model, the file with its weights, and one batch by entry name."""
+    """A planned model, the file with its weights, one batch by entry name, and what may be joined (see `fuse`)."""
 
     graph: OperatorGraph
     plan: Plan
     file: Path
     batch: dict[str, Tensor]
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The loss, whole gradients, names of the parameters in order, and bytes by rank and collective: predicted and
-    sent."""
+    """The loss, whole gradients, names of the parameters in order, bytes by rank and collective, predicted and sent,
+    and the calls that rank 0 made."""
 
     loss: float
     gradients: dict[str, Tensor]
     names: list[str]
     predicted: list[dict[str, int]]
     sent: list[dict[str, int]]
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 def steps(rank: Any, cases: list[Case]) -> list[Result]:
@@ -63,7 +66,7 @@ def chains_of(program: Program) -> list[tuple[Any, int]]:
 
 
 def _step(case: Case, rank: int) -> Result:
-    program = lower(case.graph, case.plan, Options(partial_loss=True))
+    program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
     mesh = program.mesh
     used = [*(step.axes for step, _ in chains_of(program)), program.loss_axes, *axes_needed(program)]
     communicator = Communicator(mesh, rank, used)
@@ -81,7 +84,7 @@ def _step(case: Case, rank: int) -> Result:
     total = loss.detach().clone()
     if program.loss_axes:
         dist.all_reduce(total, group=communicator.group(program.loss_axes))
-    sent_by_model = dict(communicator.sent)
+    sent_by_model, calls = dict(communicator.sent), dict(communicator.calls)
     updates.reduce()
     predicted: dict[str, int] = {}
     for step, item_bytes in chains_of(program):
@@ -97,7 +100,7 @@ def _step(case: Case, rank: int) -> Result:
         for name in gathered[0][2]
     }
     names = [name for name, _ in module.named_parameters()]
-    return Result(total.item(), whole, names, [one[0] for one in gathered], [one[1] for one in gathered])
+    return Result(total.item(), whole, names, [one[0] for one in gathered], [one[1] for one in gathered], calls)
 
 
 def _gather(value: Any) -> list[Any]:

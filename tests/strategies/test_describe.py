@@ -16,7 +16,7 @@ from runner.launch import run_ranks
 from strategies.cost.estimate import LAPTOP
 from strategies.describe import communication, describe
 from strategies.engine import weights
-from strategies.engine.gradients import predicted as predicted_gradients
+from strategies.engine.buckets import predicted as predicted_gradients
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.plan import Plan

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import Objective, capture
+from strategies.engine.buckets import predicted
 from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import predicted
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
 from strategies.engine.program import Options, Program
 from strategies.engine.simulate import assemble, shard
-from strategies.engine.updates import Updates, axes_needed, learning, make_updates
+from strategies.engine.updates import CHOSEN, Cut, Updates, axes_needed, learning, make_updates
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Layout
@@ -99,6 +99,8 @@ class Case:
     precision: str = "fp32"
     accumulate: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    cut: Cut = CHOSEN
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ class Setup:
             precision=case.precision,
             evaluation=evaluation,
             zero_options=case.options,
+            cut=case.cut,
+            overlap=case.overlap,
         )
         self.scheduler = scheduler_of(self.updates.optimizer)
 
@@ -382,6 +386,31 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)
     return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated)
+
+
+def overlapped(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[bool, list[int], list[int], bool]]:
+    """Every case with buckets that leave during backward and with the same ones after it: whether gradients, norms and
+    weights have the same bits; all-reduces by micro-batch of a step, both ways; whether as many bytes are sent."""
+    found = []
+    for task, case in payload:
+        during, after = [Setup(task, replace(case, overlap=overlap), rank.rank) for overlap in (True, False)]
+        same, calls = True, ([], [])
+        for micro_batches in task.batches:
+            for setup, counts in zip((during, after), calls, strict=True):
+                counts.clear()
+                for x, y in micro_batches:
+                    before = setup.communicator.calls["all_reduce"]
+                    setup.micro(x, y)
+                    counts.append(setup.communicator.calls["all_reduce"] - before)
+                setup.updates.reduce()
+            pairs = zip(during.updates.gradients(), after.updates.gradients(), strict=True)
+            same = same and all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+            same = same and during.updates.update() == after.updates.update()
+        weights = zip(during.weights().values(), after.weights().values(), strict=True)
+        same = same and all(torch.equal(a, b) for a, b in weights)
+        found.append((same, *calls, during.communicator.sent == after.communicator.sent))
+        during.updates.close()
+    return found
 
 
 def most_live(rank: Any, task: Task) -> tuple[int, int, bool]:

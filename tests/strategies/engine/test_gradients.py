@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strategies.engine.buckets import buckets, completed, predicted
 from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import BucketedUpdates, buckets, predicted
+from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
 from strategies.engine.simulate import shard
-from strategies.engine.updates import learning, make_updates
+from strategies.engine.updates import Cut, learning, make_updates
 from strategies.errors import StrategyError
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -164,14 +165,31 @@ def sharded_program(training, mesh):
 def test_buckets_hold_every_open_gradient_once_within_their_size(training):
     program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
     for size in (1, 300, 700, 10**6):
-        found = buckets(program, size)
+        found = buckets(program, Cut(size))
         names = [name for bucket in found for name in bucket.names]
         assert sorted(names) == sorted(name for name in learning(program) if program.reductions[name])
         for bucket in found:
             assert bucket.elements == sum(program_elements(program, name) for name in bucket.names)
             assert bucket.elements * 4 <= size or len(bucket.names) == 1
-    assert len(buckets(program, 10**6)) == 1
-    assert len(buckets(program, 1)) == len(learning(program))
+    assert len(buckets(program, Cut(10**6))) == 1
+    assert len(buckets(program, Cut(1))) == len(learning(program))
+
+
+def test_buckets_leave_in_the_order_of_backward(training):
+    program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
+    order = completed(program)
+    assert order[-1] == "emb.weight" and order[0].startswith("dense")  # the tied weight is used first and last
+    last = [max(order.index(name) for name in bucket.names) for bucket in buckets(program, Cut(300))]
+    assert last == sorted(last) and len(last) > 2
+
+
+def test_buckets_are_cut_where_asked(training):
+    program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
+    order = completed(program)
+    assert [bucket.names for bucket in buckets(program, Cut(at=(2, 3)))] == [order[:2], order[2:3], order[3:]]
+    assert [bucket.names for bucket in buckets(program, Cut(at=()))] == [order]
+    with pytest.raises(StrategyError, match=rf"cuts behind gradient 99, but there are {len(order)} gradients"):
+        buckets(program, Cut(at=(1, 99)))
 
 
 def program_elements(program, name):
@@ -179,11 +197,24 @@ def program_elements(program, name):
     return shard(torch.zeros(source.spec.shape), program.layouts[source.id], program.mesh)[0].numel()
 
 
+def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks):
+    tasks = {precision: training.task(dtype)[1] for precision, dtype in DTYPES.items()}
+    cases = [training.Case(seed, precision=p, cut=Cut(300), clip=0.3) for seed in (training.DATA_PARALLEL, 1, 4)
+             for p in DTYPES]  # fmt: skip
+    cases.append(training.Case(training.DATA_PARALLEL, cut=Cut(at=(1, 4)), clip=0.3))
+    done = ranks("overlapped", [(tasks[case.precision], case) for case in cases])
+    for case, (same, during, after, as_many) in zip(cases, done, strict=True):
+        assert same and as_many, case
+        assert during[0] == after[0] == after[1], case  # an early micro-batch is not reduced
+    open_buckets = len(buckets(sharded_program(training, Mesh((("a", 2), ("b", 2)))), cases[-1].cut))
+    assert done[-1][1][1] - done[-1][2][1] == open_buckets == 3  # all of them leave before backward returns
+
+
 def test_prediction_by_hand(training):
     program = sharded_program(training, Mesh((("a", 4),)))
-    elements = sum(program_elements(program, name) for name in learning(program))
-    assert predicted(program, measure=False) == {"all_reduce": 2 * 3 * elements // 4 * 4}
-    assert predicted(program) == {"all_reduce": 2 * 3 * elements // 4 * 4 + 2 * 8}
+    sums = sum(-(-2 * 3 * program_elements(program, name) // 4) for name in learning(program))
+    assert predicted(program, measure=False) == {"all_reduce": sums * 4}
+    assert predicted(program) == {"all_reduce": sums * 4 + 2 * 8}
     assert predicted(sharded_program(training, ALONE)) == {}
 
 
