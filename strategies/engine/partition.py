@@ -20,8 +20,9 @@ from torch import Tensor, fx, nn
 from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.compiled import opaque
-from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
-from strategies.graph import Ref, refs, rewrite
+from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute, used
+from strategies.engine.recompute import Hold, keeping, keeping_carrier, kept_instructions, recomputing
+from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
@@ -42,14 +43,19 @@ class _Redistribution(torch.autograd.Function):
         return ctx.carrier(gradient), None, None, None
 
 
-def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False) -> Edge:
-    """The function that carries a value to its use, named after what it does so that generated code can be read."""
+def edge(
+    instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool | None = None
+) -> Edge:
+    """The function that carries a value to its use, named after what it does so that generated code can be read.
+    `kept`: in a recomputed module it is carried out once; true if its result is needed again."""
 
     def carrier(steps: Chain) -> Carrier:
         found = communicator.carrier(steps)
         return opaque(found, steps, communicator.mesh) if compiled else found
 
     forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
+    if kept is not None:
+        forward = keeping_carrier(forward, kept)
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
@@ -99,12 +105,13 @@ class _Tree:
         self.producer = {instruction.id: instruction for instruction in program.instructions}
         self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
         for instruction in program.instructions:
-            for ref in _used(instruction):
+            for ref in used(instruction):
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
+        self.kept = kept_instructions(program)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
         outputs = [*program.outputs, *(value for _, value in program.updates)]
-        self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "")
+        self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
         if program.updates:
             self._store()
@@ -115,7 +122,7 @@ class _Tree:
             ref in self.owned
             and self.owned[ref] in self.program.parameter_order
             and self.owned[ref].rpartition(".")[0] != owner
-            for ref in _used(instruction)
+            for ref in used(instruction)
         )
         return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
@@ -127,6 +134,7 @@ class _Tree:
         outputs: Sequence[Ref],
         name: str,
         path: str,
+        recomputed: bool,
     ) -> fx.GraphModule:
         graph, module = fx.Graph(), nn.Module()
         values: dict[Ref, fx.Node] = {}
@@ -152,10 +160,11 @@ class _Tree:
                 continue
             inside = {instruction.id for instruction in part}
             needed = dict.fromkeys(
-                ref for i in part for ref in _used(i) if ref.id not in inside and ref not in self.owned
+                ref for i in part for ref in used(i) if ref.id not in inside and ref not in self.owned
             )
             results = self._results(part, inside, outputs)
             child_name = self._fresh(key, seen)
+            region = not recomputed and self._recomputed(part[0], depth)
             child = self._unit(
                 part,
                 depth + 1,
@@ -163,7 +172,10 @@ class _Tree:
                 results,
                 re.sub(r"\W", "_", child_name),
                 f"{path}.{child_name}".strip("."),
+                recomputed or region,
             )
+            if region:
+                child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed])
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:
@@ -176,13 +188,23 @@ class _Tree:
         graph.output(found[0] if len(found) == 1 else tuple(found))
         return fx.GraphModule(module, graph, name)
 
+    def _recomputed(self, instruction: Instruction, depth: int) -> bool:
+        """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
+        chosen = self.program.recompute
+        return chosen is not None and ".".join(self.paths[instruction.id][: depth + 1]) in chosen.modules
+
+    def _hold(self, ref: Ref) -> Hold | None:
+        """How a recomputed module stores an input: each rank its part, where others hold the same."""
+        axes = self.program.replicas.get(ref, ())
+        return Hold(axes, self.communicator) if axes else None
+
     def _emit(
         self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]
     ) -> None:
         if isinstance(instruction, Redistribute):
             node = graph.create_node(
                 "call_function",
-                edge(instruction, self.communicator, self.compiled),
+                edge(instruction, self.communicator, self.compiled, self.kept.get(instruction.id)),
                 (value(instruction.value),),
                 {},
                 instruction.id,
@@ -190,10 +212,14 @@ class _Tree:
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
-            node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
+            function = resolve(instruction.target)
+            if instruction.id in self.kept:
+                name = "_".join(instruction.target.split(".")[:2])
+                function = keeping(function, self.kept[instruction.id], name)
+            node = graph.create_node("call_function", function, args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(
-                    ref for i in self.program.instructions for ref in _used(i) if ref.id == instruction.id
+                    ref for i in self.program.instructions for ref in used(i) if ref.id == instruction.id
                 ):
                     values[user] = graph.call_function(python_operator.getitem, (node, user.index))
                 for ref in (*self.program.outputs, *(value for _, value in self.program.updates)):
@@ -216,7 +242,7 @@ class _Tree:
             for instruction in part
             for user in self.users[instruction.id]
             if user not in inside
-            for ref in _used(self.producer[user])
+            for ref in used(self.producer[user])
             if ref.id == instruction.id
         )
         return list(dict.fromkeys([*outside, *(ref for ref in outputs if ref.id in inside)]))
@@ -273,12 +299,6 @@ class _Tree:
             elif not isinstance(tensor, nn.Parameter) and leaf not in module._buffers:
                 module.register_buffer(leaf, tensor)
         _reorder(self.root, "", order)
-
-
-def _used(instruction: Instruction) -> tuple[Ref, ...]:
-    if isinstance(instruction, Redistribute):
-        return (instruction.value,)
-    return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
 
 
 def _name(ref: Ref) -> str:

@@ -6,13 +6,15 @@ the lockstep simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from strategies.graph import Ref, Source, TensorSpec
+from strategies.graph import Ref, Source, TensorSpec, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
+from strategies.plan import Recompute
 from strategies.redistribution import Chain
 
 KEY = Ref("random_key")
@@ -67,12 +69,20 @@ class Redistribute:
 Instruction = Compute | Redistribute
 
 
+def used(instruction: Instruction) -> tuple[Ref, ...]:
+    """The values that an instruction takes."""
+    if isinstance(instruction, Redistribute):
+        return (instruction.value,)
+    return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
+
+
 @dataclass(frozen=True)
 class Program:
     """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
-    instructions are done."""
+    instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
+    hold the same of a value, for the values whose stored copies are to be sliced."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -84,6 +94,8 @@ class Program:
     random: bool
     loss_axes: tuple[str, ...] = ()
     updates: tuple[tuple[str, Ref], ...] = ()
+    recompute: Recompute | None = None
+    replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:

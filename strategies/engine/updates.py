@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
-from strategies.engine.program import Compute, Instruction, Program, Redistribute
+from strategies.engine.program import Compute, Instruction, Program, used
 from strategies.errors import StrategyError
-from strategies.graph import Ref, Source, refs
+from strategies.graph import Source
 from strategies.layout import Layout
 
 Precision = Literal["fp32", "fp64", "bf16"]
@@ -169,7 +169,7 @@ def learning(program: Program) -> tuple[str, ...]:
     reached = {ref.id for ref in program.outputs}
     for instruction in reversed(program.instructions):
         if instruction.id in reached and not _stops(instruction):
-            reached.update(ref.id for ref in _operands(instruction))
+            reached.update(ref.id for ref in used(instruction))
     found = {source.name for source in program.sources if source.trainable and source.id in reached}
     return tuple(name for name in _in_order(program) if name in found)
 
@@ -180,12 +180,6 @@ def _in_order(program: Program) -> Iterable[str]:
 
 def _stops(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and instruction.target.startswith("aten.detach")
-
-
-def _operands(instruction: Instruction) -> Iterable[Ref]:
-    if isinstance(instruction, Redistribute):
-        return (instruction.value,)
-    return refs((instruction.args, dict(instruction.kwargs)))
 
 
 def local_elements(program: Program, source: Source) -> int:

@@ -1,0 +1,98 @@
+"""What one rank stores between forward and backward, and what its program sends: counted by running the program once on
+tensors that have shapes and no numbers.
+
+Invariant: the rank's real module is run, so what autograd saves, what recomputed modules keep and where their second run
+ends are what they will be in training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.partition import build
+from strategies.engine.program import Program
+from strategies.redistribution import LOCAL, Step
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of one micro-batch. `activations`: bytes that are stored when forward is done. `sent`: bytes that the busiest rank
+    sends, by collective."""
+
+    activations: int
+    sent: dict[str, int]
+
+
+class _Shaped(Communicator):
+    """Collectives that return tensors of the right shape and count what the busiest rank would send."""
+
+    def _step(self, step: Step) -> Carrier:
+        if step.kind in LOCAL:
+            return super()._step(step)
+        shape, elements = step.after.local_shape(step.shape, self.mesh), step.busiest(self.mesh)
+
+        def run(tensor: Tensor) -> Tensor:
+            self.count(step.kind, elements, tensor)
+            return tensor.new_empty(shape)
+
+        return run
+
+
+class Saved:
+    """The distinct storages that autograd has saved, without those of `others`."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        self._others = {tensor.untyped_storage()._cdata: tensor for tensor in others}
+        self._found: dict[int, Tensor] = {}
+
+    def add(self, tensor: Tensor) -> Tensor:
+        number = tensor.untyped_storage()._cdata
+        if number not in self._others:
+            self._found.setdefault(number, tensor.detach())
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+
+
+@contextmanager
+def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
+    """Counts what autograd saves inside; what it has saved stays alive with the count."""
+    saved = Saved(others)
+    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+        yield saved
+
+
+def trace(program: Program, device: str) -> Traced:
+    """Forward and backward of one micro-batch on the first rank, without computing anything."""
+    communicator = _Shaped(program.mesh, 0)
+    with FakeTensorMode():
+        shaped = {source.id: _empty(program, source.id, device) for source in program.sources}
+        tensors: dict[str, Tensor] = {}
+        for source in program.sources:
+            own = shaped[source.id]
+            if source.kind == "parameter":
+                own = nn.Parameter(own, requires_grad=source.trainable)
+            tensors[source.name] = own
+        inputs = [tensors.pop(source.name) for source in program.sources if source.kind == "input"]
+        module: Callable[..., Tensor] = build(program, tensors, communicator, device)
+        with saved_tensors([*tensors.values(), *inputs]) as saved:
+            loss = module(*inputs, *([0] if program.random else []))
+        stored = saved.bytes
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Traced(stored, dict(Counter(communicator.sent)))
+
+
+def _empty(program: Program, id: str, device: str) -> Tensor:
+    source = next(source for source in program.sources if source.id == id)
+    shape = program.layouts[id].local_shape(source.spec.shape, program.mesh)
+    return torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=device)
