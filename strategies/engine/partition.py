@@ -21,7 +21,7 @@ from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.compiled import opaque
 from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute, used
-from strategies.engine.recompute import Hold, keeping, keeping_carrier, kept_instructions, recomputing
+from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
 from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
@@ -44,18 +44,18 @@ class _Redistribution(torch.autograd.Function):
 
 
 def edge(
-    instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool | None = None
+    instruction: Redistribute, communicator: Communicator, compiled: bool = False, part: Part | None = None
 ) -> Edge:
     """The function that carries a value to its use, named after what it does so that generated code can be read.
-    `kept`: in a recomputed module it is carried out once; true if its result is needed again."""
+    `part` is what it is of a recomputed module that keeps some results."""
 
     def carrier(steps: Chain) -> Carrier:
         found = communicator.carrier(steps)
         return opaque(found, steps, communicator.mesh) if compiled else found
 
     forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
-    if kept is not None:
-        forward = keeping_carrier(forward, kept)
+    if part is not None and part.kept:
+        forward = carried_once(forward)
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
@@ -66,6 +66,8 @@ def edge(
         def redistribute(tensor: Tensor) -> Tensor:
             return forward(tensor.detach())
 
+    if part is not None:
+        redistribute = watched(redistribute, part, "")
     text = " then ".join(map(str, instruction.forward)) or "keep"
     redistribute.__name__ = redistribute.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
     redistribute.__module__ = "redistribute"
@@ -108,7 +110,7 @@ class _Tree:
             for ref in used(instruction):
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
-        self.kept = kept_instructions(program)
+        self.parts = parts_of(program)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
         outputs = [*program.outputs, *(value for _, value in program.updates)]
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
@@ -175,7 +177,7 @@ class _Tree:
                 recomputed or region,
             )
             if region:
-                child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed])
+                child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed], self.parts)
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:
@@ -204,7 +206,7 @@ class _Tree:
         if isinstance(instruction, Redistribute):
             node = graph.create_node(
                 "call_function",
-                edge(instruction, self.communicator, self.compiled, self.kept.get(instruction.id)),
+                edge(instruction, self.communicator, self.compiled, self.parts.get(instruction.id)),
                 (value(instruction.value),),
                 {},
                 instruction.id,
@@ -213,9 +215,9 @@ class _Tree:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
             function = resolve(instruction.target)
-            if instruction.id in self.kept:
+            if instruction.id in self.parts:
                 name = "_".join(instruction.target.split(".")[:2])
-                function = keeping(function, self.kept[instruction.id], name)
+                function = watched(function, self.parts[instruction.id], name)
             node = graph.create_node("call_function", function, args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(

@@ -10,7 +10,8 @@ end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.engine.communicator import Carrier, Communicator
-from strategies.engine.program import Compute, Instruction, Program, used
+from strategies.engine.program import KEY, Compute, Instruction, Program, Redistribute, used
 from strategies.layout import Layout
 from strategies.redistribution import LOCAL, chain
 
@@ -60,9 +61,19 @@ def region_of(instruction: Instruction, program: Program) -> str | None:
     return next((path for path in around if path in chosen.modules), None)
 
 
-def kept_instructions(program: Program) -> dict[str, bool]:
-    """The instructions in regions that are carried out once only, by id, and whether one that is repeated needs their
-    results."""
+@dataclass(frozen=True)
+class Part:
+    """An instruction of a region, the values that it takes in the order of its arguments, whether it is carried out
+    once only, and whether it is a redistribution."""
+
+    id: str
+    takes: tuple[str, ...]
+    kept: bool
+    carries: bool
+
+
+def parts_of(program: Program) -> dict[str, Part]:
+    """The instructions of all regions by id, if any of them is carried out once only."""
     chosen = program.recompute
     if chosen is None:
         return {}
@@ -74,12 +85,17 @@ def kept_instructions(program: Program) -> dict[str, bool]:
         sent = any(step.kind not in LOCAL for step in instruction.forward)
         return sent and (chosen.keeps_communication or (instruction.operand < 0 and instruction.operator in operators))
 
-    inside = [instruction for instruction in program.instructions if region_of(instruction, program) is not None]
-    kept = {instruction.id: False for instruction in inside if keeps(instruction)}
-    for instruction in inside:
-        if instruction.id not in kept:
-            kept |= {ref.id: True for ref in used(instruction) if ref.id in kept}
-    return kept
+    found = {
+        instruction.id: Part(
+            instruction.id,
+            tuple(ref.id for ref in used(instruction) if ref != KEY),
+            keeps(instruction),
+            isinstance(instruction, Redistribute),
+        )
+        for instruction in program.instructions
+        if region_of(instruction, program) is not None
+    }
+    return found if any(part.kept for part in found.values()) else {}
 
 
 @dataclass
@@ -96,11 +112,22 @@ class _Result:
     def again(self, stored: dict[int, Tensor]) -> Tensor:
         if id(self) in stored:
             return stored[id(self)]
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
 
 
 def _result(tensor: Tensor) -> _Result:
     return _Result(tensor.detach(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or results of a call, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 class _Stored(torch.autograd.Function):
@@ -126,13 +153,21 @@ class _Enough(Exception):
 
 
 class _Region:
-    """One call of a unit, from its forward to the end of its backward."""
+    """One call of a unit, from its forward to the end of its backward.
 
-    def __init__(self, run: Callable[..., Any], holds: Sequence[Hold | None]) -> None:
-        self.run, self.holds = run, holds
+    The numbers of a kept result are needed if autograd saves them, or if an operator takes them that is repeated
+    because its own results, or tensors inside it, are needed. What is not needed is not stored.
+    """
+
+    def __init__(self, run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> None:
+        self.run, self.holds, self.parts = run, holds, parts
+        self.part: Part | None = None
+        self.taken: dict[int, str] = {}  # storage -> value, for what the part that runs takes
+        self.needed: set[str] = set()
+        self.returned: dict[str, list[_Result]] = {}  # by kept part
         self.wanted = 0
         self.results: list[tuple[list[_Result | Any], TreeSpec]] = []
-        self.by_storage: dict[int, list[_Result]] = {}
+        self.by_storage: dict[int, _Result] = {}
         self.position = -1  # of the kept result that the second run takes next; -1 in the first run
         self.again: dict[int, Tensor] = {}
 
@@ -141,7 +176,7 @@ class _Region:
             results = _within(self, self.run, inputs)
         if self.wanted:
             self._store(inputs)
-        self.by_storage = {}
+        self.by_storage, self.returned = {}, {}
         return results
 
     def _store(self, inputs: Sequence[Any]) -> None:
@@ -150,6 +185,7 @@ class _Region:
         self.shapes = [value.shape if isinstance(value, Tensor) else None for value in inputs]
         self.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.node = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
+        self._spread_need()
         self.kept = [one for flat, _ in self.results for one in flat if isinstance(one, _Result) and one.needed]
         self.kept_node = _store([one.tensor for one in self.kept if one.tensor is not None])
         for flat, _ in self.results:
@@ -164,10 +200,33 @@ class _Region:
             return hold.cut(value)
 
     def _number(self, tensor: Tensor) -> int:
-        for one in self.by_storage.get(_storage(tensor), ()):
-            one.needed = True
+        if self.parts:
+            self._need(_storage(tensor))
         self.wanted += 1
         return self.wanted - 1
+
+    def _need(self, storage: int) -> None:
+        """Autograd saves a tensor: one that the running part takes, or else one that is made inside it."""
+        if storage in self.by_storage:
+            self.by_storage[storage].needed = True
+        elif self.part is None:
+            self.needed |= self.parts.keys()
+        elif storage in self.taken:
+            self.needed.add(self.taken[storage])
+        else:
+            self.needed.add(self.part.id)
+
+    def _spread_need(self) -> None:
+        """From what is needed to the kept results from which it is computed again."""
+        waiting, seen = list(self.needed), set(self.needed)
+        while waiting:
+            part = self.parts.get(waiting.pop())
+            if part is not None and part.kept:
+                for one in self.returned.get(part.id, ()):
+                    one.needed = True
+            elif part is not None:
+                waiting += [id for id in part.takes if id not in seen]
+                seen.update(part.takes)
 
     def _tensor(self, number: int) -> Tensor:
         if self.position < 0:
@@ -211,23 +270,27 @@ class _Region:
     def repeats(self) -> bool:
         return self.position >= 0
 
-    def keep(self, results: Any, needed: bool = False) -> None:
-        """Remember what a kept operator returned."""
+    def keep(self, results: Any) -> None:
+        """Remember what an operator of torch inside a kept part returned."""
         flat, spec = tree_flatten(results)
         remembered = [_result(one) if isinstance(one, Tensor) else one for one in flat]
         self.results.append((remembered, spec))
         for one in remembered:
-            if isinstance(one, _Result):
-                assert one.tensor is not None
-                one.needed = needed
-                self.by_storage.setdefault(_storage(one.tensor), []).append(one)
+            if isinstance(one, _Result) and one.tensor is not None:
+                self.by_storage[_storage(one.tensor)] = one
 
-    def need(self, results: Any) -> None:
-        """The numbers of these results are needed by operators that are repeated."""
-        for tensor in tree_flatten(results)[0]:
-            if isinstance(tensor, Tensor):
-                for one in self.by_storage.get(_storage(tensor), ()):
-                    one.needed = True
+    def carry_out(self, part: Part, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One part of the first run."""
+        self.part = part
+        self.taken = {_storage(one): id for one, id in zip(_tensors([args, kwargs]), part.takes, strict=True)}
+        try:
+            results = function(*args, **kwargs)
+        finally:
+            self.part, self.taken = None, {}
+        if part.kept:
+            found = (self.by_storage.get(_storage(tensor)) for tensor in _tensors(results))
+            self.returned[part.id] = [one for one in found if one is not None]
+        return results
 
     def take(self) -> Any:
         """What the next kept operator returned in the first run."""
@@ -267,25 +330,25 @@ class _Once(TorchDispatchMode):
         return results
 
 
-def keeping(function: Callable[..., Any], needed: bool, name: str) -> Callable[..., Any]:
-    """`function`, which a region does not repeat. `needed`: operators that are repeated use its results."""
+def watched(function: Callable[..., Any], part: Part, name: str) -> Callable[..., Any]:
+    """`function`, an operator or what carries a value, as the region carries it out that runs at the time."""
+    once = part.kept and not part.carries
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         region: _Region | None = getattr(_running, "region", None)
         if region is None:
             return function(*args, **kwargs)
-        with _Once(region):
-            results = function(*args, **kwargs)
-        if needed and not region.repeats:
-            region.need(results)
-        return results
+        with _Once(region) if once else nullcontext():
+            if region.repeats:
+                return function(*args, **kwargs)
+            return region.carry_out(part, function, args, kwargs)
 
-    kept.__name__ = kept.__qualname__ = name
-    kept.__module__ = "kept"
-    return kept
+    run.__name__ = run.__qualname__ = name
+    run.__module__ = "kept" if part.kept else "repeated"
+    return run
 
 
-def keeping_carrier(carrier: Carrier, needed: bool) -> Carrier:
+def carried_once(carrier: Carrier) -> Carrier:
     """`carrier`, which a region does not repeat."""
 
     def carry(tensor: Tensor) -> Tensor:
@@ -296,16 +359,18 @@ def keeping_carrier(carrier: Carrier, needed: bool) -> Carrier:
             found: Tensor = region.take()
             return found
         result = carrier(tensor)
-        region.keep(result, needed)
+        region.keep(result)
         return result
 
     return carry
 
 
-def recomputing(run: Callable[..., Any], holds: Sequence[Hold | None]) -> Callable[..., Any]:
-    """A unit's `forward` as a region; `holds` says how each of its inputs is stored."""
+def recomputing(
+    run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]
+) -> Callable[..., Any]:
+    """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored."""
 
     def forward(*inputs: Any) -> Any:
-        return _Region(run, holds).forward(inputs) if torch.is_grad_enabled() else run(*inputs)
+        return _Region(run, holds, parts).forward(inputs) if torch.is_grad_enabled() else run(*inputs)
 
     return forward
