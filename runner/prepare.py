@@ -240,7 +240,9 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         plan = make_plan(graph, request_of(config, world_size))
-        told = digest(graph.signature(), json.dumps({**plan.to_json(), "search": None, "recompute": None}))
+        deciding = plan.to_json() | {"search": None}
+        del deciding["recompute"]  # it changes no number
+        told = digest(graph.signature(), json.dumps(deciding))
     if evaluating is not None:
         evaluations, more = _evaluations(config, step, plan, evaluating, collate)
         values = more | values

@@ -126,9 +126,7 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(
-    program: Program, stage: int, accumulate: int = 1, traced: Traced | None = None
-) -> dict[str, int]:
+def communication(program: Program, stage: int, accumulate: int = 1, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
     micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients at stage 0."""
     total: Counter[str] = Counter()

@@ -83,7 +83,7 @@ class Plan:
             {name: layout_from_json(layout) for name, layout in data["inputs"].items()},
             {name: layout_from_json(layout) for name, layout in data["tensors"].items()},
             data["search"],
-            None if data["recompute"] is None else _recompute_from_json(data["recompute"]),
+            _recompute_from_json(data.get("recompute")),
         )
 
 
@@ -95,7 +95,7 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
     return Layout(tuple(tuple(dim) for dim in data["dims"]), frozenset(data["partial"]))
 
 
-def _recompute_from_json(data: Mapping[str, Any]) -> Recompute:
-    return Recompute(
-        tuple(data["modules"]), tuple(data["kept"]), data["keeps_communication"], data["slices_inputs"]
-    )
+def _recompute_from_json(data: Mapping[str, Any] | None) -> Recompute | None:
+    if data is None:
+        return None
+    return Recompute(tuple(data["modules"]), tuple(data["kept"]), data["keeps_communication"], data["slices_inputs"])

@@ -1,8 +1,8 @@
 """What one rank stores between forward and backward, and what its program sends: counted by running the program once on
 tensors that have shapes and no numbers.
 
-Invariant: the rank's real module is run, so what autograd saves, what recomputed modules keep and where their second run
-ends are what they will be in training.
+Invariant: the rank's real module is run, so what autograd saves, what recomputed modules keep and where their second
+run ends are what they will be in training.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from strategies.redistribution import LOCAL, Step
 
 @dataclass(frozen=True)
 class Traced:
-    """Of one micro-batch. `activations`: bytes that are stored when forward is done. `sent`: bytes that the busiest rank
-    sends, by collective."""
+    """Of one micro-batch. `activations`: bytes that are stored when forward is done. `sent`: bytes that the busiest
+    rank sends, by collective."""
 
     activations: int
     sent: dict[str, int]

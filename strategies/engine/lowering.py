@@ -87,7 +87,9 @@ class _Lowering:
             return {}
         found = {self.local[ref]: layout for ref, layout in self.layouts.items()}
         found |= {self.shared[key]: key[1] for key in self.shared}
-        axes = {ref: [a for a in layout.replica_axes(self.mesh) if a not in layout.partial] for ref, layout in found.items()}
+        axes = {
+            ref: [a for a in layout.replica_axes(self.mesh) if a not in layout.partial] for ref, layout in found.items()
+        }
         return {ref: self.mesh.sorted(names) for ref, names in axes.items() if names}
 
     def _planned(self, operator: Operator) -> OperatorPlan:

@@ -167,7 +167,7 @@ class _Region:
         self.returned: dict[str, list[_Result]] = {}  # by kept part
         self.wanted = 0
         self.results: list[tuple[list[_Result | Any], TreeSpec]] = []
-        self.by_storage: dict[int, _Result] = {}
+        self.by_storage: dict[int, list[_Result]] = {}
         self.position = -1  # of the kept result that the second run takes next; -1 in the first run
         self.again: dict[int, Tensor] = {}
 
@@ -182,7 +182,7 @@ class _Region:
     def _store(self, inputs: Sequence[Any]) -> None:
         self.plain = [None if isinstance(value, Tensor) else value for value in inputs]
         self.learning = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
-        self.shapes = [value.shape if isinstance(value, Tensor) else None for value in inputs]
+        self.shapes = {i: value.shape for i, value in enumerate(inputs) if isinstance(value, Tensor)}
         self.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.node = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
         self._spread_need()
@@ -208,7 +208,8 @@ class _Region:
     def _need(self, storage: int) -> None:
         """Autograd saves a tensor: one that the running part takes, or else one that is made inside it."""
         if storage in self.by_storage:
-            self.by_storage[storage].needed = True
+            for one in self.by_storage[storage]:  # several, where an operator writes into what another one made
+                one.needed = True
         elif self.part is None:
             self.needed |= self.parts.keys()
         elif storage in self.taken:
@@ -277,7 +278,7 @@ class _Region:
         self.results.append((remembered, spec))
         for one in remembered:
             if isinstance(one, _Result) and one.tensor is not None:
-                self.by_storage[_storage(one.tensor)] = one
+                self.by_storage.setdefault(_storage(one.tensor), []).append(one)
 
     def carry_out(self, part: Part, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One part of the first run."""
@@ -288,8 +289,8 @@ class _Region:
         finally:
             self.part, self.taken = None, {}
         if part.kept:
-            found = (self.by_storage.get(_storage(tensor)) for tensor in _tensors(results))
-            self.returned[part.id] = [one for one in found if one is not None]
+            found = [self.by_storage.get(_storage(tensor), []) for tensor in _tensors(results)]
+            self.returned[part.id] = [one for same in found for one in same]
         return results
 
     def take(self) -> Any:
@@ -312,12 +313,12 @@ def _storage(tensor: Tensor) -> int:
     return number
 
 
-class _Once(TorchDispatchMode):
+class _Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, operators of torch are carried out in a region's first run only. What only
     looks at a tensor (views, its device) is always carried out: it costs nothing."""
 
     def __init__(self, region: _Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.region = region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -365,9 +366,7 @@ def carried_once(carrier: Carrier) -> Carrier:
     return carry
 
 
-def recomputing(
-    run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]
-) -> Callable[..., Any]:
+def recomputing(run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> Callable[..., Any]:
     """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored."""
 
     def forward(*inputs: Any) -> Any:
