@@ -7,18 +7,18 @@ run ends are what they will be in training.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.partition import build
 from strategies.engine.program import Program
+from strategies.graph import Source
 from strategies.redistribution import LOCAL, Step
 
 
@@ -41,7 +41,7 @@ class _Shaped(Communicator):
 
         def run(tensor: Tensor) -> Tensor:
             self.count(step.kind, elements, tensor)
-            return tensor.new_empty(shape)
+            return tensor.new_zeros(shape)
 
         return run
 
@@ -73,27 +73,31 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 def trace(program: Program, device: str) -> Traced:
-    """Forward and backward of one micro-batch on the first rank, without computing anything."""
+    """Forward and backward of one micro-batch on the first rank. A model whose shapes depend on numbers (how many tokens
+    an expert gets) is computed after all, on zeros."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
+    try:
+        with FakeTensorMode():
+            return _traced(program, device)
+    except DataDependentOutputException:
+        return _traced(program, device)
+
+
+def _traced(program: Program, device: str) -> Traced:
     communicator = _Shaped(program.mesh, 0)
-    with FakeTensorMode():
-        shaped = {source.id: _empty(program, source.id, device) for source in program.sources}
-        tensors: dict[str, Tensor] = {}
-        for source in program.sources:
-            own = shaped[source.id]
-            if source.kind == "parameter":
-                own = nn.Parameter(own, requires_grad=source.trainable)
-            tensors[source.name] = own
-        inputs = [tensors.pop(source.name) for source in program.sources if source.kind == "input"]
-        module: Callable[..., Tensor] = build(program, tensors, communicator, device)
-        with saved_tensors([*tensors.values(), *inputs]) as saved:
-            loss = module(*inputs, *([0] if program.random else []))
-        stored = saved.bytes
-        loss.backward()  # type: ignore[no-untyped-call]
-    return Traced(stored, dict(Counter(communicator.sent)))
+    tensors: dict[str, Tensor] = {}
+    for source in program.sources:
+        own = _zeros(program, source, device)
+        tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
+    inputs = [tensors.pop(source.name) for source in program.sources if source.kind == "input"]
+    module: Callable[..., Tensor] = build(program, tensors, communicator, device)
+    with saved_tensors([*tensors.values(), *inputs]) as saved:
+        loss = module(*inputs, *([0] if program.random else []))
+    stored = saved.bytes
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Traced(stored, dict(communicator.sent))
 
 
-def _empty(program: Program, id: str, device: str) -> Tensor:
-    source = next(source for source in program.sources if source.id == id)
-    shape = program.layouts[id].local_shape(source.spec.shape, program.mesh)
-    return torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=device)
+def _zeros(program: Program, source: Source, device: str) -> Tensor:
+    shape = program.layouts[source.id].local_shape(source.spec.shape, program.mesh)
+    return torch.zeros(shape, dtype=getattr(torch, source.spec.dtype), device=device)

@@ -39,7 +39,7 @@ class Hold:
     """To a part and back, by the number of elements."""
 
     def cut(self, tensor: Tensor) -> Tensor:
-        return self._both(tensor.numel())[0](tensor.reshape(-1))
+        return self._both(tensor.numel())[0](tensor.reshape(-1)).clone()  # a view would keep all of it
 
     def joined(self, part: Tensor, shape: torch.Size) -> Tensor:
         return self._both(shape.numel())[1](part).view(shape)

@@ -263,7 +263,8 @@ def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     strategies = {
         "layers.*.attention.[qkv]_proj.matmul": columns, "layers.*.attention.o_proj.matmul": rows,
         "layers.*.feed_forward.up_proj.matmul": columns, "layers.*.feed_forward.down_proj.matmul": rows,
-        "layers.*": Wanted(((1, 1, 1), (1, 1, 1)), None),
+        "layers.*.add": Wanted(((1, 1, 1), (1, 1, 1)), None), "dropout": Wanted(((1, 1, 1),), None),
+        "layers.*.*_dropout": Wanted(((1, 1, 1),), None),
     }  # fmt: skip
     request = Request("auto", 2, strategies=strategies)
     plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *WAYS.values())]
