@@ -73,8 +73,8 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 def trace(program: Program, device: str) -> Traced:
-    """Forward and backward of one micro-batch on the first rank. A model whose shapes depend on numbers (how many tokens
-    an expert gets) is computed after all, on zeros."""
+    """Forward and backward of one micro-batch on the first rank. A model whose shapes depend on numbers (how many
+    tokens an expert gets) is computed after all, on zeros."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     try:
         with FakeTensorMode():
