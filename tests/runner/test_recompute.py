@@ -1,4 +1,4 @@
-"""parallel.recompute in a config: what is refused before anything starts, with the keys that clash and what to choose."""
+"""parallel.recompute in a config: what is refused before anything starts, and what it says to choose."""
 
 from __future__ import annotations
 
