@@ -114,6 +114,8 @@ def unknown(dotted: str) -> str:
     """What to say about a key that the config does not have."""
     parent, _, key = dotted.rpartition(".")
     known = keys(parent) if parent else ["recipe", *keys("")]
+    if key in known:
+        return f"{dotted} has no place, because {parent} was given as one value; give the keys of {parent} one by one."
     return f"{dotted} is not a config key.{allowed(key, known)}"
 
 

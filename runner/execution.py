@@ -106,7 +106,11 @@ def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str 
 def _axes_used(program: Program) -> list[tuple[str, ...]]:
     chains = [r.forward for r in program.redistributions]
     chains += [r.backward for r in program.redistributions if r.differentiable]
-    return list(dict.fromkeys(step.axes for steps in chains for step in steps if step.kind not in LOCAL))
+    return list(
+        dict.fromkeys(
+            [*(step.axes for steps in chains for step in steps if step.kind not in LOCAL), *program.replicas.values()]
+        )
+    )
 
 
 def _blocks(program: Program, rank: int) -> tuple[Block, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.schema import Config
+from runner.schema import Config, Recompute
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
@@ -33,7 +33,7 @@ from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
-from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted
+from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WEIGHTS = "initial.pt"
@@ -190,7 +190,15 @@ def request_of(config: Config, world_size: int) -> Request:
         {name: NamedMatrix(matrix.device_matrix, matrix.axes) for name, matrix in parallel.layouts.items()},
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
+        wanted_recompute(parallel.recompute),
     )
+
+
+def wanted_recompute(given: Recompute) -> WantedRecompute | None:
+    """The planner's request for recompute, from the config."""
+    if given.operators == "none":
+        return None
+    return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 
 
 def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
@@ -235,7 +243,9 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         plan = make_plan(graph, request_of(config, world_size))
-        told = digest(graph.signature(), json.dumps({**plan.to_json(), "search": None}))
+        deciding = plan.to_json() | {"search": None}
+        del deciding["recompute"]  # it changes no number
+        told = digest(graph.signature(), json.dumps(deciding))
     if evaluating is not None:
         evaluations, more = _evaluations(config, step, plan, evaluating, collate)
         values = more | values

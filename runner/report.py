@@ -42,6 +42,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         states=states,
         machine=machine,
         accumulate=config.train.accumulate,
+        device=prepared.device,
     )
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -80,7 +81,19 @@ def totals(content: dict[str, Any]) -> str:
     sent = ", ".join(f"{kind} {_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
     memory = ", ".join(f"{part} {_bytes(count)}" for part, count in content["memory"].items())
     cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
-    return f"sent per step and rank: {sent}\nmemory per rank: {memory}\nestimated time per step: {cost}"
+    lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
+    return "\n".join([*lines, *([recomputed(content["recompute"])] if content["recompute"] else [])])
+
+
+def recomputed(entry: dict[str, Any]) -> str:
+    """What is computed again, what is kept of it, and what that saves."""
+    kept = f", {len(entry['kept'])} operators in them kept" if entry["kept"] else ""
+    collectives = "collectives kept" if entry["keeps_communication"] else "collectives repeated"
+    return (
+        f"recomputed in backward: {', '.join(entry['modules'])}{kept}, {collectives}: "
+        f"{_bytes(entry['stored_bytes'])} stored between forward and backward instead of "
+        f"{_bytes(entry['stored_bytes_without'])}, {_bytes(entry['sent_again_bytes'])} sent again"
+    )
 
 
 def table(content: dict[str, Any]) -> str:

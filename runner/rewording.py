@@ -63,7 +63,7 @@ def _override(key: str, origins: Origins) -> str:
         return "a recipe is added with a plus: +recipe=NAME. `run recipes` lists the names."
     parent, _, _ = key.rpartition(".")
     text = unknown(key)
-    if "Allowed" not in text:
+    if "Allowed" not in text and "no place" not in text:
         text = f"{key} is not a config key; {parent} has no keys of its own."
     return text + origins.sentence([key])
 

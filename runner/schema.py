@@ -53,6 +53,7 @@ Verb = Literal["train", "plan", "verify", "explain"]
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Search = Literal["sharding_propagation"]
 DATASETS = ("data_parallel", "full_batch")
+RECOMPUTED = ("none", "full", "selective")
 LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
 
 
@@ -234,6 +235,50 @@ class CommFusion(Section):
         return self
 
 
+class Recompute(Section):
+    """What is computed again in backward instead of stored: none, full, selective (operators that are cheap to compute)
+    or a list of kinds of operators, inside `modules` (null: every repeated layer). Repeating collectives is up to
+    `communication` (null: with full they are repeated, else kept)."""
+
+    operators: Literal["none", "full", "selective"] | Annotated[tuple[Glob, ...], Field(min_length=1)]
+    modules: Annotated[tuple[Glob, ...], Field(min_length=1)] | None
+    communication: Literal["recompute", "keep"] | None
+    slice_inputs: StrictBool
+
+    @field_validator("operators", mode="before")
+    @classmethod
+    def _operators_known(cls, operators: Any) -> Any:
+        if operators == "auto":
+            raise refusal(
+                "parallel.recompute.operators = 'auto' (as much as a memory limit asks for) comes later; choose none, "
+                "full, selective or kinds of operators such as [gelu, layer_norm].",
+                "parallel.recompute.operators",
+            )
+        if isinstance(operators, str) and operators not in RECOMPUTED:
+            raise refusal(
+                f"parallel.recompute.operators = {operators!r} is not allowed.{allowed(operators, RECOMPUTED)} Or a "
+                "list of kinds of operators such as [gelu, layer_norm].",
+                "parallel.recompute.operators",
+            )
+        return operators
+
+    @model_validator(mode="after")
+    def _something_to_recompute(self) -> Recompute:
+        given = {
+            "modules": self.modules is not None,
+            "communication": self.communication is not None,
+            "slice_inputs": self.slice_inputs,
+        }
+        for name in (name for name, unused in given.items() if unused and self.operators == "none"):
+            raise refusal(
+                f"parallel.recompute.{name} is given but parallel.recompute.operators = 'none' would ignore it; choose "
+                f"full, selective or kinds of operators, or drop parallel.recompute.{name}.",
+                f"parallel.recompute.{name}",
+                "parallel.recompute.operators",
+            )
+        return self
+
+
 class Parallel(Section):
     mode: Mode
     search: Search
@@ -245,6 +290,7 @@ class Parallel(Section):
     zero: Zero
     comm_fusion: CommFusion
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    recompute: Recompute
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -266,6 +312,14 @@ class Parallel(Section):
                 "parallel.search",
             )
         return search
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute_in_short(cls, value: Any) -> Any:
+        """`recompute=full` says all there is to say."""
+        if not isinstance(value, str):
+            return value
+        return {"operators": value, "modules": None, "communication": None, "slice_inputs": False}
 
     @field_validator("strategies", mode="before")
     @classmethod
@@ -373,6 +427,18 @@ class Parallel(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _recompute_has_a_plan(self) -> Parallel:
+        if self.recompute.operators != "none" and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.recompute.operators = {_told(self.recompute.operators)} is a property of a plan, but "
+                f"parallel.mode = {self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto "
+                "(data_parallel with world_size=1 for one process), or parallel.recompute.operators=none.",
+                "parallel.recompute.operators",
+                "parallel.mode",
+            )
+        return self
+
     @property
     def _full_batch(self) -> bool:
         return self.dataset_strategy == "full_batch"
@@ -464,6 +530,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _compiled_or_recomputed(self) -> Config:
+        if self.train.compile and self.parallel.recompute.operators != "none":
+            raise refusal(
+                "train.compile = true cannot be combined with parallel.recompute.operators = "
+                f"{_told(self.parallel.recompute.operators)}: the compiler decides by itself what backward computes "
+                "again. Choose train.compile=false or parallel.recompute.operators=none.",
+                "train.compile",
+                "parallel.recompute.operators",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _zero_precision(self) -> Config:
         if self.train.precision == "fp64" and self.parallel.zero.stage:
             raise refusal(
@@ -500,6 +578,10 @@ class Config(Section):
         if known:
             check_counts(self.parallel.operands(), prod(known[0][1]))
         return self
+
+
+def _told(operators: str | tuple[str, ...]) -> str:
+    return repr(operators) if isinstance(operators, str) else str(list(operators))
 
 
 def _shown(shape: tuple[int, ...]) -> str:

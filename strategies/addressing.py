@@ -42,12 +42,12 @@ def matches(pattern: str, operator: Operator) -> str | None:
     number = operator.name.partition("@")[2]
     for address in addresses(operator):
         for name in (address, f"{address}@{number}") if number else (address,):
-            if _segments_match(pattern, name):
+            if segments_match(pattern, name):
                 return address
     return None
 
 
-def _segments_match(pattern: str, name: str) -> bool:
+def segments_match(pattern: str, name: str) -> bool:
     globs, words = pattern.split("."), name.split(".")
     return len(globs) == len(words) and all(fnmatchcase(word, glob) for glob, word in zip(globs, words, strict=True))
 
@@ -56,7 +56,7 @@ def in_module(pattern: str, operator: Operator) -> bool:
     """Whether `pattern` means the operator or a module around it."""
     words = operator.module.split(".") if operator.module else []
     around = [".".join(words[: i + 1]) for i in range(len(words))]
-    return matches(pattern, operator) is not None or any(_segments_match(pattern, module) for module in around)
+    return matches(pattern, operator) is not None or any(segments_match(pattern, module) for module in around)
 
 
 def configured(

@@ -4,8 +4,10 @@ program alone."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict, replace
 from typing import Any
 
+from strategies.cost.activations import Traced, trace
 from strategies.cost.estimate import Machine, memory, seconds
 from strategies.engine.buckets import predicted
 from strategies.engine.program import Program, Redistribute
@@ -24,13 +26,16 @@ def describe(
     states: float,
     machine: Machine,
     accumulate: int = 1,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """The content of plan.json. `stage` is the ZeRO stage, `states` the optimizer's states per parameter element,
-    `accumulate` the number of micro-batches of a step."""
+    `accumulate` the number of micro-batches of a step, `device` the kind on which it runs."""
     by_operator: dict[str, list[Redistribute]] = {}
     for redistribution in program.redistributions:
         by_operator.setdefault(redistribution.operator, []).append(redistribution)
-    sent = communication(program, stage, accumulate)
+    again = None if program.recompute is None else trace(program, device)
+    sent = communication(program, stage, accumulate, again)
+    stored = None if again is None else again.activations
     return plan.to_json() | {
         "operators": [
             operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
@@ -50,8 +55,20 @@ def describe(
         },
         "cost": seconds(graph, plan, program, sent, machine, accumulate),
         "communication": sent,
-        "memory": memory(graph, plan, program, stage=stage, states=states),
+        "memory": memory(graph, plan, program, stage=stage, states=states, activations=stored),
+        "recompute": None if again is None else recompute_entry(plan, program, again, device),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
+    }
+
+
+def recompute_entry(plan: Plan, program: Program, traced: Traced, device: str) -> dict[str, Any]:
+    """What is computed again, and the bytes that a rank stores for one micro-batch with and without that."""
+    assert plan.recompute is not None
+    without = trace(replace(program, recompute=None, replicas={}), device)
+    return asdict(plan.recompute) | {
+        "stored_bytes": traced.activations,
+        "stored_bytes_without": without.activations,
+        "sent_again_bytes": sum(traced.sent.values()) - sum(without.sent.values()),
     }
 
 
@@ -109,11 +126,13 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(program: Program, stage: int, accumulate: int = 1) -> dict[str, int]:
+def communication(program: Program, stage: int, accumulate: int = 1, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
-    micro-batch, the loss, and gradients at stage 0."""
+    micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients at stage 0."""
     total: Counter[str] = Counter()
-    for redistribution in program.redistributions:
+    if traced is not None:
+        total.update({kind: accumulate * count for kind, count in traced.sent.items()})
+    for redistribution in program.redistributions if traced is None else ():
         chains = (
             (redistribution.forward, redistribution.backward)
             if redistribution.differentiable

@@ -7,7 +7,7 @@ Invariant: together with the operator graph it determines the program of every r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from strategies.layout import Layout
@@ -27,6 +27,18 @@ class OperatorPlan:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward instead of stored: the calls of `modules` (paths), except the operators `kept`
+    (plan names) and, with `keeps_communication`, collectives; their results are stored. With `slices_inputs` each rank
+    stores only its part of the modules' inputs that other ranks hold too."""
+
+    modules: tuple[str, ...]
+    kept: tuple[str, ...]
+    keeps_communication: bool
+    slices_inputs: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """`operators` by plan name, `inputs` by batch entry, `tensors` (parameters, buffers, constants) by full name."""
 
@@ -35,6 +47,7 @@ class Plan:
     inputs: Mapping[str, Layout]
     tensors: Mapping[str, Layout]
     search: Mapping[str, Any] = field(default_factory=dict)
+    recompute: Recompute | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What is needed to read the plan again; reports add what follows from it."""
@@ -51,6 +64,7 @@ class Plan:
             "inputs": {name: layout_to_json(layout) for name, layout in self.inputs.items()},
             "tensors": {name: layout_to_json(layout) for name, layout in self.tensors.items()},
             "search": dict(self.search),
+            "recompute": None if self.recompute is None else asdict(self.recompute),
         }
 
     @staticmethod
@@ -69,6 +83,7 @@ class Plan:
             {name: layout_from_json(layout) for name, layout in data["inputs"].items()},
             {name: layout_from_json(layout) for name, layout in data["tensors"].items()},
             data["search"],
+            _recompute_from_json(data.get("recompute")),
         )
 
 
@@ -78,3 +93,9 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 def layout_from_json(data: Mapping[str, Any]) -> Layout:
     return Layout(tuple(tuple(dim) for dim in data["dims"]), frozenset(data["partial"]))
+
+
+def _recompute_from_json(data: Mapping[str, Any] | None) -> Recompute | None:
+    if data is None:
+        return None
+    return Recompute(tuple(data["modules"]), tuple(data["kept"]), data["keeps_communication"], data["slices_inputs"])

@@ -14,6 +14,7 @@ from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.meshing import Axes, Meshing, merged, meshing
 from strategies.plan import OperatorPlan, Origin, Plan
+from strategies.recompute import recomputed
 from strategies.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
@@ -67,7 +68,10 @@ class _Planning:
             "cost": None,
             "lower_bound": None,
         }
-        return merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
+        wanted = self.request.recompute
+        recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
+        return replace(plan, recompute=recompute)
 
     def _operator(self, id: str) -> Operator:
         node = self.graph.by_id[id]

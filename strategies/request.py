@@ -56,6 +56,18 @@ class NamedMatrix:
 
 
 @dataclass(frozen=True)
+class WantedRecompute:
+    """What to compute again in backward: all operators (`full`), the cheap ones (`selective`) or some kinds, inside
+    `modules` (globs; None: every repeated layer). `communication` says whether collectives are repeated; None leaves it
+    to `operators`: with full they are, else what they returned is stored."""
+
+    operators: Literal["full", "selective"] | tuple[str, ...]
+    modules: tuple[str, ...] | None = None
+    communication: Literal["recompute", "keep"] | None = None
+    slice_inputs: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs."""
 
@@ -67,6 +79,7 @@ class Request:
     layouts: Mapping[str, NamedMatrix] = field(default_factory=dict)
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
+    recompute: WantedRecompute | None = None
 
 
 def check(request: Request) -> None:

@@ -48,11 +48,13 @@ def seconds(
     return {"compute": compute, "communication": communication, "total": compute + communication}
 
 
-def memory(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, states: float) -> dict[str, int]:
+def memory(
+    graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, states: float, activations: int | None = None
+) -> dict[str, int]:
     """Bytes per rank by part: parameters, gradients, optimizer states (ZeRO-aware) and the activations that backward
     may need.
 
-    `states` are the optimizer's states per parameter element.
+    `states` are the optimizer's states per parameter element; `activations` are counted bytes, None for all results.
     """
     parts = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for source in graph.of_kind("parameter"):
@@ -63,11 +65,13 @@ def memory(graph: OperatorGraph, plan: Plan, program: Program, *, stage: int, st
         if source.trainable:
             parts["gradients"] += local // (replicas if stage >= 2 else 1)
             parts["optimizer"] += int(local * states) // (replicas if stage >= 1 else 1)
-    parts["activations"] = sum(
-        _bytes(graph, plan, operator.id, index)
-        for operator in graph.operators
-        for index in range(len(operator.results))
-    )
+    if activations is None:
+        activations = sum(
+            _bytes(graph, plan, operator.id, index)
+            for operator in graph.operators
+            for index in range(len(operator.results))
+        )
+    parts["activations"] = activations
     return parts | {"total": sum(parts.values())}
 
 

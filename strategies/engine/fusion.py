@@ -35,7 +35,10 @@ class _Group:
 
 def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
     """`program` with redistributions joined, as long as no call takes more than `sizes` bytes of its kind of collective
-    from a rank. Kinds that `sizes` does not name are left alone."""
+    from a rank. Kinds that `sizes` does not name are left alone, and so is a program that recomputes modules: what runs
+    again in backward would be joined with what does not."""
+    if program.recompute is not None:
+        return program
     groups: list[_Group] = []
     open_: dict[Kind, _Group] = {}
     placed = {source.id: -1 for source in program.sources}

@@ -77,7 +77,20 @@ class _Lowering:
             self.random > 0,
             loss_axes,
             updates,
+            self.plan.recompute,
+            self._replicas(),
         )
+
+    def _replicas(self) -> dict[Ref, tuple[str, ...]]:
+        """Over which axes ranks hold the same of a value, where the plan slices what recomputed modules store."""
+        if self.plan.recompute is None or not self.plan.recompute.slices_inputs:
+            return {}
+        found = {self.local[ref]: layout for ref, layout in self.layouts.items()}
+        found |= {self.shared[key]: key[1] for key in self.shared}
+        axes = {
+            ref: [a for a in layout.replica_axes(self.mesh) if a not in layout.partial] for ref, layout in found.items()
+        }
+        return {ref: self.mesh.sorted(names) for ref, names in axes.items() if names}
 
     def _planned(self, operator: Operator) -> OperatorPlan:
         return self.plan.operators[operator.name]

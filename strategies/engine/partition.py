@@ -21,6 +21,7 @@ from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator
 from strategies.engine.compiled import opaque, opaque_all
 from strategies.engine.program import KEY, Fused, Instruction, Program, RankValue, Redistribute
+from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
 from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
@@ -42,14 +43,19 @@ class _Redistribution(torch.autograd.Function):
         return ctx.carrier(gradient), None, None, None
 
 
-def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False) -> Edge:
-    """The function that carries a value to its use, named after what it does so that generated code can be read."""
+def edge(
+    instruction: Redistribute, communicator: Communicator, compiled: bool = False, part: Part | None = None
+) -> Edge:
+    """The function that carries a value to its use, named after what it does so that generated code can be read.
+    `part` is what it is of a recomputed module that keeps some results."""
 
     def carrier(steps: Chain) -> Carrier:
         found = communicator.carrier(steps)
         return opaque(found, steps, communicator.mesh) if compiled else found
 
     forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
+    if part is not None and part.kept:
+        forward = carried_once(forward)
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
@@ -60,6 +66,8 @@ def edge(instruction: Redistribute, communicator: Communicator, compiled: bool =
         def redistribute(tensor: Tensor) -> Tensor:
             return forward(tensor.detach())
 
+    if part is not None:
+        redistribute = watched(redistribute, part, "")
     return _named(redistribute, instruction.forward)
 
 
@@ -145,9 +153,10 @@ class _Tree:
             for ref in instruction.operands:
                 if ref.id in self.users:
                     self.users[ref.id].append(instruction.id)
+        self.parts = parts_of(program)
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
         outputs = [*program.outputs, *(value for _, value in program.updates)]
-        self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "")
+        self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
         if program.updates:
             self._store()
@@ -170,6 +179,7 @@ class _Tree:
         outputs: Sequence[Ref],
         name: str,
         path: str,
+        recomputed: bool,
     ) -> fx.GraphModule:
         graph, module = fx.Graph(), nn.Module()
         values: dict[Ref, fx.Node] = {}
@@ -199,6 +209,7 @@ class _Tree:
             )
             results = self._results(part, inside, outputs)
             child_name = self._fresh(key, seen)
+            region = not recomputed and self._recomputed(part[0], depth)
             child = self._unit(
                 part,
                 depth + 1,
@@ -206,7 +217,10 @@ class _Tree:
                 results,
                 re.sub(r"\W", "_", child_name),
                 f"{path}.{child_name}".strip("."),
+                recomputed or region,
             )
+            if region:
+                child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed], self.parts)
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:
@@ -219,13 +233,23 @@ class _Tree:
         graph.output(found[0] if len(found) == 1 else tuple(found))
         return fx.GraphModule(module, graph, name)
 
+    def _recomputed(self, instruction: Instruction, depth: int) -> bool:
+        """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
+        chosen = self.program.recompute
+        return chosen is not None and ".".join(self.paths[instruction.id][: depth + 1]) in chosen.modules
+
+    def _hold(self, ref: Ref) -> Hold | None:
+        """How a recomputed module stores an input: each rank its part, where others hold the same."""
+        axes = self.program.replicas.get(ref, ())
+        return Hold(axes, self.communicator) if axes else None
+
     def _emit(
         self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]
     ) -> None:
         if isinstance(instruction, Redistribute):
             node = graph.create_node(
                 "call_function",
-                edge(instruction, self.communicator, self.compiled),
+                edge(instruction, self.communicator, self.compiled, self.parts.get(instruction.id)),
                 (value(instruction.value),),
                 {},
                 instruction.id,
@@ -241,7 +265,11 @@ class _Tree:
         else:
             local = lambda leaf: self._local(leaf, value)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
-            node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
+            function = resolve(instruction.target)
+            if instruction.id in self.parts:
+                name = "_".join(instruction.target.split(".")[:2])
+                function = watched(function, self.parts[instruction.id], name)
+            node = graph.create_node("call_function", function, args, kwargs, instruction.id)
             if instruction.multiple:
                 for user in dict.fromkeys(
                     ref for i in self.program.instructions for ref in i.operands if ref.id == instruction.id

@@ -7,13 +7,15 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from strategies.graph import Ref, Source, TensorSpec, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
+from strategies.plan import Recompute
 from strategies.redistribution import LOCAL, Chain
 
 KEY = Ref("random_key")
@@ -107,7 +109,8 @@ class Program:
     """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
-    instructions are done."""
+    instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
+    hold the same of a value, for the values whose stored copies are to be sliced."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -119,6 +122,8 @@ class Program:
     random: bool
     loss_axes: tuple[str, ...] = ()
     updates: tuple[tuple[str, Ref], ...] = ()
+    recompute: Recompute | None = None
+    replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:

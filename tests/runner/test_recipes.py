@@ -17,6 +17,7 @@ NAMES = [
     "ffn_fused",
     "gpt",
     "gpt_padded",
+    "gpt_recompute",
     "hf_gpt2",
     "hf_llama",
     "hybrid_matmul",

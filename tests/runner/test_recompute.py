@@ -1,0 +1,35 @@
+"""parallel.recompute in a config: what is refused before anything starts, and what it says to choose."""
+
+from __future__ import annotations
+
+import pytest
+
+GPT = "+recipe=gpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["parallel.recompute=auto"], "'auto' (as much as a memory limit asks for) comes later; choose none, full"),
+        (["parallel.recompute=ful"], "parallel.recompute.operators = 'ful' is not allowed."),
+        (["parallel.recompute.slice_inputs=true"], "parallel.recompute.operators = 'none' would ignore it"),
+        (
+            ["parallel.recompute=full", "train.compile=true"],
+            "Choose train.compile=false or parallel.recompute.operators",
+        ),
+        (
+            ["parallel.recompute=full", "parallel.recompute.slice_inputs=true"],
+            "give the keys of parallel.recompute one",
+        ),
+    ],
+)
+def test_what_clashes_is_refused(command, words, text):
+    done = command("plan", GPT, *words)
+    assert done.code == 2
+    assert text in done.err
+
+
+def test_a_module_that_runs_as_it_is_has_no_plan_to_recompute(command):
+    done = command("plan", "+recipe=hybrid_matmul", "parallel.recompute=full")
+    assert done.code == 2
+    assert "parallel.mode = 'hybrid' runs the module as it is; choose data_parallel" in done.err

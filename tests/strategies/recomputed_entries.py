@@ -1,0 +1,74 @@
+"""What real ranks run for the tests of recomputed modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.cost.activations import saved_tensors, trace
+from strategies.engine import weights
+from strategies.engine.communicator import Communicator
+from strategies.engine.lowering import lower
+from strategies.engine.partition import build
+from strategies.engine.program import Options
+from strategies.engine.simulate import shard
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.redistribution import LOCAL
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with one plan per way to recompute, the file with its weights, and one batch by entry name."""
+
+    graph: OperatorGraph
+    plans: list[Plan]
+    file: Path
+    batch: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One step on one rank: loss and local gradients, bytes stored between forward and backward, bytes sent, and both
+    as they were predicted for the first rank."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    stored: int
+    sent: dict[str, int]
+    predicted_stored: int
+    predicted_sent: dict[str, int]
+
+
+def steps(rank: Any, case: Case) -> list[list[Ran]]:
+    """Per plan what every rank found."""
+    return [_gather(_step(case, plan, rank.rank)) for plan in case.plans]
+
+
+def _step(case: Case, plan: Plan, rank: int) -> Ran:
+    program = lower(case.graph, plan, Options(exact=True, partial_loss=True))
+    chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
+    used = [*(step.axes for chain in chains for step in chain if step.kind not in LOCAL), *program.replicas.values()]
+    communicator = Communicator(program.mesh, rank, used)
+    tensors = weights.read_slices(case.file, program, rank, "cpu")
+    module = build(program, tensors, communicator, "cpu")
+    inputs = [source for source in program.sources if source.kind == "input"]
+    entries = [shard(case.batch[one.name], program.layouts[one.id], program.mesh)[rank] for one in inputs]
+    with saved_tensors([*tensors.values(), *entries]) as saved:
+        loss = module(*entries, 11)
+    stored = saved.bytes
+    del saved
+    loss.backward()
+    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    predicted = trace(program, "cpu")
+    return Ran(loss.item(), gradients, stored, dict(communicator.sent), predicted.activations, predicted.sent)
+
+
+def _gather(value: Any) -> list[Any]:
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, value)
+    return received
