@@ -9,7 +9,7 @@ clipping is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
+from strategies.engine.offload import Moved
 from strategies.engine.program import Program
 from strategies.engine.updates import (
     Groups,
@@ -225,6 +226,10 @@ class BucketedUpdates:
             found = {key: entries[name] for key, entries in state.sliced.items() if key != "master" and name in entries}
             found |= state.plain["other"].get(name, {})
             self._optimizer.state[holder] = {key: placed(value, holder) for key, value in found.items()}
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        return {}
 
     def close(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

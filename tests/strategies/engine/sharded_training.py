@@ -7,8 +7,10 @@ takes time.
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from strategies.capture import Objective, capture
 from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import predicted
 from strategies.engine.lowering import lower
+from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.partition import build
 from strategies.engine.program import Options, Program
 from strategies.engine.simulate import assemble, shard
@@ -99,6 +102,7 @@ class Case:
     precision: str = "fp32"
     accumulate: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    offload: Offload = NOTHING
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Result:
     predicted: int
     replicas_equal: bool
     evaluated: list[Tensor] = field(default_factory=list)
+    moved: dict[str, Moved] = field(default_factory=dict)
+    on_disk: int = 0
 
 
 def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
@@ -133,11 +139,11 @@ def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2
     return net, Task(captured.graph, evaluation.graph, tensors, batches)
 
 
-def layers_task(steps: int = 3) -> Task:
+def layers_task(steps: int = 3, count: int = 8, width: int = 16, dtype: torch.dtype = torch.float32) -> Task:
     """`Layers` with a mean square loss; for evaluation its outputs."""
     torch.manual_seed(0)
-    net = Layers()
-    batches = [[(torch.randn(8, 16), torch.randn(8, 16))] for _ in range(steps)]
+    net = Layers(count, width).to(dtype)
+    batches = [[(torch.randn(8, width, dtype=dtype), torch.randn(8, width, dtype=dtype))] for _ in range(steps)]
     captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batches[0][0], training=True)
     evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)
     return Task(
@@ -298,6 +304,7 @@ class Setup:
             precision=case.precision,
             evaluation=evaluation,
             zero_options=case.options,
+            offload=case.offload,
         )
         self.scheduler = scheduler_of(self.updates.optimizer)
 
@@ -379,9 +386,18 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
         evaluated.append(setup.evaluate(micro_batches[0][0]))
     whole_gradients, same = setup.whole(gradients)
     weights, equal = setup.whole(setup.weights())
+    moved, on_disk = dict(setup.updates.moved), _on_disk(case.offload)
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)
-    return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated)
+    return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated, moved, on_disk)
+
+
+def _on_disk(offload: Offload) -> int:
+    """Bytes of the nameless files that this process has open in the folder for offloading."""
+    found = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    mine = [fd for fd in found if fd.is_symlink() and str(fd.readlink()).startswith(f"{offload.folder}/")]
+    assert all(str(fd.readlink()).endswith("(deleted)") for fd in mine)
+    return sum(fd.stat().st_blocks * 512 for fd in mine)
 
 
 def most_live(rank: Any, task: Task) -> tuple[int, int, bool]:
