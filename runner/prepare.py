@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from runner import huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
+from runner.offloading import check_modules
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
@@ -211,6 +212,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     step = objective(config, names)
     _check_training(config, step.model)
+    check_modules(config, step.model)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)

@@ -50,6 +50,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 Verb = Literal["train", "plan", "verify", "explain"]
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+Offloaded = Literal["none", "host", "disk"]
 Search = Literal["sharding_propagation"]
 DATASETS = ("data_parallel", "full_batch")
 LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
@@ -183,6 +184,57 @@ class Zero(Section):
     options: Arguments
 
 
+class ActivationOffload(Section):
+    to: Offloaded
+    modules: tuple[Glob, ...]
+    larger_than: Annotated[float, Field(ge=0, allow_inf_nan=False, description="MB.")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_out(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise refusal(
+                f"parallel.offload.activations = {value!r} is a section; write parallel.offload.activations.to={value}.",
+                "parallel.offload.activations",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _something_is_moved(self) -> ActivationOffload:
+        for name, value in (("modules", self.modules), ("larger_than", self.larger_than)):
+            if value and self.to == "none":
+                key = f"parallel.offload.activations.{name}"
+                raise refusal(
+                    f"{key} = {list(value) if isinstance(value, tuple) else value} is given but "
+                    "parallel.offload.activations.to = 'none' moves nothing; choose host or disk, or drop it.",
+                    key,
+                    "parallel.offload.activations.to",
+                )
+        return self
+
+
+class OffloadForm(Section):
+    optimizer: Offloaded
+    parameters: Offloaded
+    activations: ActivationOffload
+    folder: Annotated[str | None, Field(min_length=1)]
+
+    @property
+    def on_disk(self) -> bool:
+        return "disk" in (self.optimizer, self.parameters, self.activations.to)
+
+    @model_validator(mode="after")
+    def _folder_is_used(self) -> OffloadForm:
+        if self.folder is not None and not self.on_disk:
+            raise refusal(
+                f"parallel.offload.folder = {self.folder!r} is given but nothing of parallel.offload goes to a disk; "
+                "set optimizer, parameters or activations.to to disk, or drop the folder.",
+                "parallel.offload.folder",
+                "parallel.offload",
+            )
+        return self
+
+
 class Parallel(Section):
     mode: Mode
     search: Search
@@ -192,6 +244,7 @@ class Parallel(Section):
     set_data_parallel: tuple[Glob, ...]
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
     zero: Zero
+    offload: OffloadForm
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -295,6 +348,39 @@ class Parallel(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _offload_has_its_stage(self) -> Parallel:
+        """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
+        stage, moved = self.zero.stage, self.offload
+        needs = {
+            "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
+            "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
+        }
+        for name, (where, least) in needs.items():
+            if stage < least:
+                raise refusal(
+                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, and "
+                    f"parallel.zero.stage = {stage}; choose that stage or parallel.offload.{name}="
+                    f"{'host' if stage and name == 'optimizer' else 'none'}.",
+                    f"parallel.offload.{name}",
+                    "parallel.zero.stage",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_is_said_once(self) -> Parallel:
+        ways = {"offload_optimizer": "optimizer", "offload_param": "parameters", "sub_group_size": "optimizer"}
+        for option, name in ways.items():
+            where = getattr(self.offload, name)
+            if option in self.zero.options and where != "none" and (option != "sub_group_size" or where == "disk"):
+                raise refusal(
+                    f"parallel.zero.options.{option} and parallel.offload.{name} = {where!r} both say how to offload; "
+                    "keep one of them.",
+                    "parallel.zero.options",
+                    f"parallel.offload.{name}",
+                )
+        return self
+
     @property
     def _full_batch(self) -> bool:
         return self.dataset_strategy == "full_batch"
@@ -382,6 +468,18 @@ class Config(Section):
                 "runs the module as it is; choose another mode (data_parallel with world_size=1 for one process).",
                 "train.compile",
                 "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_offloaded(self) -> Config:
+        where = self.parallel.offload.activations.to
+        if self.train.compile and where != "none":
+            raise refusal(
+                "train.compile = true lets the compiler choose what is kept for backward, so "
+                f"parallel.offload.activations.to = {where!r} cannot take it away; drop one of them.",
+                "train.compile",
+                "parallel.offload.activations.to",
             )
         return self
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,19 +43,19 @@ class Disk:
         """Bytes that the file takes on the disk."""
         return os.fstat(self.file.fileno()).st_blocks * 512
 
-    def put(self, tensor: Tensor) -> Extent:
-        """Begin to write `tensor`, which must not change before `wait`."""
+    def put(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Extent:
+        """Begin to write `tensor`, which must not change before `wait`, once `after` has returned."""
         size = tensor.nbytes
         extent = Extent(self._free[size].pop() if self._free.get(size) else self._end, size)
         self._end = max(self._end, extent.offset + size)
-        self.put_again(extent, tensor)
+        self.put_again(extent, tensor, after)
         return extent
 
-    def put_again(self, extent: Extent, tensor: Tensor) -> None:
+    def put_again(self, extent: Extent, tensor: Tensor, after: Callable[[], object] | None = None) -> None:
         """Begin to write `tensor` over what is there; it has the same size."""
         self.wait(extent)
         self.written += extent.size
-        extent.writing = self._writer.submit(_write, self.file.fileno(), _bytes(tensor), extent.offset)
+        extent.writing = self._writer.submit(_write, self.file.fileno(), _bytes(tensor), extent.offset, after)
 
     def get(self, extent: Extent, into: Tensor) -> None:
         """Fill `into` with the first of the bytes that were put."""
@@ -83,13 +84,15 @@ class Disk:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = torch.empty(0, dtype=torch.uint8).set_(  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=torch.uint8).set_(
         tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (tensor.nbytes,), (1,)
     )
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy().data)
 
 
-def _write(file: int, content: memoryview, offset: int) -> None:
+def _write(file: int, content: memoryview, offset: int, after: Callable[[], object] | None) -> None:
+    if after is not None:
+        after()
     done = 0
     while done < len(content):
         done += os.pwrite(file, content[done:], offset + done)

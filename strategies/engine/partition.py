@@ -26,6 +26,8 @@ from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
 Edge = Callable[[Tensor], Tensor]
+MODULE = "module"
+"""Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 
 
 class _Redistribution(torch.autograd.Function):
@@ -164,6 +166,7 @@ class _Tree:
                 re.sub(r"\W", "_", child_name),
                 f"{path}.{child_name}".strip("."),
             )
+            child.meta[MODULE] = ".".join(part[0].path[: depth + 1])
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:

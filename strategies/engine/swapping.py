@@ -89,4 +89,3 @@ def keep_gradients(self: Any, parameter: Any, gradient_offsets: Any, gradient_te
     if info is not None:
         for tensor, offset in zip(gradient_tensors, gradient_offsets, strict=True):
             info.unswapped_gradients[offset] = tensor.clone()
-

@@ -119,6 +119,11 @@ class ZeroUpdates:
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
         )
         check_optimizer(optimizer, program, stage)
+        if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
+            raise StrategyError(
+                "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
+                "can write them; use parallel.offload.optimizer=host or another optimizer."
+            )
         if stage == 3 and evaluation is not None:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):

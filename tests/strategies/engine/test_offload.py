@@ -37,12 +37,24 @@ def results(training, ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "what", ["states on the host", "everything on the host", "states on a disk", "everything on a disk", "parameters on a disk"]
+    "what",
+    [
+        "states on the host",
+        "everything on the host",
+        "states on a disk",
+        "everything on a disk",
+        "parameters on a disk",
+    ],
 )
 def test_same_bits(results, what):
     plain, found = results["plain"], results[what]
     assert not isinstance(found, str), found
-    print(found.moved, found.on_disk, [a-b for a,b in zip(found.losses,plain.losses)], [a-b for a,b in zip(found.norms,plain.norms)])
+    print(
+        found.moved,
+        found.on_disk,
+        [a - b for a, b in zip(found.losses, plain.losses)],
+        [a - b for a, b in zip(found.norms, plain.norms)],
+    )
     assert found.losses == plain.losses
     assert found.norms == pytest.approx(plain.norms, rel=1e-6)
     for name, weight in plain.weights.items():
