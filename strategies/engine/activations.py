@@ -104,7 +104,7 @@ class _Away:
 
     def storage(self) -> torch.UntypedStorage:
         """It, back on the device; the same one as long as somebody still uses it."""
-        if self.returned is not None and not self.returned.expired():
+        if self.returned is not None and not self.returned.expired():  # type: ignore[no-untyped-call]
             return torch.UntypedStorage._new_with_weak_ptr(self.returned.cdata)
         content = self._fetched() if self.ahead is None else self.ahead
         self.ahead = None

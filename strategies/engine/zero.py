@@ -131,8 +131,8 @@ class ZeroUpdates:
         with _unrecognised(optimizer), _swapping_to(self._files):
             self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
+        self._check_swapped()
         if offload.optimizer == "disk":
-            self._check_swapped()
             swapper = self._zero.optimizer_swapper
             swapper._swap_out_gradients = partial(keep_gradients, swapper)
         if isinstance(optimizer, torch.optim.Adagrad):
@@ -170,12 +170,20 @@ class ZeroUpdates:
 
     def _check_swapped(self) -> None:
         """DeepSpeed would keep everything in memory without a word."""
-        if not any(self._swapped(index) for index in range(len(self._masters()))):
-            raise StrategyError(
-                "parallel.offload.optimizer = 'disk': every part of the optimizer that a rank holds is smaller than "
-                f"{SMALLEST_ON_DISK // 2**20} MiB (its weights in fp32), which DeepSpeed never writes. Use "
-                "parallel.offload.optimizer=host, or a larger model or fewer ranks."
-            )
+        located: list[Any] = list(self._parameters.values())
+        found = {
+            "optimizer": any(self._swapped(index) for index in range(len(self._masters()))),
+            "parameters": any(parameter.ds_tensor.final_location == "nvme" for parameter in located)
+            if self._offload.parameters == "disk"
+            else False,
+        }
+        for name, written in found.items():
+            if getattr(self._offload, name) == "disk" and not written:
+                raise StrategyError(
+                    f"parallel.offload.{name} = 'disk': DeepSpeed never writes pieces below {SMALLEST_ON_DISK // 2**20}"
+                    f" MiB, and all that this rank holds of the {name} are smaller. Use parallel.offload.{name}=host, "
+                    "a larger model, or fewer ranks."
+                )
 
     def _swapped(self, index: int) -> bool:
         """Whether a flat tensor and its states are on the disk between updates."""
