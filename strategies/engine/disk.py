@@ -74,6 +74,10 @@ class Disk:
             extent.writing.result()
             extent.writing = None
 
+    def flush(self) -> None:
+        """Until everything is written."""
+        self._writer.submit(int).result()
+
     def free(self, extent: Extent) -> None:
         """Let go of the space, which may be written anew at once."""
         self._free.setdefault(extent.size, []).append(extent.offset)
