@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from runner import eager
 from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of
+from runner.schema import Config
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
@@ -24,6 +25,7 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
+from strategies.engine.place import on_host, place
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
@@ -60,9 +62,12 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.graph is not None and prepared.plan is not None
-    program = lower(prepared.graph, prepared.plan, options_of(prepared.config))
+    program = placed(prepared.graph, prepared.config, lower(prepared.graph, prepared.plan, options_of(prepared.config)))
     options = evaluation_options(prepared.config)
-    evaluations = {rows: lower(one.graph, one.plan, options) for rows, one in prepared.evaluations.items()}
+    evaluations = {
+        rows: placed(one.graph, prepared.config, lower(one.graph, one.plan, options))
+        for rows, one in prepared.evaluations.items()
+    }
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
         used += _axes_used(evaluation)
@@ -89,6 +94,11 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
         return loss
 
     return Execution(program, communicator, module, forward, tensors, blocks, modules)
+
+
+def placed(graph: OperatorGraph, config: Config, program: Program) -> Program:
+    """`program`, with what `parallel.place` names on the host. An evaluation may lack some of it (the loss)."""
+    return place(program, on_host(graph, config.parallel.place, strict=False))
 
 
 def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:

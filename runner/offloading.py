@@ -70,8 +70,10 @@ def change(before: Mapping[str, Moved], after: Mapping[str, Moved]) -> dict[str,
 
 def told(moved: Mapping[str, Moved], offload: Offload) -> str:
     """One line for the end of a run: what rank 0 moved."""
-    parts = [
-        f"{kind} to {getattr(offload, kind)}: {one.out:,} bytes out, {one.back:,} back, at most {one.held:,} there"
-        for kind, one in moved.items()
-    ]
+    parts = []
+    for kind, one in moved.items():
+        what = "placed operators, host" if kind == "place" else f"{kind} to {getattr(offload, kind)}"
+        parts.append(f"{what}: {one.out:,} bytes out, {one.back:,} back")
+        if one.held:
+            parts[-1] += f", at most {one.held:,} there"
     return "offload (rank 0): " + "; ".join(parts)

@@ -27,6 +27,7 @@ from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
+from strategies.engine.place import on_host
 from strategies.engine.program import Options
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
@@ -233,6 +234,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     else:
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
+        on_host(graph, config.parallel.place)
         plan = make_plan(graph, request_of(config, world_size))
         told = digest(graph.signature(), json.dumps({**plan.to_json(), "search": None}))
     if evaluating is not None:

@@ -8,6 +8,7 @@ ties several keys together stands in the section that holds them, or in `Config`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -42,6 +43,14 @@ def _metric(name: str) -> str:
     return name if name == "accuracy" else _dotted(name)
 
 
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+
+
 Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 Arguments = dict[str, Any]
@@ -52,6 +61,8 @@ Verb = Literal["train", "plan", "verify", "explain"]
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Offloaded = Literal["none", "host", "disk"]
 Search = Literal["sharding_propagation"]
+NOTHING = {"set_data_parallel": "[]", "place": "{}"}
+"""How to drop a key of `parallel` that is not dropped by null."""
 DATASETS = ("data_parallel", "full_batch")
 LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
 
@@ -245,6 +256,7 @@ class Parallel(Section):
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
     zero: Zero
     offload: OffloadForm
+    place: dict[Glob, Literal["host"]]
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -271,6 +283,12 @@ class Parallel(Section):
     @classmethod
     def _strategies(cls, value: Any) -> dict[str, StrategyForm]:
         return read_strategies(value)
+
+    @field_validator("place", mode="before")
+    @classmethod
+    def _place_by_path(cls, value: Any) -> Any:
+        """`parallel.place.layers.0=host` on the command line builds nested keys."""
+        return dict(_flat("", value)) if isinstance(value, Mapping) else value
 
     @field_validator("dataset_strategy", mode="before")
     @classmethod
@@ -305,12 +323,14 @@ class Parallel(Section):
             "strategies": bool(self.strategies) and not searched,
             "set_data_parallel": bool(self.set_data_parallel) and not searched,
             "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
+            "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
         }
         for name, unused in given.items():
             if unused:
-                key, nothing = f"parallel.{name}", "[]" if name == "set_data_parallel" else "null"
+                key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
+                others = "data_parallel, semi_auto" if name == "place" else "semi_auto"
                 raise refusal(
-                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode semi_auto or "
+                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
                     f"auto, or drop it with {key}={nothing}.",
                     key,
                     "parallel.mode",
@@ -468,6 +488,17 @@ class Config(Section):
                 "runs the module as it is; choose another mode (data_parallel with world_size=1 for one process).",
                 "train.compile",
                 "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_placed(self) -> Config:
+        if self.train.compile and self.parallel.place:
+            raise refusal(
+                f"train.compile = true compiles for one device, but parallel.place = {self.parallel.place} runs parts "
+                "of the program on the host; drop one of them.",
+                "train.compile",
+                "parallel.place",
             )
         return self
 

@@ -32,6 +32,7 @@ from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
 from strategies.engine.offload import Moved
+from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
@@ -112,7 +113,8 @@ class Trainer:
     def _moved(self) -> dict[str, Moved]:
         """What was offloaded since the start, by kind."""
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
-        return {**self.updates.moved, **kept}
+        copied: Moved = getattr(self.execution.module, "meta", {}).get(COPIED, Moved())
+        return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""

@@ -136,7 +136,7 @@ def _reference(config: Config) -> Config:
     content["train"]["compile"] = False
     content["parallel"] |= {
         "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
-        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "dump_ir": False,
+        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "dump_ir": False, "place": {},
         "offload": {
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},

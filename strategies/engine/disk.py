@@ -32,7 +32,7 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115, it lives as long as this object
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)
         self.written = self.read = 0
         self._end = 0
         self._free: dict[int, list[int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strategies.engine.program import Compute, Program, RankValue, Redistribute
+from strategies.engine.program import Compute, Copy, Program, RankValue, Redistribute
 from strategies.graph import OperatorGraph, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -52,6 +52,9 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
     for instruction in program.instructions:
         if isinstance(instruction, Redistribute):
             lines += _redistribution(instruction, mesh, rank)
+        elif isinstance(instruction, Copy):
+            way, use = "host" if instruction.host else "device", instruction.operator or "an output"
+            lines.append(f"%{instruction.id} = copy_to_{way}({_word(instruction.value)})  for {use}")
         else:
             lines += _compute(instruction, graph, plan, mesh, rank)
     for name, axes in program.reductions.items():
@@ -80,7 +83,7 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
     arguments = _arguments(rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local))
     return [
         f"%{instruction.id} = {instruction.target}({arguments})",
-        f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}",
+        f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}{'  on the host' * instruction.host}",
     ]
 
 

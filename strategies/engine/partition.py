@@ -20,7 +20,9 @@ from torch import Tensor, fx, nn
 from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.compiled import opaque
-from strategies.engine.program import KEY, Instruction, Program, RankValue, Redistribute
+from strategies.engine.offload import Moved
+from strategies.engine.place import copier
+from strategies.engine.program import KEY, Copy, Instruction, Program, RankValue, Redistribute
 from strategies.graph import Ref, refs, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
@@ -28,6 +30,8 @@ from strategies.rules.registry import resolve
 Edge = Callable[[Tensor], Tensor]
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
+COPIED = "copied"
+"""Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `Moved`."""
 
 
 class _Redistribution(torch.autograd.Function):
@@ -94,7 +98,7 @@ class _Tree:
         compiled: bool,
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
-        self.compiled = compiled
+        self.compiled, self.copied = compiled, Moved()
         self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
@@ -108,6 +112,7 @@ class _Tree:
         outputs = [*program.outputs, *(value for _, value in program.updates)]
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "")
         self._restore_names()
+        self.root.meta[COPIED] = self.copied
         if program.updates:
             self._store()
 
@@ -190,8 +195,12 @@ class _Tree:
                 {},
                 instruction.id,
             )
+        elif isinstance(instruction, Copy):
+            copy = copier(instruction.host, self.device, self.copied)
+            node = graph.create_node("call_function", copy, (value(instruction.value),), {}, instruction.id)
         else:
-            local = lambda leaf: self._local(leaf, value)  # noqa: E731
+            device = torch.device("cpu") if instruction.host else self.device
+            local = lambda leaf: self._local(leaf, value, device)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
             node = graph.create_node("call_function", resolve(instruction.target), args, kwargs, instruction.id)
             if instruction.multiple:
@@ -205,12 +214,12 @@ class _Tree:
                 return
         values[Ref(instruction.id)] = node
 
-    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node]) -> Any:
+    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node], device: torch.device) -> Any:
         if isinstance(leaf, Ref):
             return value(leaf)
         if isinstance(leaf, RankValue):
             return leaf.of(self.program.mesh, self.communicator.rank)
-        return self.device if isinstance(leaf, torch.device) else leaf
+        return device if isinstance(leaf, torch.device) else leaf
 
     def _results(self, part: Sequence[Instruction], inside: set[str], outputs: Sequence[Ref]) -> list[Ref]:
         """What a unit hands on: values that are used outside, or are outputs of the unit around it."""
@@ -279,7 +288,7 @@ class _Tree:
 
 
 def _used(instruction: Instruction) -> tuple[Ref, ...]:
-    if isinstance(instruction, Redistribute):
+    if isinstance(instruction, (Redistribute, Copy)):
         return (instruction.value,)
     return tuple(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
 

@@ -33,7 +33,7 @@ class RankValue:
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
-    modules."""
+    modules; with `host` it runs on the CPU beside the device, where its operands are too."""
 
     id: str
     target: str
@@ -42,6 +42,7 @@ class Compute:
     operator: str
     path: tuple[str, ...]
     multiple: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,18 @@ class Redistribute:
     path: tuple[str, ...]
 
 
-Instruction = Compute | Redistribute
+@dataclass(frozen=True)
+class Copy:
+    """Copy `value` to the host, or else to the device, for `operator` (empty: an output); its gradient comes back."""
+
+    id: str
+    value: Ref
+    host: bool
+    operator: str
+    path: tuple[str, ...]
+
+
+Instruction = Compute | Redistribute | Copy
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strategies.engine.buffers import store
-from strategies.engine.program import KEY, Compute, Program, RankValue, Redistribute
+from strategies.engine.program import KEY, Compute, Copy, Program, RankValue, Redistribute
 from strategies.engine.slices import cut, padded, resized
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
@@ -160,6 +160,8 @@ class Simulation:
                     values[Ref(instruction.id)] = redistribute(instruction, self.mesh, tensors)
                 else:
                     values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
+            elif isinstance(instruction, Copy):
+                values[Ref(instruction.id)] = [tensor.clone() for tensor in values[instruction.value]]
             else:
                 self._compute(instruction, values)
         for rank in range(self.mesh.size):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import NOTHING, Moved, Offload
-from strategies.engine.program import Compute, Instruction, Program, Redistribute
+from strategies.engine.program import Compute, Copy, Instruction, Program, Redistribute
 from strategies.errors import StrategyError
 from strategies.graph import Ref, Source, refs
 from strategies.layout import Layout
@@ -190,7 +190,7 @@ def _stops(instruction: Instruction) -> bool:
 
 
 def _operands(instruction: Instruction) -> Iterable[Ref]:
-    if isinstance(instruction, Redistribute):
+    if isinstance(instruction, (Redistribute, Copy)):
         return (instruction.value,)
     return refs((instruction.args, dict(instruction.kwargs)))
 
