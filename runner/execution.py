@@ -16,16 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of
-from runner.schema import Config
+from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, objective, options_of
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
-from strategies.engine.lowering import lower
 from strategies.engine.partition import build
-from strategies.engine.place import on_host, place
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
@@ -62,11 +59,10 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.graph is not None and prepared.plan is not None
-    program = placed(prepared.graph, prepared.config, lower(prepared.graph, prepared.plan, options_of(prepared.config)))
+    program = lowered(prepared.graph, prepared.plan, prepared.config, options_of(prepared.config))
     options = evaluation_options(prepared.config)
     evaluations = {
-        rows: placed(one.graph, prepared.config, lower(one.graph, one.plan, options))
-        for rows, one in prepared.evaluations.items()
+        rows: lowered(one.graph, one.plan, prepared.config, options) for rows, one in prepared.evaluations.items()
     }
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
@@ -94,11 +90,6 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
         return loss
 
     return Execution(program, communicator, module, forward, tensors, blocks, modules)
-
-
-def placed(graph: OperatorGraph, config: Config, program: Program) -> Program:
-    """`program`, with what `parallel.place` names on the host. An evaluation may lack some of it (the loss)."""
-    return place(program, on_host(graph, config.parallel.place, strict=False))
 
 
 def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:

@@ -27,8 +27,9 @@ from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
-from strategies.engine.place import on_host
-from strategies.engine.program import Options
+from strategies.engine.lowering import lower
+from strategies.engine.place import on_host, place
+from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
@@ -300,6 +301,11 @@ def _evaluations(
             found[size] = Evaluation(seen.graph, follow(plan, seen.graph), structure)
             tensors |= seen.tensors
     return found, tensors
+
+
+def lowered(graph: OperatorGraph, plan: Plan, config: Config, options: Options) -> Program:
+    """What the ranks run, with `parallel.place` carried out. An evaluation may lack some of what that names."""
+    return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
 
 
 def options_of(config: Config) -> Options:

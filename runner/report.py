@@ -7,11 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runner.prepare import Prepared, options_of
+from runner.prepare import Prepared, lowered, options_of
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
-from strategies.engine.lowering import lower
 from strategies.engine.program import Program
 
 STATES = {"SGD": 1.0, "Adam": 2.0, "AdamW": 2.0, "RMSprop": 1.0, "Adagrad": 1.0}
@@ -22,7 +21,7 @@ def program_of(prepared: Prepared) -> Program | None:
     """The program of the plan, as the ranks lower it."""
     if prepared.graph is None or prepared.plan is None:
         return None
-    return lower(prepared.graph, prepared.plan, options_of(prepared.config))
+    return lowered(prepared.graph, prepared.plan, prepared.config, options_of(prepared.config))
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from runner.errors import allowed
 from runner.forms import (
     AxisName,
     Count,
+    Glob,
     OperandForm,
     Place,
     Section,
@@ -28,6 +29,7 @@ from runner.forms import (
     read_strategies,
     refusal,
 )
+from runner.offload_form import OffloadForm
 
 
 def _dotted(name: str) -> str:
@@ -54,12 +56,10 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 Arguments = dict[str, Any]
-Glob = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 Verb = Literal["train", "plan", "verify", "explain"]
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
-Offloaded = Literal["none", "host", "disk"]
 Search = Literal["sharding_propagation"]
 NOTHING = {"set_data_parallel": "[]", "place": "{}"}
 """How to drop a key of `parallel` that is not dropped by null."""
@@ -195,57 +195,6 @@ class Zero(Section):
     options: Arguments
 
 
-class ActivationOffload(Section):
-    to: Offloaded
-    modules: tuple[Glob, ...]
-    larger_than: Annotated[float, Field(ge=0, allow_inf_nan=False, description="MB.")]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _written_out(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise refusal(
-                f"parallel.offload.activations = {value!r} is a section; write parallel.offload.activations.to={value}.",
-                "parallel.offload.activations",
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _something_is_moved(self) -> ActivationOffload:
-        for name, value in (("modules", self.modules), ("larger_than", self.larger_than)):
-            if value and self.to == "none":
-                key = f"parallel.offload.activations.{name}"
-                raise refusal(
-                    f"{key} = {list(value) if isinstance(value, tuple) else value} is given but "
-                    "parallel.offload.activations.to = 'none' moves nothing; choose host or disk, or drop it.",
-                    key,
-                    "parallel.offload.activations.to",
-                )
-        return self
-
-
-class OffloadForm(Section):
-    optimizer: Offloaded
-    parameters: Offloaded
-    activations: ActivationOffload
-    folder: Annotated[str | None, Field(min_length=1)]
-
-    @property
-    def on_disk(self) -> bool:
-        return "disk" in (self.optimizer, self.parameters, self.activations.to)
-
-    @model_validator(mode="after")
-    def _folder_is_used(self) -> OffloadForm:
-        if self.folder is not None and not self.on_disk:
-            raise refusal(
-                f"parallel.offload.folder = {self.folder!r} is given but nothing of parallel.offload goes to a disk; "
-                "set optimizer, parameters or activations.to to disk, or drop the folder.",
-                "parallel.offload.folder",
-                "parallel.offload",
-            )
-        return self
-
-
 class Parallel(Section):
     mode: Mode
     search: Search
@@ -379,8 +328,8 @@ class Parallel(Section):
         for name, (where, least) in needs.items():
             if stage < least:
                 raise refusal(
-                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, and "
-                    f"parallel.zero.stage = {stage}; choose that stage or parallel.offload.{name}="
+                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, "
+                    f"but it is {stage}; choose that stage or parallel.offload.{name}="
                     f"{'host' if stage and name == 'optimizer' else 'none'}.",
                     f"parallel.offload.{name}",
                     "parallel.zero.stage",

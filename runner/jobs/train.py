@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.offload_folder import offload_folder
 from runner.metrics import require_tensorboard
+from runner.offload_folder import offload_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start

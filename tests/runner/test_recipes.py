@@ -15,6 +15,8 @@ NAMES = [
     "data_parallel",
     "ffn_auto",
     "gpt",
+    "gpt_offload_disk",
+    "gpt_offload_host",
     "gpt_padded",
     "hf_gpt2",
     "hf_llama",

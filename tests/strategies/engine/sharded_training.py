@@ -23,12 +23,13 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import predicted
 from strategies.engine.lowering import lower
 from strategies.engine.offload import NOTHING, Moved, Offload
-from strategies.engine.partition import build
-from strategies.engine.program import Options, Program
+from strategies.engine.partition import COPIED, build
+from strategies.engine.place import on_host, place
+from strategies.engine.program import Compute, Options, Program
 from strategies.engine.simulate import assemble, shard
 from strategies.engine.updates import Updates, axes_needed, learning, make_updates
 from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph, Source
+from strategies.graph import OperatorGraph, Ref, Source, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
@@ -103,6 +104,7 @@ class Case:
     accumulate: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     offload: Offload = NOTHING
+    place: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Result:
     evaluated: list[Tensor] = field(default_factory=list)
     moved: dict[str, Moved] = field(default_factory=dict)
     on_disk: int = 0
+    copied: Moved = field(default_factory=Moved)
 
 
 def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
@@ -273,7 +276,8 @@ class Setup:
 
     def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH) -> None:
         self.plan = plan_of(task.graph, case.seed, mesh)
-        self.program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
+        program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
+        self.program = place(program, on_host(task.graph, case.place))
         layouts = {**self.plan.inputs, **self.plan.tensors}
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
         evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})
@@ -290,6 +294,7 @@ class Setup:
         self.communicator = Communicator(mesh, rank, [*axes, self.program.loss_axes, *axes_needed(self.program)])
         self.tensors = pieces_of(self.program, task.tensors, rank)
         module = build(self.program, self.tensors, self.communicator, "cpu")
+        self.copied: Moved = module.meta[COPIED]
         shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
         evaluation = build(self.evaluation, shared, self.communicator, "cpu")
         self.updates: Updates = make_updates(
@@ -389,7 +394,15 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
     moved, on_disk = dict(setup.updates.moved), _on_disk(case.offload)
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)
-    return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated, moved, on_disk)
+    same = same and equal
+    return Result(
+        losses, norms, whole_gradients, weights, sent, expected, same, evaluated, moved, on_disk, setup.copied
+    )
+
+
+def refs_of(instruction: Compute) -> list[Ref]:
+    """Every value that an instruction uses."""
+    return list(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
 
 
 def _on_disk(offload: Offload) -> int:
