@@ -251,13 +251,18 @@ class ZeroUpdates:
                     parameter._hp_mapping.update_hp()
                 return
             partition = parameter.ds_tensor
-            start = parameter.ds_zero_partition_rank * partition.numel()
-            part = torch.zeros(partition.shape, dtype=torch.float32, device=partition.device)
-            piece = value.reshape(-1)[start : start + partition.numel()]
+            elements, on_disk = partition.ds_numel, partition.final_location == "nvme"
+            start = parameter.ds_zero_partition_rank * elements
+            part = torch.zeros(elements, dtype=torch.float32, device=partition.device)
+            piece = value.reshape(-1)[start : start + elements]
             part[: piece.numel()].copy_(piece)
+            if on_disk:
+                parameter.nvme_swapper.swap_in([parameter], async_op=False)
             partition.data.copy_(part)
             if name in self._learning:
                 self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
+            if on_disk:
+                parameter.nvme_swapper.swap_out_and_release([parameter])
             if parameter.numel() == value.numel():  # kept gathered, by the user's option
                 parameter.data.copy_(value)
 
