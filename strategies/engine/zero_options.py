@@ -136,5 +136,5 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
     if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
         raise StrategyError(
             f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
-            "wrong without a sign. Use parallel.offload, which keeps them in memory, or device: cpu."
+            "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory."
         )
