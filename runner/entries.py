@@ -42,5 +42,6 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     """Train on one rank from a pickled preparation."""
     resume = payload["resume"]
     prepared: Prepared = pickle.loads(payload["prepared"])
-    job = Job(prepared, Path(payload["folder"]), None if resume is None else Path(resume), marks=payload["marks"])
+    continued = None if resume is None else Path(resume)
+    job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)

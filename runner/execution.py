@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, objective
+from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
-from strategies.engine.lowering import lower
 from strategies.engine.partition import build
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph, Source
@@ -61,8 +60,9 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.graph is not None and prepared.plan is not None
     program = lowered(prepared.config, prepared.graph, prepared.plan)
-    options = evaluation_options(prepared.config)
-    evaluations = {rows: lower(one.graph, one.plan, options) for rows, one in prepared.evaluations.items()}
+    evaluations = {
+        rows: lowered_evaluation(prepared.config, one.graph, one.plan) for rows, one in prepared.evaluations.items()
+    }
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
         used += _axes_used(evaluation)

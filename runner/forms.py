@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from runner.errors import allowed
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+Glob = Annotated[str, Field(min_length=1)]
 
 
 def _name(name: str) -> str:

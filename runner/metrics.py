@@ -80,7 +80,15 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def step(
-        self, step: int, *, loss: float, lr: float, seconds: float, samples: int, grad_norm: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        seconds: float,
+        samples: int,
+        grad_norm: float | None = None,
+        offload: Mapping[str, int] | None = None,
     ) -> None:
         """Record one optimizer step.
 
@@ -91,13 +99,14 @@ class Metrics:
             seconds: wall time of the step.
             samples: rows of the whole batch, over all ranks and micro-batches.
             grad_norm: norm of all gradients before clipping, where it is known.
+            offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
         values = {"loss": loss, "lr": lr, "seconds": seconds, "samples_per_second": rate}
         if grad_norm is not None:
             values["grad_norm"] = grad_norm
-        self._write(step, values)
-        self._plot(step, values, "train")
+        self._write(step, values | ({"offload": dict(offload)} if offload else {}))
+        self._plot(step, {**values, **(offload or {})}, "train")
         self._steps += 1
         self._seconds += seconds
         self._samples += samples

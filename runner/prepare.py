@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
+from runner.offloading import check_modules
 from runner.schema import Config, Recompute
 from runner.scores import Structure, scores, tried
 from strategies.capture import LossFunction, Objective, capture, run_once
@@ -29,6 +30,7 @@ from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
 from strategies.engine.lowering import lower
+from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
@@ -222,6 +224,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     step = objective(config, names)
     _check_training(config, step.model)
+    check_modules(config, step.model)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
@@ -242,6 +245,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     else:
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
+        on_host(graph, config.parallel.place)
         plan = make_plan(graph, request_of(config, world_size))
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
@@ -318,9 +322,18 @@ def options_of(config: Config) -> Options:
 
 def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
     """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
-    program = fuse(lower(graph, plan, options_of(config)), communication.joined(config))
+    program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
     buckets(program, communication.cut(config))
     return program
+
+
+def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
+    """The program of an evaluation step, which may lack some of what parallel.place names."""
+    return _placed(config, graph, plan, evaluation_options(config))
+
+
+def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
+    return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
 
 
 def evaluation_options(config: Config) -> Options:

@@ -8,6 +8,7 @@ ties several keys together stands in the section that holds them, or in `Config`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from runner.errors import allowed
 from runner.forms import (
     AxisName,
     Count,
+    Glob,
     OperandForm,
     Place,
     Section,
@@ -28,6 +30,7 @@ from runner.forms import (
     read_strategies,
     refusal,
 )
+from runner.offload_form import OffloadForm
 
 
 def _dotted(name: str) -> str:
@@ -43,15 +46,24 @@ def _metric(name: str) -> str:
     return name if name == "accuracy" else _dotted(name)
 
 
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+
+
 Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 Arguments = dict[str, Any]
-Glob = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 Verb = Literal["train", "plan", "verify", "explain"]
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Search = Literal["sharding_propagation"]
+NOTHING = {"set_data_parallel": "[]", "place": "{}"}
+"""How to drop a key of `parallel` that is not dropped by null."""
 DATASETS = ("data_parallel", "full_batch")
 RECOMPUTED = ("none", "full", "selective")
 LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
@@ -291,6 +303,8 @@ class Parallel(Section):
     comm_fusion: CommFusion
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
     recompute: Recompute
+    offload: OffloadForm
+    place: dict[Glob, Literal["host"]]
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -326,6 +340,12 @@ class Parallel(Section):
     def _strategies(cls, value: Any) -> dict[str, StrategyForm]:
         return read_strategies(value)
 
+    @field_validator("place", mode="before")
+    @classmethod
+    def _place_by_path(cls, value: Any) -> Any:
+        """`parallel.place.layers.0=host` on the command line builds nested keys."""
+        return dict(_flat("", value)) if isinstance(value, Mapping) else value
+
     @field_validator("dataset_strategy", mode="before")
     @classmethod
     def _dataset_strategy(cls, value: Any) -> Any:
@@ -359,12 +379,14 @@ class Parallel(Section):
             "strategies": bool(self.strategies) and not searched,
             "set_data_parallel": bool(self.set_data_parallel) and not searched,
             "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
+            "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
         }
         for name, unused in given.items():
             if unused:
-                key, nothing = f"parallel.{name}", "[]" if name == "set_data_parallel" else "null"
+                key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
+                others = "data_parallel, semi_auto" if name == "place" else "semi_auto"
                 raise refusal(
-                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode semi_auto or "
+                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
                     f"auto, or drop it with {key}={nothing}.",
                     key,
                     "parallel.mode",
@@ -437,6 +459,51 @@ class Parallel(Section):
                 "parallel.recompute.operators",
                 "parallel.mode",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _recomputed_or_moved(self) -> Parallel:
+        moved = {"place": bool(self.place), "offload.activations.to": self.offload.activations.to != "none"}
+        for key in (key for key, given in moved.items() if given and self.recompute.operators != "none"):
+            raise refusal(
+                f"parallel.recompute.operators = {_told(self.recompute.operators)} and parallel.{key} both decide "
+                "where what backward needs comes from, and cannot be combined yet; drop one of them.",
+                "parallel.recompute.operators",
+                f"parallel.{key}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_has_its_stage(self) -> Parallel:
+        """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
+        stage, moved = self.zero.stage, self.offload
+        needs = {
+            "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
+            "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
+        }
+        for name, (where, least) in needs.items():
+            if stage < least:
+                raise refusal(
+                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, "
+                    f"but it is {stage}; choose that stage or parallel.offload.{name}="
+                    f"{'host' if stage and name == 'optimizer' else 'none'}.",
+                    f"parallel.offload.{name}",
+                    "parallel.zero.stage",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_is_said_once(self) -> Parallel:
+        ways = {"offload_optimizer": "optimizer", "offload_param": "parameters", "sub_group_size": "optimizer"}
+        for option, name in ways.items():
+            where = getattr(self.offload, name)
+            if option in self.zero.options and where != "none" and (option != "sub_group_size" or where == "disk"):
+                raise refusal(
+                    f"parallel.zero.options.{option} and parallel.offload.{name} = {where!r} both say how to offload; "
+                    "keep one of them.",
+                    "parallel.zero.options",
+                    f"parallel.offload.{name}",
+                )
         return self
 
     @property
@@ -538,6 +605,29 @@ class Config(Section):
                 "again. Choose train.compile=false or parallel.recompute.operators=none.",
                 "train.compile",
                 "parallel.recompute.operators",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_placed(self) -> Config:
+        if self.train.compile and self.parallel.place:
+            raise refusal(
+                f"train.compile = true compiles for one device, but parallel.place = {self.parallel.place} runs parts "
+                "of the program on the host; drop one of them.",
+                "train.compile",
+                "parallel.place",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_offloaded(self) -> Config:
+        where = self.parallel.offload.activations.to
+        if self.train.compile and where != "none":
+            raise refusal(
+                "train.compile = true lets the compiler choose what is kept for backward, so "
+                f"parallel.offload.activations.to = {where!r} cannot take it away; drop one of them.",
+                "train.compile",
+                "parallel.offload.activations.to",
             )
         return self
 

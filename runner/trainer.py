@@ -10,7 +10,7 @@ import random as python_random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,14 @@ from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
 from runner.metrics import Metrics
+from runner.offloading import activations, change, offload_of
+from runner.offloading import told as told_moved
 from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
+from strategies.engine.offload import Moved
+from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
@@ -45,6 +49,8 @@ class Job:
     """Where verification wants every step's loss and gradients, and the last weights."""
     follow: Path | None = None
     """Another run's record, whose gradients the optimizer is given in place of the run's own."""
+    offload: Path | None = None
+    """The folder for what is offloaded to a disk."""
     marks: Marks = ()
     """When the parent's phases ended."""
 
@@ -65,6 +71,8 @@ class Trainer:
         self.batches = LocalBatches(
             training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
         )
+        self.offload = offload_of(self.config, job.offload)
+        self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
@@ -101,7 +109,14 @@ class Trainer:
             zero_options=communication.zero_options(config),
             cut=communication.cut(config),
             overlap=communication.overlapped(config),
+            offload=self.offload,
         )
+
+    def _moved(self) -> dict[str, Moved]:
+        """What was offloaded since the start, by kind."""
+        kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
+        copied: Moved = getattr(self.execution.module, "meta", {}).get(COPIED, Moved())
+        return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
@@ -110,7 +125,7 @@ class Trainer:
         loss, results = float("nan"), {}
         with _metrics(self, first) as metrics, _found_in_training():
             for step in range(first, self.prepared.steps + 1):
-                started = time.perf_counter()
+                started, moved = time.perf_counter(), self._moved()
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss = self._micro_batches(step)
                 if not numpy.isfinite(loss):
@@ -136,13 +151,21 @@ class Trainer:
                     if step == first and self.job.marks:
                         metrics.say(told(marked(self.marks, "step")))
                     metrics.step(
-                        step, loss=loss, lr=lr, seconds=seconds, samples=self.config.data.batch_size, grad_norm=norm
+                        step,
+                        loss=loss,
+                        lr=lr,
+                        seconds=seconds,
+                        samples=self.config.data.batch_size,
+                        grad_norm=norm,
+                        offload=change(moved, self._moved()),
                     )
                 if self.evaluator is not None and self._due(step):
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
                 self._save(step)
+            if metrics is not None and (moved := self._moved()):
+                metrics.say(told_moved(moved, self.offload))
         if self.job.record is not None:
             self._write(self._weights(), "weights.pt")
         return {
@@ -150,6 +173,7 @@ class Trainer:
             "evaluation": results,
             "sent": dict(self.execution.communicator.sent),
             "steps": self.prepared.steps,
+            "offload": change({}, self._moved()),
         }
 
     def _micro_batches(self, step: int) -> float:

@@ -54,9 +54,14 @@ def segments_match(pattern: str, name: str) -> bool:
 
 def in_module(pattern: str, operator: Operator) -> bool:
     """Whether `pattern` means the operator or a module around it."""
-    words = operator.module.split(".") if operator.module else []
+    return matches(pattern, operator) is not None or inside(pattern, operator.module)
+
+
+def inside(pattern: str, path: str) -> bool:
+    """Whether `pattern` means the module at `path` or one around it."""
+    words = path.split(".") if path else []
     around = [".".join(words[: i + 1]) for i in range(len(words))]
-    return matches(pattern, operator) is not None or any(segments_match(pattern, module) for module in around)
+    return any(segments_match(pattern, module) for module in around)
 
 
 def configured(

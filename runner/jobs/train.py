@@ -8,6 +8,7 @@ from typing import Any
 
 from runner import launch
 from runner.metrics import require_tensorboard
+from runner.offload_folder import offload_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start
@@ -20,10 +21,14 @@ def run(config: Config, run_dir: Path) -> float | None:
     if config.report.tensorboard:
         require_tensorboard()
     launch.warm()
-    with without_trace(run_dir), tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder:
+    with (
+        without_trace(run_dir),
+        tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder,
+        offload_folder(config, run_dir) as offload,
+    ):
         ready = make_ready(config, run_dir, Path(folder).absolute())
         marks = marked(marks, "imports, capture and plan")
-        payload = {"folder": str(Path(folder).absolute()), "marks": marks}
+        payload = {"folder": str(Path(folder).absolute()), "marks": marks, "offload": offload}
         result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
     print(ending(result, run_dir), flush=True)
     loss: float = result["loss"]

@@ -21,6 +21,7 @@ from typing import Any
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
+from runner.offload_folder import offload_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 
@@ -79,7 +80,11 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.trainer import Job
 
     sharded = _changed(config, train={"random": "exact"})
-    with without_trace(run_dir), tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch:
+    with (
+        without_trace(run_dir),
+        tempfile.TemporaryDirectory(prefix=".verify-", dir=run_dir) as scratch,
+        offload_folder(config, run_dir) as offload,
+    ):
         folder = Path(scratch).absolute()
         ours, theirs = folder / "sharded", folder / "reference"
         ours.mkdir()
@@ -94,7 +99,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             timeout=config.launch.timeout,
             threads=config.launch.threads,
         )
-        start(Job(prepared, folder, None, ours), world_size=prepared.world_size, run_dir=run_dir)
+        start(Job(prepared, folder, None, ours, offload=offload), world_size=prepared.world_size, run_dir=run_dir)
         print(
             f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process",
             flush=True,
@@ -142,6 +147,11 @@ def _reference(config: Config) -> Config:
         "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
         "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none", "dump_ir": False,
         "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
+        "place": {},
+        "offload": {
+            "optimizer": "none", "parameters": "none", "folder": None,
+            "activations": {"to": "none", "modules": [], "larger_than": 0.0},
+        },
     }  # fmt: skip
     if config.verify.reference.target is not None:
         content["model"] |= {

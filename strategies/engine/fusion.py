@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from strategies.engine.program import Compute, Fused, Instruction, Program, Redistribute
+from strategies.engine.program import Compute, Copy, Fused, Instruction, Program, Redistribute
 from strategies.graph import Ref, rewrite
 from strategies.mesh import Mesh
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Step
@@ -119,7 +119,7 @@ def _rewritten(program: Program, groups: list[_Group]) -> Program:
             path = parts[0].path if same else parts[0].path[:-1]
             moved = tuple(replace(part, value=ref(part.value)) for part in parts)
             instructions.append(Fused(renamed[Ref(instruction.id)].id, moved, path))
-        elif Ref(instruction.id) not in renamed and isinstance(instruction, Redistribute):
+        elif Ref(instruction.id) not in renamed and isinstance(instruction, Redistribute | Copy):
             instructions.append(replace(instruction, value=ref(instruction.value)))
     return replace(
         program,

@@ -9,7 +9,7 @@ norm counts every slice once, so clipping is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
+from strategies.engine.offload import Moved
 from strategies.engine.program import Program
 from strategies.engine.reduction import Reduction
 from strategies.engine.updates import (
@@ -178,6 +179,10 @@ class BucketedUpdates:
             found = {key: entries[name] for key, entries in state.sliced.items() if key != "master" and name in entries}
             found |= state.plain["other"].get(name, {})
             self._optimizer.state[holder] = {key: placed(value, holder) for key, value in found.items()}
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        return {}
 
     def close(self) -> None:
         for hook in self._hooks:

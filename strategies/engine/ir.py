@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from strategies.engine.program import Compute, Fused, Program, RankValue, Redistribute
+from strategies.engine.program import Compute, Copy, Fused, Program, RankValue, Redistribute
 from strategies.graph import OperatorGraph, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -58,6 +58,9 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
             for index, part in enumerate(instruction.parts):
                 name = _word(Ref(instruction.id, index)).removeprefix("%")
                 lines += _redistribution(replace(part, id=name), mesh, rank)
+        elif isinstance(instruction, Copy):
+            way, use = "host" if instruction.host else "device", instruction.operator or "an output"
+            lines.append(f"%{instruction.id} = copy_to_{way}({_word(instruction.value)})  for {use}")
         else:
             lines += _compute(instruction, graph, plan, mesh, rank)
     for name, axes in program.reductions.items():
@@ -86,7 +89,7 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
     arguments = _arguments(rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local))
     return [
         f"%{instruction.id} = {instruction.target}({arguments})",
-        f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}",
+        f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}{'  on the host' * instruction.host}",
     ]
 
 

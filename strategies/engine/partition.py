@@ -20,13 +20,19 @@ from torch import Tensor, fx, nn
 from strategies.engine.buffers import store
 from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator
 from strategies.engine.compiled import opaque, opaque_all
-from strategies.engine.program import KEY, Fused, Instruction, Program, RankValue, Redistribute
+from strategies.engine.offload import Moved
+from strategies.engine.place import copier
+from strategies.engine.program import KEY, Copy, Fused, Instruction, Program, RankValue, Redistribute
 from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
 from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
 Edge = Callable[[Tensor], Tensor]
+MODULE = "module"
+"""Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
+COPIED = "copied"
+"""Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `Moved`."""
 
 
 class _Redistribution(torch.autograd.Function):
@@ -143,7 +149,7 @@ class _Tree:
         compiled: bool,
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
-        self.compiled = compiled
+        self.compiled, self.copied = compiled, Moved()
         self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
@@ -158,6 +164,7 @@ class _Tree:
         outputs = [*program.outputs, *(value for _, value in program.updates)]
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
+        self.root.meta[COPIED] = self.copied
         if program.updates:
             self._store()
 
@@ -221,6 +228,7 @@ class _Tree:
             )
             if region:
                 child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed], self.parts)
+            child.meta[MODULE] = ".".join(part[0].path[: depth + 1])
             _place(module, child_name, child)
             call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
             if len(results) == 1:
@@ -262,8 +270,12 @@ class _Tree:
             for index in range(len(instruction.parts)):
                 values[Ref(instruction.id, index)] = graph.call_function(python_operator.getitem, (node, index))
             return
+        elif isinstance(instruction, Copy):
+            copy = copier(instruction.host, self.device, self.copied)
+            node = graph.create_node("call_function", copy, (value(instruction.value),), {}, instruction.id)
         else:
-            local = lambda leaf: self._local(leaf, value)  # noqa: E731
+            device = torch.device("cpu") if instruction.host else self.device
+            local = lambda leaf: self._local(leaf, value, device)  # noqa: E731
             args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
             function = resolve(instruction.target)
             if instruction.id in self.parts:
@@ -281,12 +293,12 @@ class _Tree:
                 return
         values[Ref(instruction.id)] = node
 
-    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node]) -> Any:
+    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node], device: torch.device) -> Any:
         if isinstance(leaf, Ref):
             return value(leaf)
         if isinstance(leaf, RankValue):
             return leaf.of(self.program.mesh, self.communicator.rank)
-        return self.device if isinstance(leaf, torch.device) else leaf
+        return device if isinstance(leaf, torch.device) else leaf
 
     def _results(self, part: Sequence[Instruction], inside: set[str], outputs: Sequence[Ref]) -> list[Ref]:
         """What a unit hands on: values that are used outside, or are outputs of the unit around it."""

@@ -36,7 +36,7 @@ class RankValue:
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
-    modules."""
+    modules; with `host` it runs on the CPU beside the device, where its operands are too."""
 
     id: str
     target: str
@@ -45,6 +45,7 @@ class Compute:
     operator: str
     path: tuple[str, ...]
     multiple: bool = False
+    host: bool = False
 
     @property
     def operands(self) -> tuple[Ref, ...]:
@@ -101,7 +102,23 @@ class Fused:
         return self.parts[0].differentiable
 
 
-Instruction = Compute | Redistribute | Fused
+@dataclass(frozen=True)
+class Copy:
+    """Copy `value` to the host, or else to the device, for `operator` (empty: an output); its gradient comes back."""
+
+    id: str
+    value: Ref
+    host: bool
+    operator: str
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (self.value,)
+
+
+Instruction = Compute | Redistribute | Fused | Copy
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,7 @@ class Program:
         """How often a rank calls each collective for one forward and backward."""
         found: Counter[str] = Counter()
         for step in self.instructions:
-            if isinstance(step, Compute):
+            if isinstance(step, Compute | Copy):
                 continue
             one = step.parts[0] if isinstance(step, Fused) else step
             for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):

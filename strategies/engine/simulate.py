@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.engine import coalesced
 from strategies.engine.buffers import store
-from strategies.engine.program import KEY, Compute, Fused, Program, RankValue, Redistribute
+from strategies.engine.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute
 from strategies.engine.slices import cut, padded, resized
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
@@ -217,6 +217,8 @@ class Simulation:
                     values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
             elif isinstance(instruction, Fused):
                 self._fused(instruction, values)
+            elif isinstance(instruction, Copy):
+                values[Ref(instruction.id)] = [tensor.clone() for tensor in values[instruction.value]]
             else:
                 self._compute(instruction, values)
         for rank in range(self.mesh.size):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
+from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.program import Compute, Instruction, Program
 from strategies.errors import StrategyError
 from strategies.graph import Source
@@ -103,6 +104,10 @@ class Updates(Protocol):
     def load(self, state: UpdateState) -> None:
         """Take over a state that `state` gave under the same plan; after the weights were set."""
 
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        """What was offloaded so far: `optimizer` and `parameters`, where they are."""
+
     def close(self) -> None:
         """Let go of hooks and buffers; the object cannot be used afterwards."""
 
@@ -122,6 +127,7 @@ def make_updates(
     zero_options: Mapping[str, Any] | None = None,
     cut: Cut = CHOSEN,
     overlap: bool = False,
+    offload: Offload = NOTHING,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
@@ -159,6 +165,7 @@ def make_updates(
         precision=precision,
         evaluation=evaluation,
         options=zero_options or {},
+        offload=offload,
     )
 
 

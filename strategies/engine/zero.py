@@ -15,6 +15,8 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
+from strategies.engine.disk import Disk
+from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.program import Program
+from strategies.engine.swapping import SwapFiles, keep_gradients
 from strategies.engine.updates import (
     Groups,
     OptimizerFactory,
@@ -38,7 +43,7 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
-from strategies.engine.zero_options import engine_config, zero_section
+from strategies.engine.zero_options import SMALLEST_ON_DISK, engine_config, offload_section, zero_section
 from strategies.errors import StrategyError
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -90,8 +95,9 @@ class ZeroUpdates:
         precision: Precision = "fp32",
         evaluation: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
+        offload: Offload = NOTHING,
     ) -> None:
-        self.evaluation = evaluation
+        self.evaluation, self._offload = evaluation, offload
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
@@ -102,20 +108,33 @@ class ZeroUpdates:
         self._deepspeed = _deepspeed(device)
         known = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
         elements = sum(parameter.numel() for parameter in self._parameters.values())
-        zero = zero_section(stage, elements, options or {}, known)
+        on_disk = "disk" in (offload.optimizer, offload.parameters)
+        self._files = SwapFiles(Disk(offload.place)) if on_disk else None
+        self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
+        moving = offload_section(offload, *_sizes(module, program, self._parameters))
+        zero = zero_section(stage, elements, options or {}, known, moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
         names = _replica_groups(self._parameters, program, communicator, stage)
         optimizer = optimizer_factory(
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
         )
         check_optimizer(optimizer, program, stage)
+        if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
+            raise StrategyError(
+                "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
+                "can write them; use parallel.offload.optimizer=host or another optimizer."
+            )
         if stage == 3 and evaluation is not None:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
             module.add_module(MARKER, _marker())
-        with _unrecognised(optimizer):
+        with _unrecognised(optimizer), _swapping_to(self._files):
             self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
+        self._check_swapped()
+        if offload.optimizer == "disk":
+            swapper = self._zero.optimizer_swapper
+            swapper._swap_out_gradients = partial(keep_gradients, swapper)
         if isinstance(optimizer, torch.optim.Adagrad):
             self._begin_adagrad(optimizer)
         if stage == 3 and evaluation is not None:
@@ -149,6 +168,37 @@ class ZeroUpdates:
         """The torch group of a flat tensor; stage 3 may cut a group into several."""
         return int(self._zero.sub_group_to_group_id[index]) if self._stage == 3 else index
 
+    def _check_swapped(self) -> None:
+        """DeepSpeed would keep everything in memory without a word."""
+        located: list[Any] = list(self._parameters.values())
+        found = {
+            "optimizer": any(self._swapped(index) for index in range(len(self._masters()))),
+            "parameters": any(parameter.ds_tensor.final_location == "nvme" for parameter in located)
+            if self._offload.parameters == "disk"
+            else False,
+        }
+        for name, written in found.items():
+            if getattr(self._offload, name) == "disk" and not written:
+                raise StrategyError(
+                    f"parallel.offload.{name} = 'disk': DeepSpeed never writes pieces below {SMALLEST_ON_DISK // 2**20}"
+                    f" MiB, and all that this rank holds of the {name} are smaller. Use parallel.offload.{name}=host, "
+                    "a larger model, or fewer ranks."
+                )
+
+    def _swapped(self, index: int) -> bool:
+        """Whether a flat tensor and its states are on the disk between updates."""
+        return self._offload.optimizer == "disk" and bool(self._zero._swappable_optimizer_subgroup(index))
+
+    @contextmanager
+    def _fetched(self, index: int, *, write: bool) -> Iterator[bool]:
+        """A flat tensor and its states, in buffers that are used again afterwards if the yielded value is true."""
+        if not self._swapped(index):
+            yield False
+            return
+        self._zero._optimizer_states_and_gradient_swap_in(index)
+        yield True
+        (self._zero._optimizer_states_and_gradient_swap_out if write else self._zero._release_swap_buffers)(index)
+
     def _start_of_evaluation(self, *_: Any) -> None:
         """DeepSpeed learns the order of the modules in one pass for the next. An evaluation is a pass of its own."""
         self._zero.parameter_offload.get_param_coordinator().reset_step()
@@ -178,6 +228,7 @@ class ZeroUpdates:
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
         self._waiting = 0
+        self._count()
         # the norm is at hand anyway; a step whose norm is not a number is left out by DeepSpeed
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.nan
 
@@ -200,38 +251,82 @@ class ZeroUpdates:
                     parameter._hp_mapping.update_hp()
                 return
             partition = parameter.ds_tensor
-            start = parameter.ds_zero_partition_rank * partition.numel()
-            part = torch.zeros(partition.shape, dtype=torch.float32, device=partition.device)
-            piece = value.reshape(-1)[start : start + partition.numel()]
+            elements, on_disk = partition.ds_numel, partition.final_location == "nvme"
+            start = parameter.ds_zero_partition_rank * elements
+            part = torch.zeros(elements, dtype=torch.float32, device=partition.device)
+            piece = value.reshape(-1)[start : start + elements]
             part[: piece.numel()].copy_(piece)
+            if on_disk:
+                parameter.nvme_swapper.swap_in([parameter], async_op=False)
             partition.data.copy_(part)
             if name in self._learning:
                 self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
+            if on_disk:
+                parameter.nvme_swapper.swap_out_and_release([parameter])
             if parameter.numel() == value.numel():  # kept gathered, by the user's option
                 parameter.data.copy_(value)
 
     def state(self) -> UpdateState:
         state = UpdateState(plain={"groups": options_of(self.optimizer), "other": {}})
         for index, flat in enumerate(self._masters()):
-            state.own[f"master/{index}"] = flat.detach()
-            for key, value in self.optimizer.state.get(flat, {}).items():
-                if isinstance(value, Tensor):
-                    state.own[f"state/{index}/{key}"] = value
-                else:
-                    state.plain["other"].setdefault(index, {})[key] = value
+            with self._fetched(index, write=False) as borrowed:
+                state.own[f"master/{index}"] = flat.detach().clone() if borrowed else flat.detach()
+                for key, value in self.optimizer.state.get(flat, {}).items():
+                    if isinstance(value, Tensor):
+                        state.own[f"state/{index}/{key}"] = value.clone() if borrowed else value
+                    else:
+                        state.plain["other"].setdefault(index, {})[key] = value
         return state
 
     def load(self, state: UpdateState) -> None:
         set_options(self.optimizer, state.plain["groups"])
         for index, flat in enumerate(self._masters()):
-            flat.data.copy_(state.own[f"master/{index}"])
-            prefix = f"state/{index}/"
-            found = {key.removeprefix(prefix): value for key, value in state.own.items() if key.startswith(prefix)}
-            found |= state.plain["other"].get(index, {})
-            self.optimizer.state[flat] = {key: placed(value, flat) for key, value in found.items()}
+            with self._fetched(index, write=True):
+                flat.data.copy_(state.own[f"master/{index}"])
+                prefix = f"state/{index}/"
+                found = {key.removeprefix(prefix): value for key, value in state.own.items() if key.startswith(prefix)}
+                found |= state.plain["other"].get(index, {})
+                self.optimizer.state[flat] = {key: placed(value, flat) for key, value in found.items()}
+                if self._swapped(index):
+                    self._announce_states(flat)
+
+    def _announce_states(self, flat: Any) -> None:
+        """The swapper notices new states of a flat tensor if it believes that there were none."""
+        info = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]
+        info.tensors, info.has_state_tensors = info.tensors[:1], False
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        held = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
+        if self._offload.optimizer == "host":
+            states = [value for flat in self._masters() for value in self.optimizer.state.get(flat, {}).values()]
+            tensors = [*self._masters(), *(value for value in states if isinstance(value, Tensor))]
+            held["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
+        if self._offload.parameters == "host":
+            held["parameters"].held = sum(self._pieces())
+        return held
+
+    def _pieces(self) -> list[int]:
+        """Bytes of this rank's part of every parameter, at stage 3."""
+        found: list[Any] = [parameter for parameter in self._parameters.values()]
+        return [parameter.ds_tensor.nbytes for parameter in found]
+
+    def _count(self) -> None:
+        """What DeepSpeed has carried between host and device for one step: gradients out and weights back; parameters
+        in for forward and backward of every micro-batch, and out when they are new."""
+        if self._offload.optimizer == "host":
+            elements, moved = sum(flat.numel() for flat in self._masters()), self._moved["optimizer"]
+            moved.out += 4 * elements * (1 if self._stage == 3 else self._accumulate)
+            moved.back += elements * next(iter(self._parameters.values())).element_size()
+        if self._offload.parameters == "host":
+            moved = self._moved["parameters"]
+            moved.out += sum(self._pieces())
+            moved.back += 2 * self._accumulate * sum(self._pieces())
 
     def close(self) -> None:
         self._engine.destroy()
+        if self._files is not None:
+            self._files.disk.close()
         for name in (MARKER, EVALUATION):
             self._root._modules.pop(name, None)
 
@@ -256,6 +351,38 @@ def _check_parameters(
         raise StrategyError(
             f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0."
         )
+
+
+def _sizes(module: nn.Module, program: Program, found: Mapping[str, nn.Parameter]) -> tuple[int, int]:
+    """Elements of the largest piece of a parameter that stage 3 leaves to a rank, and the most parameters of one
+    module."""
+    largest = 0
+    for source in parameters(program):
+        n = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
+        largest = max(largest, -(-found[source.name].numel() // n))
+    return largest, max(len(unit._parameters) for unit in module.modules())
+
+
+@contextmanager
+def _swapping_to(files: SwapFiles | None) -> Iterator[None]:
+    """Let DeepSpeed write to `files` where it would compile its own writer, and keep parameters in their own dtype,
+    which it mistakes for bf16 on a CPU."""
+    if files is None:
+        yield
+        return
+    names = ("partitioned_optimizer_swapper", "partitioned_param_swapper")
+    modules: list[Any] = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in names]
+    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
+    builders, chooser = [module.AsyncIOBuilder for module in modules], init._set_dtype
+    for module in modules:
+        module.AsyncIOBuilder = files.builder
+    init._set_dtype = lambda self, _, dtype: setattr(self, "dtype", dtype)
+    try:
+        yield
+    finally:
+        init._set_dtype = chooser
+        for module, builder in zip(modules, builders, strict=True):
+            module.AsyncIOBuilder = builder
 
 
 def _deepspeed(device: torch.device) -> Any:

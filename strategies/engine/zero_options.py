@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from strategies.engine.offload import Offload
 from strategies.engine.updates import Precision
 from strategies.errors import StrategyError, closest
 
@@ -43,9 +44,42 @@ GATHER_LATE = {
 """Stage 3: gather what a module needs when it runs, let go at once, and leave torch's own functions as they are."""
 
 
-def zero_section(stage: int, elements: int, options: Mapping[str, Any], model: Any) -> dict[str, Any]:
+SWAPPED_TOGETHER = 2**22
+"""Elements of the optimizer that are in memory at once, besides what no disk takes."""
+SMALLEST_ON_DISK = 2**20
+"""Bytes. DeepSpeed leaves smaller pieces in memory."""
+SWAP_BUFFERS = 6
+"""Of the size of `SWAPPED_TOGETHER`: the weights, their gradient, and up to four states (Adam has two)."""
+
+
+def offload_section(offload: Offload, largest: int, in_flight: int) -> dict[str, Any]:
+    """The part of `zero_optimization` that moves states and parameters. `largest` is the number of elements of the
+    largest piece of a parameter that one rank holds, `in_flight` the most parameters that one module holds."""
+    section: dict[str, Any] = {}
+    if offload.optimizer == "host":
+        section["offload_optimizer"] = {"device": "cpu"}
+    if offload.optimizer == "disk":
+        path = str(offload.place)
+        section["offload_optimizer"] = {"device": "nvme", "nvme_path": path, "buffer_count": SWAP_BUFFERS}
+        section["sub_group_size"] = SWAPPED_TOGETHER
+    if offload.parameters == "host":
+        section["offload_param"] = {"device": "cpu"}
+    if offload.parameters == "disk":
+        section["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": str(offload.place),
+            "buffer_size": largest,
+            "buffer_count": in_flight + 1,
+            "max_in_cpu": 0,
+        }
+    return section
+
+
+def zero_section(
+    stage: int, elements: int, options: Mapping[str, Any], model: Any, offload: Mapping[str, Any]
+) -> dict[str, Any]:
     """`zero_optimization` of DeepSpeed's config. `elements` are the parameters of one rank, `model` is the pydantic
-    model that describes the section.
+    model that describes the section, `offload` is an `offload_section`.
 
     Raises StrategyError for an option that is unknown, refused or of the wrong type.
     """
@@ -57,7 +91,7 @@ def zero_section(stage: int, elements: int, options: Mapping[str, Any], model: A
     bucket = min(elements + elements % 2, LARGEST_BUCKET)  # DeepSpeed wants an even number
     section = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     section |= GATHER_LATE if stage == 3 else {}
-    section |= {known[name]: value for name, value in options.items()}
+    section |= dict(offload) | {known[name]: value for name, value in options.items()}
     try:
         model(**section)
     except ValueError as error:
@@ -102,5 +136,5 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
     if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
         raise StrategyError(
             f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
-            "wrong without a sign. Use device: cpu."
+            "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory."
         )

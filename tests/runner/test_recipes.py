@@ -16,6 +16,8 @@ NAMES = [
     "ffn_auto",
     "ffn_fused",
     "gpt",
+    "gpt_offload_disk",
+    "gpt_offload_host",
     "gpt_padded",
     "gpt_recompute",
     "hf_gpt2",

@@ -7,8 +7,10 @@ takes time.
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +22,14 @@ from strategies.capture import Objective, capture
 from strategies.engine.buckets import predicted
 from strategies.engine.communicator import Communicator
 from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options, Program
+from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.partition import COPIED, build
+from strategies.engine.place import on_host, place
+from strategies.engine.program import Compute, Options, Program
 from strategies.engine.simulate import assemble, shard
 from strategies.engine.updates import CHOSEN, Cut, Updates, axes_needed, learning, make_updates
 from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph, Source
+from strategies.graph import OperatorGraph, Ref, Source, refs
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
@@ -101,6 +105,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     cut: Cut = CHOSEN
     overlap: bool = False
+    offload: Offload = NOTHING
+    place: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,9 @@ class Result:
     predicted: int
     replicas_equal: bool
     evaluated: list[Tensor] = field(default_factory=list)
+    moved: dict[str, Moved] = field(default_factory=dict)
+    on_disk: int = 0
+    copied: Moved = field(default_factory=Moved)
 
 
 def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
@@ -135,11 +144,11 @@ def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2
     return net, Task(captured.graph, evaluation.graph, tensors, batches)
 
 
-def layers_task(steps: int = 3) -> Task:
+def layers_task(steps: int = 3, count: int = 8, width: int = 16, dtype: torch.dtype = torch.float32) -> Task:
     """`Layers` with a mean square loss; for evaluation its outputs."""
     torch.manual_seed(0)
-    net = Layers()
-    batches = [[(torch.randn(8, 16), torch.randn(8, 16))] for _ in range(steps)]
+    net = Layers(count, width).to(dtype)
+    batches = [[(torch.randn(8, width, dtype=dtype), torch.randn(8, width, dtype=dtype))] for _ in range(steps)]
     captured = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), batches[0][0], training=True)
     evaluation = capture(Objective(net, None, ("0",), ()), batches[0][0][:1], training=False)
     return Task(
@@ -269,7 +278,8 @@ class Setup:
 
     def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH) -> None:
         self.plan = plan_of(task.graph, case.seed, mesh)
-        self.program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
+        program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
+        self.program = place(program, on_host(task.graph, case.place))
         layouts = {**self.plan.inputs, **self.plan.tensors}
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
         evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})
@@ -286,6 +296,7 @@ class Setup:
         self.communicator = Communicator(mesh, rank, [*axes, self.program.loss_axes, *axes_needed(self.program)])
         self.tensors = pieces_of(self.program, task.tensors, rank)
         module = build(self.program, self.tensors, self.communicator, "cpu")
+        self.copied: Moved = module.meta[COPIED]
         shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
         evaluation = build(self.evaluation, shared, self.communicator, "cpu")
         self.updates: Updates = make_updates(
@@ -302,6 +313,7 @@ class Setup:
             zero_options=case.options,
             cut=case.cut,
             overlap=case.overlap,
+            offload=case.offload,
         )
         self.scheduler = scheduler_of(self.updates.optimizer)
 
@@ -383,9 +395,26 @@ def _train(rank: int, task: Task, case: Case, mesh: Mesh = MESH) -> Result | str
         evaluated.append(setup.evaluate(micro_batches[0][0]))
     whole_gradients, same = setup.whole(gradients)
     weights, equal = setup.whole(setup.weights())
+    moved, on_disk = dict(setup.updates.moved), _on_disk(case.offload)
     setup.updates.close()
     expected = predicted(setup.program).get("all_reduce", 0)
-    return Result(losses, norms, whole_gradients, weights, sent, expected, same and equal, evaluated)
+    same = same and equal
+    return Result(
+        losses, norms, whole_gradients, weights, sent, expected, same, evaluated, moved, on_disk, setup.copied
+    )
+
+
+def refs_of(instruction: Compute) -> list[Ref]:
+    """Every value that an instruction uses."""
+    return list(refs((instruction.args, tuple(value for _, value in instruction.kwargs))))
+
+
+def _on_disk(offload: Offload) -> int:
+    """Bytes of the nameless files that this process has open in the folder for offloading."""
+    found = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    mine = [fd for fd in found if fd.is_symlink() and str(fd.readlink()).startswith(f"{offload.folder}/")]
+    assert all(str(fd.readlink()).endswith("(deleted)") for fd in mine)
+    return sum(fd.stat().st_blocks * 512 for fd in mine)
 
 
 def overlapped(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[bool, list[int], list[int], bool]]:

@@ -1,0 +1,79 @@
+"""`parallel.offload` on a rank: the modules whose kept tensors are meant, and what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import ConfigError
+from runner.schema import Config
+from strategies.addressing import inside
+from strategies.engine.activations import Activations
+from strategies.engine.disk import Disk
+from strategies.engine.offload import Moved, Offload
+from strategies.engine.partition import MODULE
+from strategies.errors import closest
+
+
+def offload_of(config: Config, folder: Path | None) -> Offload:
+    """What the config asks for, in the engine's terms; `folder` is that of `runner.offload_folder`."""
+    wanted = config.parallel.offload
+    larger_than = int(wanted.activations.larger_than * 1e6)
+    return Offload(
+        wanted.optimizer, wanted.parameters, wanted.activations.to, wanted.activations.modules, larger_than, folder
+    )
+
+
+def activations(module: nn.Module, offload: Offload, device: str) -> Activations | None:
+    """Take away what `module` keeps for backward as `offload` says. The counts are in what is returned."""
+    if offload.activations == "none":
+        return None
+    disk = Disk(offload.place) if offload.activations == "disk" else None
+    found = Activations(torch.device(device), offload.larger_than, disk)
+    staying: list[Tensor] = [*module.parameters(), *module.buffers()]
+    found.attach([unit for path, unit in _units(module) if _meant(path, offload.modules)], staying)
+    return found
+
+
+def check_modules(config: Config, model: nn.Module) -> None:
+    """Raises ConfigError for a glob that means no module."""
+    names = [name for name, _ in model.named_modules() if name]
+    for glob in config.parallel.offload.activations.modules:
+        if not any(inside(glob, name) for name in names):
+            raise ConfigError(
+                f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}"
+            )
+
+
+def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Everything inside that runs, with the path of the user's module that it belongs to."""
+    for name, unit in module.named_modules():
+        if type(unit).forward is not nn.Module.forward:
+            yield getattr(unit, "meta", {}).get(MODULE, name), unit
+
+
+def _meant(path: str, globs: tuple[str, ...]) -> bool:
+    return not globs or any(inside(glob, path) for glob in globs)
+
+
+def change(before: Mapping[str, Moved], after: Mapping[str, Moved]) -> dict[str, int]:
+    """Bytes of one step, under the names that metrics.jsonl uses; `held` is a state, not a change."""
+    found: dict[str, int] = {}
+    for kind, now in after.items():
+        then = before.get(kind, Moved())
+        found |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.held}
+    return found
+
+
+def told(moved: Mapping[str, Moved], offload: Offload) -> str:
+    """One line for the end of a run: what rank 0 moved."""
+    parts = []
+    for kind, one in moved.items():
+        what = "placed operators, host" if kind == "place" else f"{kind} to {getattr(offload, kind)}"
+        parts.append(f"{what}: {one.out:,} bytes out, {one.back:,} back")
+        if one.held:
+            parts[-1] += f", at most {one.held:,} there"
+    return "offload (rank 0): " + "; ".join(parts)

@@ -1,0 +1,177 @@
+"""What autograd keeps between forward and backward, on the host or on a disk instead.
+
+Hooks around the modules that are meant take every kept tensor away by its storage, so that views of one storage travel
+once, and rebuild it with its strides: backward computes the same bits. A parameter is not taken away but looked up
+again in backward (at ZeRO stage 3 it is gathered anew by then). On a GPU copies run beside the computation on a stream
+of their own; when one comes back from the host, the one that was kept before it is fetched ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from strategies.engine.disk import Disk, Extent
+from strategies.engine.offload import Moved
+
+
+class Activations:
+    """Takes storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
+    `moved.held` is the most that was away at once."""
+
+    def __init__(self, device: torch.device, larger_than: int = 0, disk: Disk | None = None) -> None:
+        self.device, self.larger_than, self.disk = device, max(larger_than, 1), disk
+        self.moved, self.away = Moved(), 0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._known: weakref.WeakValueDictionary[tuple[int, int], _Away] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Away] | None = None
+
+    def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
+        """Take away what is kept while one of `modules` runs. `staying` are tensors that live on anyway."""
+        for module in modules:
+            module.forward = partial(self._run, module, module.forward, staying)
+
+    def _run(
+        self, module: nn.Module, forward: Callable[..., Any], staying: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        own = {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
+        with saved_tensors_hooks(partial(self._take, own, set(map(_address, staying))), _bring):
+            return forward(*args, **kwargs)
+
+    def _take(self, own: dict[int, nn.Parameter], staying: set[int], tensor: Tensor) -> _Kept | Tensor:
+        address, storage = _address(tensor), tensor.untyped_storage()
+        if address in own:
+            parameter = own[address]
+            return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
+        if address in staying or storage.nbytes() < self.larger_than or tensor.device != self.device:
+            return tensor.detach()
+        key = address, tensor._version
+        away = self._known.get(key)
+        if away is None:
+            away = self._known[key] = _Away(self, storage, self._last)
+            self._last = weakref.ref(away)
+        return _Kept(away, tensor, int(tensor.storage_offset()))
+
+    def forget(self, size: int, extent: Extent | None) -> None:
+        """Backward needs a storage no more."""
+        self.away -= size
+        if extent is not None and self.disk is not None:
+            self.disk.free(extent)
+
+
+class _Away:
+    """A storage that is elsewhere. While this lives, the storage's address means no other one."""
+
+    def __init__(self, home: Activations, storage: torch.UntypedStorage, before: weakref.ref[_Away] | None) -> None:
+        self.home, self.size, self.before = home, storage.nbytes(), before
+        self.original = _weak(storage)
+        self.returned: StorageWeakRef | None = None
+        home.moved.out += self.size
+        home.away += self.size
+        home.moved.held = max(home.moved.held, home.away)
+        self.ahead: Tensor | None = None
+        self.host: Tensor | None = None
+        self.extent: Extent | None = None
+        content, done = _flat(storage, home.device), None
+        if home.disk is None or home.stream is not None:
+            content, done = self._to_host(content)
+        if home.disk is None:
+            self.host = content
+        else:
+            self.extent = home.disk.put(content, after=None if done is None else done.synchronize)
+        weakref.finalize(self, home.forget, self.size, self.extent).atexit = False
+
+    def _to_host(self, content: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        stream = self.home.stream
+        host = torch.empty(self.size, dtype=torch.uint8, pin_memory=stream is not None)
+        if stream is None:
+            return host.copy_(content), None
+        stream.wait_stream(torch.cuda.current_stream(self.home.device))
+        with torch.cuda.stream(stream):
+            host.copy_(content, non_blocking=True)
+        content.record_stream(stream)
+        return host, stream.record_event()
+
+    def storage(self) -> torch.UntypedStorage:
+        """It, back on the device; the same one as long as somebody still uses it."""
+        if self.returned is not None and not self.returned.expired():  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage._new_with_weak_ptr(self.returned.cdata)
+        content = self._fetched() if self.ahead is None else self.ahead
+        self.ahead = None
+        stream = self.home.stream
+        if stream is not None:
+            here = torch.cuda.current_stream(self.home.device)
+            here.wait_stream(stream)
+            content.record_stream(here)
+            before = None if self.before is None else self.before()
+            if before is not None and before.host is not None and before.ahead is None and before.returned is None:
+                before.ahead = before._fetched()
+        storage = content.untyped_storage()
+        self.returned = _weak(storage)
+        return storage
+
+    def _fetched(self) -> Tensor:
+        home, host = self.home, self.host
+        home.moved.back += self.size
+        if host is None:
+            assert home.disk is not None and self.extent is not None
+            host = torch.empty(self.size, dtype=torch.uint8, pin_memory=home.stream is not None)
+            home.disk.get(self.extent, host)
+            if home.stream is None:
+                return host
+        with torch.cuda.stream(home.stream):
+            return torch.empty(self.size, dtype=torch.uint8, device=home.device).copy_(host, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Kept:
+    """What autograd holds in place of a tensor: where its storage is, and how it lies there."""
+
+    def __init__(self, holder: _Away | nn.Parameter, tensor: Tensor, offset: int) -> None:
+        self.holder = holder
+        self.form = _Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+
+def _bring(kept: _Kept | Tensor) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    holder, form, offset = kept.holder, kept.form, kept.form.offset
+    if isinstance(holder, _Away):
+        storage, device = holder.storage(), holder.home.device
+    else:
+        if not holder.numel():
+            raise RuntimeError("Backward needs a parameter that stage 3 has not gathered.")
+        storage, device, offset = holder.untyped_storage(), holder.device, offset + int(holder.storage_offset())
+    empty = torch.empty(0, dtype=form.dtype, device=device)
+    return empty.set_(storage, offset, form.shape, form.stride)
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _address(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,49 @@
+"""What leaves the device between its uses: optimizer states, parameters, and what autograd keeps for backward.
+
+States and parameters are moved by DeepSpeed (`zero`), kept tensors by `activations`. Invariant: what comes back has the
+bits, the shape and the strides of what left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Where = Literal["none", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where each kind goes. Of activations those of the modules that `modules` (globs; none: all) mean, if they are of
+    `larger_than` bytes or more. `folder` is on the disk that is meant."""
+
+    optimizer: Where = "none"
+    parameters: Where = "none"
+    activations: Where = "none"
+    modules: tuple[str, ...] = ()
+    larger_than: int = 0
+    folder: Path | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is moved at all."""
+        where = {"optimizer": self.optimizer, "parameters": self.parameters, "activations": self.activations}
+        return tuple(kind for kind, place in where.items() if place != "none")
+
+    @property
+    def place(self) -> Path:
+        assert self.folder is not None, "a disk needs a folder"
+        return self.folder
+
+
+NOTHING = Offload()
+
+
+@dataclass
+class Moved:
+    """Bytes of one kind: sent away and fetched back since the start, and held elsewhere now, or at most."""
+
+    out: int = 0
+    back: int = 0
+    held: int = 0

@@ -1,0 +1,165 @@
+"""Kept tensors on the host or on a disk: the same bits, every storage once, and its memory really let go."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from strategies.engine.activations import Activations
+from strategies.engine.disk import Disk
+from strategies.engine.offload import Moved
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Views of one storage, an expanded and a transposed tensor, a tensor that is kept twice, a small one."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.joined, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.scale = nn.LayerNorm(width), nn.Parameter(torch.full((1,), 0.5))
+        self.register_buffer("shift", torch.linspace(0, 1, width))
+
+    def forward(self, x):
+        q, k, v = self.joined(self.norm(x)).chunk(3, -1)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        x = x + self.out(torch.relu(weights @ v) * self.shift)
+        return x * torch.sigmoid(x) * self.scale.expand(x.shape[-1])
+
+
+def step(net, x):
+    loss = net(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in net.parameters())]
+
+
+@pytest.fixture(params=["host", "disk"])
+def home(request, tmp_path):
+    disk = Disk(tmp_path) if request.param == "disk" else None
+    yield lambda larger_than=0: Activations(CPU, larger_than, disk)
+    if disk is not None:
+        disk.close()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_same_bits(home, dtype):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block()).to(dtype)
+    moving, away = copy.deepcopy(plain), home()
+    away.attach(moving.modules(), [*moving.parameters(), *moving.buffers()])
+    for _ in range(3):
+        x = torch.randn(4, 8, 32, dtype=dtype)
+        for one, other in zip(step(plain, x), step(moving, x), strict=True):
+            assert torch.equal(one, other)
+    assert away.away == 0, "backward gave everything back"
+    assert away.moved.held * 3 == away.moved.out > 0
+
+
+class Products(nn.Module):
+    """Keeps y (for both tanh and its user) and, of the same storage, its transpose; x is an input."""
+
+    def forward(self, x):
+        y = torch.tanh(x)
+        return (y @ y.t()).sum()
+
+
+def test_each_storage_travels_once(home):
+    """y is kept by tanh and, twice, by the product, and comes back for each of the two; x is kept by nobody."""
+    away, net = home(), Products()
+    away.attach([net], [])
+    x = torch.randn(10, 10, requires_grad=True)
+    loss = net(x)
+    assert away.moved == Moved(400, 0, 400)
+    loss.backward()
+    assert away.moved == Moved(400, 800, 400)
+
+
+def test_what_is_small_stays(home):
+    away, net = home(401), Products()
+    away.attach([net], [])
+    net(torch.randn(10, 10, requires_grad=True)).backward()
+    assert away.moved == Moved()
+
+
+def test_what_is_kept_anyway_stays(home):
+    away, net = home(), nn.Linear(50, 50, bias=False)
+    away.attach([net], list(net.parameters()))
+    x = torch.randn(2, 50, requires_grad=True)
+    net(x).sum().backward()
+    assert away.moved == Moved(400, 400, 400), "x, not the weight"
+
+
+def test_parameters_are_looked_up_in_backward():
+    """Stage 3 lets a parameter go after forward and gathers it anew, in other memory, before backward."""
+    net, away = nn.Linear(4, 4), Activations(CPU)
+    away.attach([net], [])
+    x = torch.randn(2, 4, requires_grad=True)
+    loss, weight = net(x).sum(), net.weight.detach().clone()
+    net.weight.data = torch.empty(0)
+    with pytest.raises(RuntimeError, match="has not gathered"):
+        loss.backward()
+    net.weight.data = weight.clone()
+    loss = net(x).sum()
+    net.weight.data = weight.clone()
+    loss.backward()
+    assert torch.equal(x.grad, torch.ones(2, 4) @ weight)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_memory_is_let_go_between_forward_and_backward(home, attached):
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, x):
+            y = torch.exp(x)
+            seen.append(StorageWeakRef(y.untyped_storage()))
+            return y.square().sum()
+
+    net, away = Net(), home()
+    if attached:
+        away.attach([net], [])
+    loss = net(torch.randn(1000, requires_grad=True))
+    if away.disk is not None:
+        away.disk.flush()
+    assert seen[0].expired() == attached
+    loss.backward()
+
+
+def test_other_modules_and_evaluation_keep_as_before(home):
+    away, net = home(), nn.Sequential(nn.Tanh(), nn.Tanh())
+    away.attach([net[1]], [])
+    x = torch.randn(10, requires_grad=True)
+    with torch.no_grad():
+        net(x)
+    assert away.moved == Moved()
+    net(x).sum().backward()
+    assert away.moved.out == 40
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    disk = Disk(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("strategies.engine.disk.os.pwrite", full)
+    extent = disk.put(torch.zeros(8))
+    with pytest.raises(OSError, match="No space left"):
+        disk.get(extent, torch.empty(8))
+    disk.close()
+
+
+def test_space_is_used_again(tmp_path):
+    disk = Disk(tmp_path)
+    for value in range(4):
+        extent = disk.put(torch.full((2048,), float(value)))
+        found = torch.empty(2048)
+        disk.get(extent, found)
+        assert (found == value).all()
+        disk.free(extent)
+    assert disk.held == 8192 and disk.written == disk.read == 4 * 8192
+    disk.close()

@@ -1,0 +1,108 @@
+"""States and parameters on the host and on a disk: the same bits as without, and really where they should be.
+
+A layer of 1100 x 1100 leaves 1.15 MiB to each of 4 ranks, more than the 1 MiB below which DeepSpeed leaves everything
+in memory.
+"""
+
+import pytest
+import torch
+
+from strategies.engine.offload import Moved, Offload
+
+WIDTH, COUNT, STEPS, RANKS = 1100, 2, 3, 4
+PIECE = WIDTH * WIDTH // RANKS * 4
+"""Bytes of a layer's weight in fp32 that a rank holds."""
+DISK = {"optimizer": "disk", "parameters": "disk"}
+WHERE = {
+    "states on the host": {"optimizer": "host"},
+    "all on the host": {"optimizer": "host", "parameters": "host"},
+    "states on a disk": {"optimizer": "disk"},
+    "all on a disk": DISK,
+    "parameters on a disk": {"parameters": "disk"},
+}
+
+
+@pytest.fixture(scope="module")
+def results(training, ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offloaded")
+    wide = training.layers_task(STEPS, COUNT, WIDTH)
+    bf16 = training.layers_task(STEPS, COUNT, WIDTH, torch.bfloat16)
+    small = training.layers_task(1)
+
+    def case(where, clip=None, precision="fp32", stage=3, optimizer="adamw"):
+        offload = Offload(**where, folder=folder)
+        return training.Case(training.DATA_PARALLEL, stage, optimizer, clip, precision, 1, offload=offload)
+
+    cases = {"nothing": (wide, case({}))}
+    cases |= {what: (wide, case(where)) for what, where in WHERE.items()}
+    cases |= {"clipped": (wide, case({}, 0.1)), "clipped, all on a disk": (wide, case(DISK, 0.1))}
+    cases |= {"bf16": (bf16, case({}, None, "bf16")), "bf16, states": (bf16, case({"optimizer": "disk"}, None, "bf16"))}
+    cases |= {
+        "small states": (small, case({"optimizer": "disk"})),
+        "small pieces": (small, case({"parameters": "disk"})),
+    }
+    cases["adagrad"] = (wide, case({"optimizer": "disk"}, optimizer="adagrad"))
+    return dict(zip(cases, ranks("train", list(cases.values()), RANKS), strict=True)), folder
+
+
+@pytest.mark.parametrize("what", WHERE)
+def test_the_same_bits(results, what):
+    same_bits(results[0]["nothing"], results[0][what])
+
+
+def test_bf16_too(results):
+    same_bits(results[0]["bf16"], results[0]["bf16, states"])
+
+
+def same_bits(plain, found):
+    assert found.losses == plain.losses
+    assert found.norms == pytest.approx(plain.norms, rel=1e-6)
+    for name, weight in plain.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+        assert torch.equal(found.gradients[name], plain.gradients[name]), name
+    for one, other in zip(found.evaluated, plain.evaluated, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_clipping_too(results):
+    """The norm is added in another order, so the last bits may differ."""
+    plain, found = results[0]["clipped"], results[0]["clipped, all on a disk"]
+    assert plain.norms[0] > 0.2, "clipping has something to do"
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, weight in plain.weights.items():
+        assert torch.allclose(found.weights[name], weight, rtol=1e-6, atol=1e-7), name
+
+
+def test_what_is_said_to_be_on_the_disk_is_there(results):
+    """Both weights, their fp32 masters and two moments each; biases stay in memory. Nothing has a name there."""
+    found, folder = results
+    masters, moments = COUNT * PIECE, 2 * COUNT * PIECE
+    states, pieces = found["states on a disk"], found["parameters on a disk"]
+    padding = 1024  # bytes to which each piece is filled up
+    assert 0 <= states.moved["optimizer"].held - masters - moments < 3 * padding
+    assert set(states.moved) == {"optimizer"} and set(pieces.moved) == {"parameters"}
+    assert 0 <= pieces.moved["parameters"].held - COUNT * PIECE < COUNT * padding
+    for what, held in (("states on a disk", 3), ("parameters on a disk", 1), ("all on a disk", 4)):
+        assert 0 <= found[what].on_disk - held * COUNT * PIECE < 16 * 4096, what
+    assert found["nothing"].on_disk == found["all on the host"].on_disk == 0
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_what_went_to_the_host_is_counted(results):
+    moved = results[0]["all on the host"].moved
+    elements = COUNT * (WIDTH * WIDTH + WIDTH) // RANKS
+    assert moved["parameters"] == Moved(STEPS * 4 * elements, STEPS * 2 * 4 * elements, 4 * elements)
+    assert moved["optimizer"].out == moved["optimizer"].back == STEPS * 4 * elements
+    assert moved["optimizer"].held == 3 * 4 * elements + 2 * 4, "masters, two moments, the steps of two groups"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("small states", "parallel.offload.optimizer = 'disk': DeepSpeed never writes pieces below 1 MiB"),
+        ("small pieces", "parallel.offload.parameters = 'disk': DeepSpeed never writes pieces below 1 MiB"),
+        ("adagrad", "cannot be used with Adagrad"),
+    ],
+)
+def test_refused(results, what, says):
+    assert says in results[0][what]
