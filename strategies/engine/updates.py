@@ -170,7 +170,7 @@ def learning(program: Program) -> tuple[str, ...]:
     for instruction in reversed(program.instructions):
         if instruction.id in reached and not _stops(instruction):
             reached.update(ref.id for ref in _operands(instruction))
-    found = {source.name for source in program.sources if source.trainable and source.id in reached}
+    found = {source.name for source in parameters(program) if source.trainable and source.id in reached}
     return tuple(name for name in _in_order(program) if name in found)
 
 
