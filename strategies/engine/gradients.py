@@ -9,7 +9,7 @@ clipping is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.program import Program
+from strategies.engine.stages import Peers
 from strategies.engine.updates import (
     Groups,
     OptimizerFactory,
@@ -90,7 +91,8 @@ def _sent(elements: int, ranks: int) -> int:
 
 
 class BucketedUpdates:
-    """See `Updates`. The communicator must have the groups of `axes_needed`."""
+    """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
+    other stages hold."""
 
     def __init__(
         self,
@@ -103,8 +105,9 @@ class BucketedUpdates:
         clip: float | None = None,
         accumulate: int = 1,
         evaluation: nn.Module | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self.module, self.evaluation = module, evaluation
+        self.module, self.evaluation, self._peers = module, evaluation, peers
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
@@ -121,7 +124,11 @@ class BucketedUpdates:
         check_optimizer(self._optimizer, program, 0)
         self._buckets = buckets(program)
         mesh = program.mesh
-        self._replicas = {name: mesh.product(layout_of(program, name).replica_axes(mesh)) for name in self._owned}
+        copies = {} if peers is None else peers.copies
+        self._replicas = {
+            name: mesh.product(layout_of(program, name).replica_axes(mesh)) * copies.get(name, 1)
+            for name in self._owned
+        }
 
     @property
     def optimizer(self) -> Optimizer:
@@ -129,6 +136,14 @@ class BucketedUpdates:
 
     def backward(self, loss: Tensor) -> None:
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        self._to_masters()
+
+    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """As `backward`, from the gradients of what a stage of a pipeline handed on."""
+        torch.autograd.backward(list(outputs), list(gradients))
+        self._to_masters()
+
+    def _to_masters(self) -> None:
         for name, master in self._masters.items():
             gradient, self._parameters[name].grad = self._parameters[name].grad, None
             if gradient is not None:
@@ -152,6 +167,15 @@ class BucketedUpdates:
                 work.wait()
             for holder, piece in zip(holders, torch.split(flat, [one.numel() for one in holders]), strict=True):
                 holder.grad = piece.view_as(holder)
+        if self._peers is not None:
+            self._peers.add_shared({name: self._gradient(name) for name in self._peers.copies})
+
+    def _gradient(self, name: str) -> Tensor:
+        """The gradient that the optimizer will use, made of zeros where nothing came back."""
+        holder = self._owned[name]
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        return holder.grad
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._program.reductions:
@@ -190,7 +214,9 @@ class BucketedUpdates:
             counts = torch.tensor([float(self._replicas[name]) for name in names], dtype=torch.float64, device=device)
             total = (squares / counts).sum()
         mesh = self._program.mesh
-        if mesh.size > 1:
+        if self._peers is not None:
+            self._peers.add_over_all(total)
+        elif mesh.size > 1:
             dist.all_reduce(total, group=self._communicator.group(mesh.names))
             self._communicator.count(ALL_REDUCE, _sent(1, mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan

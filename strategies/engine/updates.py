@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.program import Compute, Instruction, Program, Redistribute
+from strategies.engine.stages import Peers
 from strategies.errors import StrategyError
 from strategies.graph import Ref, Source, refs
 from strategies.layout import Layout
@@ -108,10 +109,11 @@ def make_updates(
     precision: Precision = "fp32",
     evaluation: nn.Module | None = None,
     zero_options: Mapping[str, Any] | None = None,
+    peers: Peers | None = None,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
-    micro-batches per step.
+    micro-batches per step, `peers` the other stages of a pipeline.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -127,7 +129,10 @@ def make_updates(
             clip=clip,
             accumulate=accumulate,
             evaluation=evaluation,
+            peers=peers,
         )
+    if peers is not None:
+        raise StrategyError(f"ZeRO stage {stage} does not know of the stages of a pipeline; use parallel.zero.stage=0.")
     from strategies.engine.zero import ZeroUpdates
 
     return ZeroUpdates(

@@ -63,7 +63,7 @@ class _Cutting:
             if max(self.used[ref], default=0) > placed[operator.id]
         ]
         self.layouts = {ref: self._layout(ref) for ref in self.crossing}
-        self.gradients = _with_gradient(graph)
+        self.gradients, self.returning = _with_gradient(graph)
         taken = set(graph.by_id)
         self.inputs: dict[Ref, Source] = {}
         for ref in self.crossing:
@@ -81,6 +81,7 @@ class _Cutting:
         if self.placed.get(loss.id) != self.count - 1:
             raise StrategyError("parallel.pipeline.cuts: the loss must come from the last stage; no cut may follow it.")
         self._check_buffers()
+        self._check_shared()
         return tuple(self._stage(number) for number in range(self.count))
 
     def _stage(self, number: int) -> Stage:
@@ -120,9 +121,13 @@ class _Cutting:
             plan,
             tuple(self.inputs[ref].id for ref in received),
             () if last else tuple(self.layouts[ref] for ref in sent),
-            {s.name: held for s in others if s.trainable and len(held := self._stages_of(s)) > 1},
+            {s.name: held for s in others if self._learns(s) and len(held := self._stages_of(s)) > 1},
             {operator.id: self.ordinals[operator.id] for operator in operators if operator.id in self.ordinals},
         )
+
+    def _learns(self, source: Source) -> bool:
+        users = self.graph.users[Ref(source.id)]
+        return source.trainable and any(operator.id in self.returning for operator, _ in users)
 
     def _writes(self, ref: Ref) -> int:
         """The stage that computes the new value of a buffer."""
@@ -144,6 +149,16 @@ class _Cutting:
                     "parallel.pipeline.cuts."
                 )
 
+    def _check_shared(self) -> None:
+        for source in self.graph.sources:
+            users = self.graph.users[Ref(source.id)]
+            learns = {self.placed[operator.id] for operator, _ in users if operator.id in self.returning}
+            if source.trainable and 0 < len(learns) < len(self._stages_of(source)):
+                raise StrategyError(
+                    f"parallel.pipeline: parameter {source.name} learns in stage {min(learns)} and is only looked at "
+                    "(without a gradient) in another one; put both uses into one stage with parallel.pipeline.cuts."
+                )
+
     def _layout(self, ref: Ref) -> Layout:
         """How a value travels: as it is handed on or as its first later user needs it, whichever slice is smaller."""
         producer, mesh, spec = self.graph.by_id[ref.id], self.plan.mesh, self.graph.specs[ref]
@@ -158,15 +173,17 @@ class _Cutting:
         return min(found or [have.whole], key=lambda layout: math.prod(layout.local_shape(spec.shape, mesh)))
 
 
-def _with_gradient(graph: OperatorGraph) -> frozenset[Ref]:
-    """The values that a gradient flows back to: made from something trainable, and the outputs depend on them."""
+def _with_gradient(graph: OperatorGraph) -> tuple[frozenset[Ref], frozenset[str]]:
+    """The values that a gradient flows back to (made from something trainable, and the outputs depend on them), and the
+    ids of the operators through which gradients flow."""
     made = {Ref(source.id) for source in graph.sources if source.trainable}
     for operator in graph.operators:
         if operator.op != "detach" and not made.isdisjoint(operator.operands):
             made.update(Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating)
-    wanted = set(graph.outputs)
+    wanted, returning = set(graph.outputs), set()
     for operator in reversed(graph.operators):
         results = {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
         if operator.op != "detach" and not wanted.isdisjoint(results):
+            returning.add(operator.id)
             wanted.update(operator.operands)
-    return frozenset(made & wanted)
+    return frozenset(made & wanted), frozenset(returning)

@@ -88,7 +88,7 @@ def _balanced(graph: OperatorGraph, stages: int) -> dict[str, int]:
 
 
 def _units(graph: OperatorGraph, depth: int) -> list[list[int]]:
-    """The numbers of consecutive operators of one module, `depth` calls down the tree; below it, of single operators."""
+    """The numbers of consecutive operators of one module, `depth` calls down; below that, of single operators."""
     paths = [(*operator.path, operator.id)[:depth] for operator in graph.operators]
     return [list(run) for _, run in groupby(range(len(paths)), lambda i: paths[i])]
 
