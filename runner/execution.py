@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of, stage_program
+from runner.prepare import WEIGHTS, Prepared, evaluation_options, objective, options_of, schedule_of, stage_program
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
@@ -29,7 +29,6 @@ from strategies.engine.stages import Peers, StageRunner
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
-from strategies.pipeline.schedule import make_schedule
 from strategies.redistribution import LOCAL, Chain, chain
 from strategies.rules.random import mix
 
@@ -103,7 +102,7 @@ def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
 def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     """The stage of a pipeline that this rank belongs to: ranks of stage 0 come first."""
     assert prepared.plan is not None
-    count, size, pipeline = len(prepared.stages), prepared.plan.mesh.size, prepared.config.parallel.pipeline
+    count, size = len(prepared.stages), prepared.plan.mesh.size
     number, local = divmod(rank.rank, size)
     stage = prepared.stages[number]
     program = stage_program(stage, prepared.config)
@@ -111,8 +110,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
     module = build(program, tensors, communicator, rank.device)
-    schedule = make_schedule(pipeline.schedule, count, pipeline.parts)
-    runner = StageRunner(Peers(stage, communicator), program, schedule[number], rank.device)
+    runner = StageRunner(Peers(stage, communicator), program, schedule_of(prepared.config)[number], rank.device)
     blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
     forward = _calling(program, stage.graph, compiled=False)
     return Execution(program, communicator, module, forward, tensors, blocks, {}, runner)

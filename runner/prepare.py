@@ -31,6 +31,7 @@ from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.pipeline.cutting import Stage, cut
 from strategies.pipeline.placing import place
+from strategies.pipeline.schedule import Schedule, make_schedule
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted
@@ -337,6 +338,12 @@ def options_of(config: Config) -> Options:
 def stage_program(stage: Stage, config: Config) -> Program:
     """The program of a stage of a pipeline."""
     return lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The order in which the stages of a pipeline work."""
+    wanted = config.parallel.pipeline
+    return make_schedule(wanted.schedule, wanted.stages or 1, wanted.parts)
 
 
 def evaluation_options(config: Config) -> Options:

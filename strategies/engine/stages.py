@@ -22,7 +22,7 @@ from strategies.pipeline.cutting import Stage
 from strategies.pipeline.schedule import FORWARD, Action
 from strategies.redistribution import ALL_REDUCE
 
-SEND = "send"
+SEND, BROADCAST = "send", "broadcast"
 
 
 class Gradients(Protocol):
@@ -101,7 +101,10 @@ class Peers:
 
     def share_loss(self, total: Tensor) -> None:
         """Give every rank the loss of the last stage, in place."""
-        dist.broadcast(total, src=(self.count - 1) * self._communicator.mesh.size)
+        source = (self.count - 1) * self._communicator.mesh.size
+        dist.broadcast(total, src=source)
+        if self._communicator.world_rank == source:
+            self._communicator.count(BROADCAST, 1, total)
 
 
 class StageRunner:

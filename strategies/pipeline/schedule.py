@@ -73,17 +73,22 @@ def _needed(stage: int, action: Action, stages: int) -> list[tuple[int, Action]]
     return [(stage, Action("forward", action.micro_batch)), *after]
 
 
-def bubble(schedule: Schedule, work: Sequence[float]) -> float:
-    """The predicted share of the step in which a stage waits, over all stages: `work` is the time of one forward pass
-    by stage, backward takes twice as long, and sends take no time. Equal stages give (s - 1) / (m + s - 1)."""
+def makespan(schedule: Schedule, work: Sequence[float]) -> float:
+    """When the last stage is done: `work` is the time of one forward pass by stage, backward takes twice as long, and
+    sends take no time."""
     ends: dict[tuple[int, Action], float] = {}
     free = [0.0] * len(schedule)
     for stage, action in in_one_process(schedule):
         ready = max([free[stage], *(ends[one] for one in _needed(stage, action, len(schedule)))])
         free[stage] = ends[stage, action] = ready + work[stage] * (1 if action.way == FORWARD else 2)
+    return max(free)
+
+
+def bubble(schedule: Schedule, work: Sequence[float]) -> float:
+    """The predicted share of the time in which a stage waits, over all stages. Equal stages give (s - 1) / (m + s - 1)
+    for m micro-batches."""
     busy = sum(work[stage] * 3 * len(actions) / 2 for stage, actions in enumerate(schedule))
-    total = max(free) * len(schedule)
-    return 1 - busy / total if total else 0.0
+    return 1 - busy / (makespan(schedule, work) * len(schedule))
 
 
 def held(actions: Sequence[Action]) -> int:
