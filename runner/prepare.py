@@ -262,6 +262,13 @@ def _check_stages(config: Config, world_size: int) -> None:
             f"There are {world_size} ranks (world_size is null: as many as devices), which cannot be divided among "
             f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}."
         )
+    ranks, rows = world_size // stages, micro_rows(config)
+    if stages > 1 and config.parallel.mode == "data_parallel" and rows % ranks:
+        raise ConfigError(
+            f"parallel.mode = data_parallel slices the batch over the {ranks} ranks of a stage, but a micro-batch has "
+            f"{rows} samples (data.batch_size / train.accumulate / parallel.pipeline.micro_batches); take a "
+            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches."
+        )
 
 
 def _stages(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:

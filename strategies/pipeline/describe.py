@@ -49,6 +49,7 @@ def describe_stages(
             "total": one["memory"]["total"] - one["memory"]["activations"] + activations
         })  # fmt: skip
     times = [one["cost"]["total"] for one in told]
+    even = times if any(times) else [1.0] * len(stages)  # nothing to compare
     slowest = told[times.index(max(times))]["cost"]
     total = makespan(schedule, [time / (3 * parts) for time in times]) * accumulate
     parameters: dict[str, Any] = {}
@@ -72,7 +73,7 @@ def describe_stages(
             "operators": [len(stage.graph.operators) for stage in stages],
             "communication": sent,
             "memory": memories,
-            "bubble": bubble(schedule, times),
+            "bubble": bubble(schedule, even),
         },
     }
 
