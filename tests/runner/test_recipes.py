@@ -16,6 +16,7 @@ NAMES = [
     "ffn_auto",
     "gpt",
     "gpt_padded",
+    "gpt_pipeline",
     "hf_gpt2",
     "hf_llama",
     "hybrid_matmul",
