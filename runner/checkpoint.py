@@ -59,7 +59,8 @@ class Content:
 
     @property
     def rank(self) -> int:
-        return self.communicator.rank
+        """This rank's number among all; within its stage of a pipeline it is `communicator.rank`."""
+        return self.communicator.world_rank
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -68,13 +69,13 @@ class Content:
 
     def place(self, source: Source) -> str:
         """Name and place of this rank's slice: `dense1.weight[0:256,0:784]`."""
-        block = self._layout(source).block(source.spec.shape, self.program.mesh, self.rank)
+        block = self._layout(source).block(source.spec.shape, self.program.mesh, self.communicator.rank)
         return f"{source.name}[{','.join(f'{start}:{stop}' for start, stop in block)}]"
 
     def keeps(self, number: int, source: Source) -> bool:
         """Whether this rank stores the slice of the `number`-th source: the replicas take turns."""
         mesh, replicas = self.program.mesh, self._layout(source).replica_axes(self.program.mesh)
-        return mesh.index(self.rank, replicas) == number % mesh.product(replicas)
+        return mesh.index(self.communicator.rank, replicas) == number % mesh.product(replicas)
 
     def _layout(self, source: Source) -> Layout:
         return self.program.layouts[source.id]
@@ -92,7 +93,7 @@ def save(folder: Path, step: int, content: Content, keep: int | None = None) -> 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier(content)
-    _write(partial, _collect(content), alone=content.program.mesh.size == 1)
+    _write(partial, _collect(content), alone=content.communicator.world == 1)
     _barrier(content)
     if first:
         header = {"step": step, "fingerprint": content.fingerprint, "plan": content.plan, "config": content.config}
@@ -362,5 +363,5 @@ def _sync(folder: Path) -> None:
 
 
 def _barrier(content: Content) -> None:
-    if content.program.mesh.size > 1:
+    if content.communicator.world > 1:
         dist.barrier()

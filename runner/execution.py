@@ -1,8 +1,8 @@
 """What one rank runs, whatever the mode: a loss from local batch entries, the tensors behind it, and how to evaluate.
 
-`_sharded` runs the program of the plan; `_alone` the user's own module on one process; `_hybrid` the user's module with
-its own collectives. All three are described by a `Program` (for the last two without instructions), so that gradients,
-checkpoints and verification need not know the difference.
+`_sharded` runs the program of the plan, `_staged` that of one stage of a pipeline; `_alone` the user's own module on
+one process; `_hybrid` the user's module with its own collectives. All are described by a `Program` (for the last
+two without instructions), so that gradients, checkpoints and verification need not know the difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective
+from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective, schedule_of, stage_program
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
@@ -24,13 +24,14 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
 from strategies.engine.partition import build
 from strategies.engine.program import Program
+from strategies.engine.stages import Peers, StageRunner
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Chain, chain
 from strategies.rules.random import mix
 
-Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Tensor]
+Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
 
 
@@ -47,12 +48,16 @@ class Execution:
     tensors: Mapping[str, Tensor]
     blocks: tuple[Block, ...]
     evaluations: Mapping[int, tuple[nn.Module, Program]]
+    runner: StageRunner | None = None
+    """What runs the stage of this rank, in a pipeline: then `module` returns what the next stage receives."""
     loss_divisor: int = 1
     """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
 
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     """Build what `rank` runs. `axes` names the groups that the optimizer parallel needs. Collective."""
+    if prepared.stages:
+        return _staged(prepared, rank, folder, axes)
     builders = {"hybrid": _hybrid, "stand_alone": _alone}
     return builders.get(prepared.config.parallel.mode, _sharded)(prepared, rank, folder, axes)
 
@@ -76,19 +81,39 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
     blocks = _blocks(program, rank.rank)
 
-    graph = prepared.graph
+    forward = _calling(program, prepared.graph, prepared.config.train.compile)
+    return Execution(program, communicator, module, forward, tensors, blocks, modules)
 
-    def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
+
+def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
+    """Calls a module made from `program`; an error tells the operator of `graph` that it comes from."""
+
+    def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
         try:
-            drawn_from = as_key(key) if prepared.config.train.compile else key
-            loss: Tensor = model(*entries, drawn_from) if program.random else model(*entries)
+            return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
         except Exception as error:
             if (operator := blamed(error, program, graph)) is not None:
                 error.operator = operator  # type: ignore[attr-defined]
             raise
-        return loss
 
-    return Execution(program, communicator, module, forward, tensors, blocks, modules)
+    return forward
+
+
+def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    """The stage of a pipeline that this rank belongs to: ranks of stage 0 come first."""
+    assert prepared.plan is not None
+    count, size = len(prepared.stages), prepared.plan.mesh.size
+    number, local = divmod(rank.rank, size)
+    stage = prepared.stages[number]
+    program = stage_program(stage, prepared.config)
+    used = [*_axes_used(program), program.loss_axes, *axes(program)]
+    communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
+    tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
+    module = build(program, tensors, communicator, rank.device)
+    runner = StageRunner(Peers(stage, communicator), program, schedule_of(prepared.config)[number], rank.device)
+    blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
+    forward = _calling(program, stage.graph, compiled=False)
+    return Execution(program, communicator, module, forward, tensors, blocks, {}, runner)
 
 
 def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:

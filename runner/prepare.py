@@ -29,10 +29,13 @@ from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
+from strategies.pipeline.cutting import Stage, cut
+from strategies.pipeline.placing import in_stages
+from strategies.pipeline.schedule import Schedule, make_schedule
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
@@ -72,6 +75,8 @@ class Prepared:
     digest: str
     steps: int
     """The number of the last optimizer step, counted from 1."""
+    stages: tuple[Stage, ...] = ()
+    """Those of a pipeline, made from graph and plan; none without one."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
@@ -93,7 +98,7 @@ def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | N
 
 def micro_rows(config: Config) -> int:
     """Rows of one micro-batch over all ranks."""
-    return config.data.batch_size // config.train.accumulate
+    return config.data.batch_size // config.parts
 
 
 def evaluation_rows(config: Config) -> int:
@@ -238,6 +243,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     graph: OperatorGraph | None = None
     plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
+    stages: tuple[Stage, ...] = ()
     if config.parallel.mode == "stand_alone":
         run_once(step, tensors)
         own = (*step.named_parameters(), *step.named_buffers())
@@ -246,16 +252,44 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
-        plan = make_plan(graph, request_of(config, world_size))
+        _check_stages(config, world_size)
+        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
+        stages = _stages(config, graph, plan)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
-        told = digest(graph.signature(), json.dumps(deciding))
+        told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
     if evaluating is not None:
         evaluations, more = _evaluations(config, step, plan, evaluating, collate)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
-    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told)
+    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages)
+
+
+def _check_stages(config: Config, world_size: int) -> None:
+    """Where world_size is left open, only now is it known. Raises ConfigError."""
+    stages = config.parallel.pipeline.stages or 1
+    if world_size % stages:
+        raise ConfigError(
+            f"There are {world_size} ranks (world_size is null: as many as devices), which cannot be divided among "
+            f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}."
+        )
+    ranks, rows = world_size // stages, micro_rows(config)
+    if stages > 1 and config.parallel.mode == "data_parallel" and rows % ranks:
+        raise ConfigError(
+            f"parallel.mode = data_parallel slices the batch over the {ranks} ranks of a stage, but a micro-batch has "
+            f"{rows} samples (data.batch_size / train.accumulate / parallel.pipeline.micro_batches); take a "
+            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches."
+        )
+
+
+def _stages(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
+    """The stages of a pipeline. Raises StrategyError for cuts that do not fit the model."""
+    wanted = config.parallel.pipeline
+    if wanted.stages is None:
+        return ()
+    placed = in_stages(graph, wanted.stages, wanted.cuts)
+    return cut(graph, plan, placed, random_ordinals(graph, plan, options_of(config)))
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -334,6 +368,17 @@ def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Prog
 
 def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
     return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
+
+
+def stage_program(stage: Stage, config: Config) -> Program:
+    """The program of a stage of a pipeline."""
+    return lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The order in which the stages of a pipeline work."""
+    wanted = config.parallel.pipeline
+    return make_schedule(wanted.schedule, wanted.stages or 1, wanted.parts)
 
 
 def evaluation_options(config: Config) -> Options:

@@ -7,51 +7,77 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runner.prepare import Prepared, lowered
+from runner.prepare import Prepared, lowered, schedule_of, stage_program
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
+from strategies.graph import OperatorGraph
+from strategies.pipeline.describe import describe_stages
+from strategies.plan import Plan
 
 STATES = {"SGD": 1.0, "Adam": 2.0, "AdamW": 2.0, "RMSprop": 1.0, "Adagrad": 1.0}
 """States per parameter element of common optimizers; others are taken for two."""
 
 
-def program_of(prepared: Prepared) -> Program | None:
-    """The program of the plan, as the ranks lower it."""
-    if prepared.graph is None or prepared.plan is None:
-        return None
-    return lowered(prepared.config, prepared.graph, prepared.plan)
+def programs_of(prepared: Prepared) -> list[Program]:
+    """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
+    assert prepared.graph is not None and prepared.plan is not None
+    if prepared.stages:
+        return [stage_program(stage, prepared.config) for stage in prepared.stages]
+    return [lowered(prepared.config, prepared.graph, prepared.plan)]
+
+
+def _part(prepared: Prepared, number: int) -> tuple[OperatorGraph, Plan]:
+    """Graph and plan of a stage, or of the whole model where there is no pipeline."""
+    assert prepared.graph is not None and prepared.plan is not None
+    if not prepared.stages:
+        return prepared.graph, prepared.plan
+    return prepared.stages[number].graph, prepared.stages[number].plan
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; None for modes without."""
-    program = program_of(prepared)
-    if program is None:
+    if prepared.graph is None or prepared.plan is None:
         return None
-    assert prepared.graph is not None and prepared.plan is not None
     config = prepared.config
     optimizer = config.optimizer.target.rpartition(".")[2]
     states = STATES.get(optimizer, 2.0) if optimizer != "SGD" or config.optimizer.args.get("momentum") else 0.0
     machine = GPU if prepared.device == "cuda" else LAPTOP
-    content = describe(
-        prepared.graph,
-        prepared.plan,
-        program,
-        stage=config.parallel.zero.stage,
-        states=states,
-        machine=machine,
-        accumulate=config.train.accumulate,
-        device=prepared.device,
-    )
+    programs = programs_of(prepared)
+    if prepared.stages:
+        content = describe_stages(
+            prepared.plan,
+            prepared.stages,
+            programs,
+            schedule_of(prepared.config),
+            states=states,
+            machine=machine,
+            accumulate=config.train.accumulate,
+        )
+        content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
+    else:
+        content = describe(
+            prepared.graph,
+            prepared.plan,
+            programs[0],
+            stage=config.parallel.zero.stage,
+            states=states,
+            machine=machine,
+            accumulate=config.train.accumulate,
+            device=prepared.device,
+        )
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
             folder = run_dir / "ir" / f"rank_{rank}"
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "step_parallel_begin.ir").write_text(ir.begin(prepared.graph, prepared.plan))
-            (folder / "step_parallel_end.ir").write_text(ir.end(prepared.graph, prepared.plan, program, rank))
+            number, local = divmod(rank, prepared.plan.mesh.size)
+            graph, plan = _part(prepared, number)
+            first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" if prepared.stages else ""
+            (folder / "step_parallel_begin.ir").write_text(first + ir.begin(graph, plan))
+            (folder / "step_parallel_end.ir").write_text(first + ir.end(graph, plan, programs[number], local))
     return content
 
 
@@ -73,6 +99,13 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         ]
         if bare:
             lines.append(f"plan: no sharding rule for {', '.join(bare)}: every rank computes these whole")
+    if prepared.stages and prepared.plan is not None:
+        operators = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
+        pipeline = config.parallel.pipeline
+        lines.append(
+            f"pipeline: {len(prepared.stages)} stages of {operators} operators, each on {prepared.plan.mesh.size} "
+            f"ranks; {pipeline.schedule} over {pipeline.parts} micro-batches"
+        )
     return "\n".join(lines)
 
 
@@ -82,7 +115,11 @@ def totals(content: dict[str, Any]) -> str:
     memory = ", ".join(f"{part} {_bytes(count)}" for part, count in content["memory"].items())
     cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
-    return "\n".join([*lines, *([recomputed(content["recompute"])] if content["recompute"] else [])])
+    if content.get("recompute"):
+        lines.append(recomputed(content["recompute"]))
+    if "pipeline" in content:
+        lines.append(f"predicted bubble: {content['pipeline']['bubble']:.1%} of the time the stages wait")
+    return "\n".join(lines)
 
 
 def recomputed(entry: dict[str, Any]) -> str:
@@ -98,10 +135,12 @@ def recomputed(entry: dict[str, Any]) -> str:
 
 def table(content: dict[str, Any]) -> str:
     """One line per operator, and one per redistribution below the operator that needs it."""
-    rows = [("operator", "shapes", "slices", "result", "chosen", "source")]
+    staged = "pipeline" in content
+    rows = [(*("stage",) * staged, "operator", "shapes", "slices", "result", "chosen", "source")]
     for operator in content["operators"]:
         shapes = (_shapes(operator[key]) for key in ("shapes", "in_strategy", "out_strategy"))
-        rows.append((operator["name"], *shapes, operator["origin"], operator["source"]))
+        stage = (str(operator["stage"]),) if staged else ()
+        rows.append((*stage, operator["name"], *shapes, operator["origin"], operator["source"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def show(row: tuple[str, ...]) -> str:

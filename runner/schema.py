@@ -31,6 +31,7 @@ from runner.forms import (
     refusal,
 )
 from runner.offload_form import OffloadForm
+from runner.pipelining import Pipeline
 
 
 def _dotted(name: str) -> str:
@@ -305,6 +306,7 @@ class Parallel(Section):
     recompute: Recompute
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]
+    pipeline: Pipeline
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -506,6 +508,39 @@ class Parallel(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> Parallel:
+        if self.pipeline.stages is None:
+            return self
+        stages = f"parallel.pipeline.stages = {self.pipeline.stages}"
+        if self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"{stages} cuts the operators of a plan, but parallel.mode = {self.mode!r} runs the module as it is; "
+                "choose mode data_parallel, semi_auto or auto, or drop it with parallel.pipeline.stages=null.",
+                "parallel.pipeline.stages",
+                "parallel.mode",
+            )
+        if self.zero.stage:
+            raise refusal(
+                f"{stages} works with parallel.zero.stage = 0 only, not {self.zero.stage}: DeepSpeed's engine averages "
+                "over the whole world, while every stage holds parameters of its own. Use parallel.zero.stage=0, or "
+                "parallel.pipeline.stages=null.",
+                "parallel.zero.stage",
+                "parallel.pipeline.stages",
+            )
+        others = {
+            "recompute.operators": self.recompute.operators != "none",
+            "place": bool(self.place),
+            "offload.activations.to": self.offload.activations.to != "none",
+        }
+        for key in (key for key, given in others.items() if given):
+            raise refusal(
+                f"{stages} cannot be combined with parallel.{key} yet; drop one of them.",
+                "parallel.pipeline.stages",
+                f"parallel.{key}",
+            )
+        return self
+
     @property
     def _full_batch(self) -> bool:
         return self.dataset_strategy == "full_batch"
@@ -582,6 +617,47 @@ class Config(Section):
                 "train.accumulate",
                 "data.batch_size",
             )
+        if self.data.batch_size % self.parts:
+            raise refusal(
+                f"data.batch_size = {self.data.batch_size} cannot be divided into train.accumulate = "
+                f"{self.train.accumulate} times parallel.pipeline.micro_batches = {self.parallel.pipeline.parts} equal "
+                f"parts; take a multiple of {self.parts}, or other micro_batches.",
+                "parallel.pipeline.micro_batches",
+                "data.batch_size",
+            )
+        return self
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
+        return self.train.accumulate * self.parallel.pipeline.parts
+
+    @model_validator(mode="after")
+    def _pipeline_alone(self) -> Config:
+        stages, asked = self.parallel.pipeline.stages, self.evaluate
+        if stages is None:
+            return self
+        if self.world_size is not None and self.world_size % stages:
+            raise refusal(
+                f"world_size = {self.world_size} cannot be divided among parallel.pipeline.stages = {stages}; every "
+                f"stage has as many ranks as the others, so take a multiple of {stages}.",
+                "world_size",
+                "parallel.pipeline.stages",
+            )
+        if self.train.compile:
+            raise refusal(
+                f"train.compile = true and parallel.pipeline.stages = {stages} do not go together yet; choose one of "
+                "them.",
+                "train.compile",
+                "parallel.pipeline.stages",
+            )
+        if asked.metric is not None or asked.every is not None or asked.batch_size is not None or asked.args:
+            raise refusal(
+                f"evaluate asks for evaluation, which does not run through parallel.pipeline.stages = {stages} "
+                "yet; set evaluate.metric=null, evaluate.every=null, evaluate.batch_size=null and evaluate.args={}.",
+                "evaluate.metric",
+                "parallel.pipeline.stages",
+            )
         return self
 
     @model_validator(mode="after")
@@ -652,9 +728,12 @@ class Config(Section):
                 "world_size",
                 "parallel.mode",
             )
-        known: list[tuple[str, tuple[int, ...]]] = (
-            [] if self.world_size is None else [("world_size", (self.world_size,))]
-        )
+        stages = self.parallel.pipeline.stages
+        known: list[tuple[str, tuple[int, ...]]] = []
+        if self.world_size is not None and stages is None:
+            known = [("world_size", (self.world_size,))]
+        elif self.world_size is not None and stages is not None:
+            known = [("world_size / parallel.pipeline.stages", (self.world_size // stages,))]
         known += self.parallel.meshes()
         for key, shape in known[1:]:
             first, expected = known[0][0], prod(known[0][1])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random as python_random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
+from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
@@ -91,8 +93,9 @@ class Trainer:
 
     def _updates(self) -> Updates:
         config, program = self.config, self.execution.program
-        names = [source.name for source in program.sources if source.kind == "parameter"]
-        trainable = [source.name for source in program.sources if source.trainable]
+        sources = program.sources if self.prepared.graph is None else self.prepared.graph.sources
+        names = [source.name for source in sources if source.kind == "parameter"]
+        trainable = [source.name for source in sources if source.trainable and source.kind == "parameter"]
         groups = optimizers.parameter_groups(names, trainable, config.optimizer)
         evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
         return make_updates(
@@ -103,13 +106,14 @@ class Trainer:
             optimizers.optimizer_factory(config.optimizer),
             groups,
             clip=config.train.clip,
-            accumulate=config.train.accumulate,
+            accumulate=config.parts,
             precision=config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
             zero_options=communication.zero_options(config),
             cut=communication.cut(config),
-            overlap=communication.overlapped(config),
+            overlap=communication.overlapped(config) and self.execution.runner is None,
             offload=self.offload,
+            peers=None if self.execution.runner is None else self.execution.runner.peers,
         )
 
     def _moved(self) -> dict[str, Moved]:
@@ -179,21 +183,33 @@ class Trainer:
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
-        for micro in range(self.config.train.accumulate):
+
+        def forward(micro: int, received: Sequence[Tensor] = ()) -> Any:
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             entries = [
                 _placed(tensor, self.rank.device)
                 for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
             ]
-            loss = self.execution.forward(self.updates.module, entries, mix(self.config.train.seed, step, micro))
-            self.updates.backward(loss)
-            total += loss.detach().double()
+            key = mix(self.config.train.seed, step, micro)
+            return self.execution.forward(self.updates.module, [*entries, *received], key)
+
+        runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
+        for turn in range(self.config.train.accumulate):
+            if runner is None:
+                loss = forward(turn)
+                self.updates.backward(loss)
+                total += loss.detach().double()
+            else:
+                assert isinstance(self.updates, BucketedUpdates)
+                total += runner.step(partial(_after, forward, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
         if axes:
             dist.all_reduce(total, group=communicator.group(axes))
             ranks = communicator.mesh.product(axes)
             communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
-        return float(total) / self.config.train.accumulate / self.execution.loss_divisor
+        if runner is not None:
+            runner.peers.share_loss(total)
+        return float(total) / self.config.parts / self.execution.loss_divisor
 
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:
@@ -240,7 +256,16 @@ class Trainer:
                     else self.execution.tensors[source.name]
                 )
                 found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
-        return found
+        return self._of_all_stages(found)
+
+    def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0: whole tensors by name, from all stages of a pipeline (collective)."""
+        if self.execution.runner is None:
+            return found
+        first = self.execution.communicator.rank == 0
+        parts: list[Any] = [None] * self.rank.world_size
+        dist.gather_object(found if first else {}, parts if self.rank.rank == 0 else None)
+        return {name: tensor for part in parts if part is not None for name, tensor in part.items()}
 
     def _publish(self) -> None:
         """Write the whole initial weights of a hybrid module, from which its reference starts."""
@@ -255,7 +280,7 @@ class Trainer:
             name: whole(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
             for name, piece in self.updates.gradients()
         }
-        self._write({"loss": loss, "gradients": found}, f"step-{step}.pt")
+        self._write({"loss": loss, "gradients": self._of_all_stages(found)}, f"step-{step}.pt")
 
     def _write(self, content: Any, name: str) -> None:
         if self.rank.rank == 0:
@@ -302,6 +327,11 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+
+def _after(forward: Callable[..., Any], first: int, number: int, received: Sequence[Tensor]) -> Any:
+    """`forward` of the micro-batches that begin with number `first`."""
+    return forward(first + number, received)
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:

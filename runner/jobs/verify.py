@@ -142,6 +142,7 @@ def _reference(config: Config) -> Config:
     """The single-process run: the user's module, or the one-device module that a hybrid recipe names."""
     content = config.model_dump(mode="json")
     content["world_size"] = None
+    content["train"]["accumulate"] = config.parts
     content["train"]["compile"] = False
     content["parallel"] |= {
         "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
@@ -152,6 +153,7 @@ def _reference(config: Config) -> Config:
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},
         },
+        "pipeline": content["parallel"]["pipeline"] | {"stages": None, "micro_batches": None, "cuts": "auto"},
     }  # fmt: skip
     if config.verify.reference.target is not None:
         content["model"] |= {

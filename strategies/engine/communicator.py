@@ -46,11 +46,16 @@ class Communicator:
     """The collectives of `rank` on `mesh`. `sent` counts bytes and `calls` counts calls, by collective.
 
     Constructing it is collective: every rank names the same sets of axes, in the same order. The default process group
-    must exist if the mesh has more than one rank.
+    must exist if the mesh has more than one rank. In a pipeline the mesh is that of one of `stages`; the ranks of stage
+    0 come first, and `world_rank` is this rank's number among all.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]] = ()) -> None:
-        self.mesh, self.rank = mesh, rank
+    def __init__(
+        self, mesh: Mesh, rank: int, axes: Iterable[Sequence[str]] = (), *, stage: int = 0, stages: int = 1
+    ) -> None:
+        self.mesh, self.rank, self.stage, self.stages = mesh, rank, stage, stages
+        self.world = mesh.size * stages
+        self.world_rank = mesh.size * stage + rank
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -64,10 +69,15 @@ class Communicator:
             if self.mesh.product(names) > 1
             for group in self.mesh.groups(self.mesh.sorted(names))
         )
+        first = self.world_rank - self.rank
         for ranks in wanted:
-            if ranks not in self._groups:
-                everyone = len(ranks) == dist.get_world_size()
-                self._groups[ranks] = dist.group.WORLD if everyone else dist.new_group(list(ranks))  # type: ignore[assignment]
+            if ranks in self._groups or (self.stages > 1 and self.rank not in ranks):
+                continue
+            if len(ranks) == dist.get_world_size():
+                self._groups[ranks] = dist.group.WORLD  # type: ignore[assignment]
+            else:
+                own = self.stages > 1  # other stages make other groups
+                self._groups[ranks] = dist.new_group([first + r for r in ranks], use_local_synchronization=own)
 
     def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
         """The process group of this rank along `axes` (more than one rank)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strategies.engine.program import KEY, Compute, Instruction, Options, RankValue, Redistribute
@@ -17,15 +17,16 @@ from strategies.rules.sharding import Sharding
 
 
 class Lowering(Protocol):
-    """What an emitter needs of the lowering that it serves. `random` counts the random operators so far."""
+    """What an emitter needs of the lowering that it serves."""
 
     graph: OperatorGraph
     mesh: Mesh
     options: Options
     instructions: list[Instruction]
-    random: int
 
     def fresh(self, name: str) -> str: ...
+
+    def ordinal(self, operator: Operator) -> int: ...
 
 
 @dataclass
@@ -38,7 +39,6 @@ class Emitter:
     planned: OperatorPlan
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    _ordinal: int | None = field(default=None)
 
     @property
     def exact(self) -> bool:
@@ -50,10 +50,7 @@ class Emitter:
 
     @property
     def ordinal(self) -> int:
-        if self._ordinal is None:
-            self._ordinal = self.lowering.random
-            self.lowering.random += 1
-        return self._ordinal
+        return self.lowering.ordinal(self.operator)
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")

@@ -9,7 +9,7 @@ norm counts every slice once, so clipping is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.offload import Moved
 from strategies.engine.program import Program
 from strategies.engine.reduction import Reduction
+from strategies.engine.stages import Peers
 from strategies.engine.updates import (
     CHOSEN,
     Cut,
@@ -41,7 +42,8 @@ from strategies.redistribution import ALL_REDUCE
 
 
 class BucketedUpdates:
-    """See `Updates`. The communicator must have the groups of `axes_needed`."""
+    """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
+    other stages hold."""
 
     def __init__(
         self,
@@ -56,8 +58,9 @@ class BucketedUpdates:
         evaluation: nn.Module | None = None,
         cut: Cut = CHOSEN,
         overlap: bool = False,
+        peers: Peers | None = None,
     ) -> None:
-        self.module, self.evaluation = module, evaluation
+        self.module, self.evaluation, self._peers = module, evaluation, peers
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
@@ -79,7 +82,11 @@ class BucketedUpdates:
             for name in (self._owned if overlap else ())
         ]
         mesh = program.mesh
-        self._replicas = {name: mesh.product(layout_of(program, name).replica_axes(mesh)) for name in self._owned}
+        copies = {} if peers is None else peers.copies
+        self._replicas = {
+            name: mesh.product(layout_of(program, name).replica_axes(mesh)) * copies.get(name, 1)
+            for name in self._owned
+        }
 
     @property
     def optimizer(self) -> Optimizer:
@@ -89,6 +96,12 @@ class BucketedUpdates:
         self._micro_batches += 1
         self._last = self._micro_batches == self._accumulate
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        for name in self._masters:
+            self._to_master(name)
+
+    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """As `backward`, from the gradients of what a stage of a pipeline handed on."""
+        torch.autograd.backward(list(outputs), list(gradients))
         for name in self._masters:
             self._to_master(name)
 
@@ -105,6 +118,15 @@ class BucketedUpdates:
 
     def reduce(self) -> None:
         self._reduction.finish()
+        if self._peers is not None:
+            self._peers.add_shared({name: self._gradient(name) for name in self._peers.copies})
+
+    def _gradient(self, name: str) -> Tensor:
+        """The gradient that the optimizer will use, made of zeros where nothing came back."""
+        holder = self._owned[name]
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        return holder.grad
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._program.reductions:
@@ -144,7 +166,9 @@ class BucketedUpdates:
             counts = torch.tensor([float(self._replicas[name]) for name in names], dtype=torch.float64, device=device)
             total = (squares / counts).sum()
         mesh = self._program.mesh
-        if mesh.size > 1:
+        if self._peers is not None:
+            self._peers.add_over_all(total)
+        elif mesh.size > 1:
             dist.all_reduce(total, group=self._communicator.group(mesh.names))
             self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan

@@ -7,6 +7,8 @@ optimizer parallel, and each use carries the factor that makes the sum right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from strategies.engine.emitter import Emitter
 from strategies.engine.program import PLAIN, Instruction, Options, Program, Redistribute
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
@@ -16,9 +18,27 @@ from strategies.redistribution import Chain, chain
 from strategies.rules import rule_of
 
 
-def lower(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> Program:
-    """The program of `graph` under `plan`. Linear in the number of operators."""
-    return _Lowering(graph, plan, options).program()
+def lower(
+    graph: OperatorGraph,
+    plan: Plan,
+    options: Options = PLAIN,
+    *,
+    outputs: Sequence[Layout] = (),
+    ordinals: Mapping[str, int] | None = None,
+) -> Program:
+    """The program of `graph` under `plan`. Linear in the number of operators.
+
+    A stage of a pipeline returns its values in the layouts `outputs`, in which their gradients come back, and its
+    random operators have the `ordinals` (by id) that they have in the whole model.
+    """
+    return _Lowering(graph, plan, options, outputs, ordinals).program()
+
+
+def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> dict[str, int]:
+    """The numbers of the random operators, by id."""
+    lowering = _Lowering(graph, plan, options, (), None)
+    lowering.program()
+    return lowering.ordinals
 
 
 def _returning(graph: OperatorGraph) -> frozenset[str]:
@@ -36,7 +56,14 @@ def _returning(graph: OperatorGraph) -> frozenset[str]:
 class _Lowering:
     """What is known of the values while the program grows, operator by operator."""
 
-    def __init__(self, graph: OperatorGraph, plan: Plan, options: Options) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        plan: Plan,
+        options: Options,
+        outputs: Sequence[Layout],
+        ordinals: Mapping[str, int] | None,
+    ) -> None:
         self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.instructions: list[Instruction] = []
@@ -46,7 +73,8 @@ class _Lowering:
         self.returning = _returning(graph)
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
         self.names: set[str] = set()
-        self.random = 0
+        self.asked, self.given = outputs, ordinals
+        self.ordinals: dict[str, int] = {}
         for source in graph.sources:
             ref = Ref(source.id)
             self.layouts[ref] = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
@@ -58,12 +86,17 @@ class _Lowering:
         for operator in self.graph.operators:
             self._operator(operator)
         loss_axes: tuple[str, ...] = ()
-        if self.options.partial_loss:
+        if self.asked:
+            pairs = zip(self.graph.outputs, self.asked, strict=True)
+            outputs: tuple[Ref, ...] = tuple(self._output(ref, layout) for ref, layout in pairs)
+        elif self.options.partial_loss:
             (loss,) = self.graph.outputs
             loss_axes = self.mesh.sorted(self.layouts[loss].partial)
-            outputs: tuple[Ref, ...] = (self.local[loss],)
+            outputs = (self.local[loss],)
         else:
-            outputs = tuple(self._output(ref) for ref in self.graph.outputs)
+            outputs = tuple(
+                self._output(ref, Layout.replicated(len(self.graph.specs[ref].shape))) for ref in self.graph.outputs
+            )
         updates = tuple((buffer, self._update(buffer, ref)) for buffer, ref in self.graph.updates)
         layouts = {source.id: self.layouts[Ref(source.id)] for source in self.graph.sources}
         return Program(
@@ -74,7 +107,7 @@ class _Lowering:
             outputs,
             self.reductions,
             self.graph.parameter_order,
-            self.random > 0,
+            bool(self.ordinals),
             loss_axes,
             updates,
             self.plan.recompute,
@@ -222,12 +255,10 @@ class _Lowering:
         complete = self.mesh.product(axis for axis in self.reductions[name] if axis not in left)
         return self.mesh.size / complete if self.options.sharded_optimizer else 1 / complete
 
-    def _output(self, ref: Ref) -> Ref:
+    def _output(self, ref: Ref, wanted: Layout) -> Ref:
         spec, have = self.graph.specs[ref], self.layouts[ref]
-        forward = chain(have, Layout.replicated(len(spec.shape)), spec.shape, self.mesh)
-        back = (
-            chain(Layout.replicated(len(spec.shape)), have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
-        )
+        forward = chain(have, wanted, spec.shape, self.mesh)
+        back = chain(wanted, have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
         if not forward and not back:
             return self.local[ref]
         producer = self.graph.by_id[ref.id]
@@ -249,6 +280,12 @@ class _Lowering:
             Redistribute(fresh, self.local[ref], forward, (), 1.0, False, spec, producer.name, -1, ())
         )
         return Ref(fresh)
+
+    def ordinal(self, operator: Operator) -> int:
+        """The number of a random operator, the same whenever it is asked for."""
+        return self.ordinals.setdefault(
+            operator.id, len(self.ordinals) if self.given is None else self.given[operator.id]
+        )
 
     def fresh(self, name: str) -> str:
         """A name that no value of the program has yet."""

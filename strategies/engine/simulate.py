@@ -270,7 +270,7 @@ class Simulation:
         """Whole gradients: what the ranks hold, added over the axes that lowering left to the optimizer parallel."""
         found = {}
         for source in self.program.sources:
-            if not source.trainable:
+            if not source.trainable or source.kind == "input":
                 continue
             layout = self.program.layouts[source.id]
             pieces = self.slices[Ref(source.id)]

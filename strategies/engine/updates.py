@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.program import Compute, Instruction, Program
+from strategies.engine.stages import Peers
 from strategies.errors import StrategyError
 from strategies.graph import Source
 from strategies.layout import Layout
@@ -128,11 +129,12 @@ def make_updates(
     cut: Cut = CHOSEN,
     overlap: bool = False,
     offload: Offload = NOTHING,
+    peers: Peers | None = None,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
     micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
-    backward; DeepSpeed has options of its own for both.
+    backward; DeepSpeed has options of its own for both. `peers` are the other stages of a pipeline.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -150,7 +152,10 @@ def make_updates(
             evaluation=evaluation,
             cut=cut,
             overlap=overlap,
+            peers=peers,
         )
+    if peers is not None:
+        raise StrategyError(f"ZeRO stage {stage} does not know of the stages of a pipeline; use parallel.zero.stage=0.")
     from strategies.engine.zero import ZeroUpdates
 
     return ZeroUpdates(
@@ -194,7 +199,7 @@ def learning(program: Program) -> tuple[str, ...]:
     for instruction in reversed(program.instructions):
         if instruction.id in reached and not _stops(instruction):
             reached.update(ref.id for ref in instruction.operands)
-    found = {source.name for source in program.sources if source.trainable and source.id in reached}
+    found = {source.name for source in parameters(program) if source.trainable and source.id in reached}
     return tuple(name for name in _in_order(program) if name in found)
 
 

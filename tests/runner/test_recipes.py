@@ -19,6 +19,7 @@ NAMES = [
     "gpt_offload_disk",
     "gpt_offload_host",
     "gpt_padded",
+    "gpt_pipeline",
     "gpt_recompute",
     "hf_gpt2",
     "hf_llama",

@@ -1,0 +1,189 @@
+"""Pipelines on simulated ranks: a model in stages has the loss, gradients and buffers of the whole, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.gpt import GPT
+from models.losses import NextTokenLoss
+from strategies.capture import Objective, capture, loss_in
+from strategies.engine.lowering import random_ordinals
+from strategies.engine.program import Options
+from strategies.errors import StrategyError
+from strategies.pipeline.cutting import Stage, cut
+from strategies.pipeline.lockstep import Lockstep
+from strategies.pipeline.placing import Cuts, in_stages
+from strategies.pipeline.schedule import make_schedule
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted
+from tests.strategies.whole_model import TOLERANCE
+
+TENSOR_PARALLEL = {
+    "layers.*.attention.[qkv]_proj.matmul": Wanted(((2, 1, 1), (1, 2)), None),
+    "layers.*.attention.o_proj.matmul": Wanted(((2, 1, 2), (2, 1)), None),
+    "layers.*.feed_forward.up_proj.matmul": Wanted(((2, 1, 1), (1, 2)), None),
+    "layers.*.feed_forward.down_proj.matmul": Wanted(((2, 1, 2), (2, 1)), None),
+}
+ALONE = Request("data_parallel", 1)
+DATA = Request("data_parallel", 2)
+TENSOR = Request("auto", 4, mesh=(("dp", 2), ("tp", 2)), strategies=TENSOR_PARALLEL)
+
+
+class Pipeline:
+    """A model in fp64 and its micro-batches, captured; eager truth and stages."""
+
+    def __init__(self, net: nn.Module, loss: nn.Module, batches: list[tuple[Tensor, ...]]) -> None:
+        self.names = tuple(map(str, range(len(batches[0]))))
+        self.objective = Objective(net, loss, self.names, (self.names[-1],)).double().train()
+        self.batches = [tuple(t.double() if t.is_floating_point() else t for t in batch) for batch in batches]
+        self.captured = capture(self.objective, self.batches[0], training=True)
+        self.tensors = {name: tensor.clone() for name, tensor in self.captured.tensors.items()}
+
+    def eager(self) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        total = 0.0
+        for batch in self.batches:
+            loss: Any = loss_in(self.objective(*batch))
+            (loss / len(self.batches)).backward()
+            total += loss.item() / len(self.batches)
+        model = self.objective.model
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return total, gradients, dict(model.named_buffers())
+
+    def stages(self, request: Request, count: int, cuts: Cuts, options: Options) -> tuple[Stage, ...]:
+        graph = self.captured.graph
+        plan: Plan = make_plan(graph, request)
+        return cut(graph, plan, in_stages(graph, count, cuts), random_ordinals(graph, plan, options))
+
+    def run(
+        self, request: Request, count: int, cuts: Cuts = "auto", kind: str = "1f1b", exact: bool = False
+    ) -> tuple[float, Lockstep]:
+        options = Options(exact)
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        batches = [dict(zip(self.names, batch, strict=True)) for batch in self.batches]
+        lockstep = Lockstep(self.stages(request, count, cuts, options), tensors, batches, options)
+        return lockstep.step(make_schedule(kind, count, len(batches)), range(len(batches))), lockstep
+
+    def difference(self, *args: Any, **kwargs: Any) -> float:
+        found, lockstep = self.run(*args, **kwargs)
+        self.objective.zero_grad()
+        loss, gradients, buffers = self.eager()
+        gaps = [abs(found - loss)]
+        ours = lockstep.gradients()
+        assert gradients.keys() <= ours.keys()
+        assert not any(ours[name].any() for name in ours.keys() - gradients.keys())
+        gaps += [((ours[n] - g).abs().max() / g.abs().max().clamp_min(1e-3)).item() for n, g in gradients.items()]
+        gaps += [(lockstep.buffers()[n].double() - b.double()).abs().max().item() for n, b in buffers.items()]
+        return max(gaps)
+
+
+def tokens(count: int) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(0, 16, (4, 8), generator=generator)
+        labels = ids.roll(-1, 1)
+        labels[0, : int(torch.randint(0, 8, (), generator=generator))] = -100  # other counts in every micro-batch
+        found.append((ids, labels))
+    return found
+
+
+def gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(16, 8, 8, layers, 2, dropout=dropout)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_tied_gpt(kind: str, request_: Request, stages: int) -> None:
+    pipeline = Pipeline(gpt(), NextTokenLoss(), tokens(4))
+    assert pipeline.difference(request_, stages, kind=kind) <= TOLERANCE
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_random_numbers_are_those_of_the_model_in_one_piece(exact: bool) -> None:
+    pipeline = Pipeline(gpt(dropout=0.3), NextTokenLoss(), tokens(3))
+    whole, one = pipeline.run(TENSOR, 1, exact=exact)
+    parts, three = pipeline.run(TENSOR, 3, exact=exact)
+    assert abs(whole - parts) <= TOLERANCE
+    ours, truth = three.gradients(), one.gradients()
+    assert max((ours[name] - truth[name]).abs().max().item() for name in truth) <= TOLERANCE
+
+
+class Branches(nn.Module):
+    """A value that skips a stage, an integer one, one without gradient; written buffers; a weight in all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.shared = nn.Parameter(torch.randn(8))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.tanh(self.first(x)) * self.shared
+        places, still = a.argmax(1), a.detach() * 2
+        b = self.norm(self.second(a * self.shared))
+        c = b + a * torch.sin(still)
+        out: Tensor = self.third(c * self.shared + F.one_hot(places, 8).double())
+        return out
+
+
+@pytest.mark.parametrize("request_", [ALONE, DATA], ids=["alone", "data"])
+def test_values_that_skip_stages(request_: Request) -> None:
+    torch.manual_seed(0)
+    batches: list[tuple[Tensor, ...]] = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(3)]
+    cuts = {"first": 0, "second": 1, "norm": 1, "third": 2}
+    pipeline = Pipeline(Branches(), nn.CrossEntropyLoss(), batches)
+    stages = pipeline.stages(request_, 3, cuts, Options())
+    assert {stage.number: sorted(stage.holders) for stage in stages}[0] == ["shared"]
+    assert not all(stages[1].trainable) and any(stages[1].trainable)
+    assert pipeline.difference(request_, 3, cuts) <= TOLERANCE
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(StrategyError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_cuts_that_cannot_be_are_told() -> None:
+    graph = Pipeline(gpt(), NextTokenLoss(), tokens(1)).captured.graph
+    assert "Did you mean 'layers.1'?" in refused(lambda: in_stages(graph, 2, {"layer.1": 1}))
+    assert "has the stages 0 to 1" in refused(lambda: in_stages(graph, 2, {"layers.1": 2}))
+    told = refused(lambda: in_stages(graph, 2, {"layers.0": 1, "layers.1": 0}))
+    assert "layers.1 = 0 comes before what it uses" in told and "in stage 1" in told
+    assert "leave stage 1" in refused(lambda: in_stages(graph, 2, {"layers.1": 0}))
+    assert "only 53 operators" in refused(lambda: in_stages(graph, 99, "auto"))
+
+
+def test_a_written_buffer_lives_in_one_stage() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x + self.mean))
+            self.mean.copy_(out.detach().mean(0))
+            return out
+
+    pipeline = Pipeline(Counting(), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))])
+    told = refused(lambda: pipeline.stages(ALONE, 2, {"second": 1}, Options()))
+    assert "buffer mean is written in the step and used by stages 0, 1" in told
+
+
+def test_balanced_stages_are_cut_between_layers() -> None:
+    graph = Pipeline(gpt(4), NextTokenLoss(), tokens(1)).captured.graph
+    placed = in_stages(graph, 2, "auto")
+    split = {o.module.split(".")[1]: placed[o.id] for o in graph.operators if o.module.startswith("layers.")}
+    assert split == {"0": 0, "1": 0, "2": 1, "3": 1}
+    assert list(placed.values()) == sorted(placed.values())
