@@ -17,9 +17,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from runner.errors import ConfigError, allowed
-from runner.forms import Section
 from runner.origins import Origins
-from runner.schema import Config, Mode
+from runner.schema import Config
+from runner.sections.parallel import Mode
+from runner.sections.section import Section
 
 # What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
 MEANINGS = {

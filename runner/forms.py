@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer
+from pydantic import AfterValidator, model_serializer
 from pydantic_core import PydanticCustomError
 
 from runner.errors import allowed
-
-Count = Annotated[int, Field(strict=True, ge=1)]
-Glob = Annotated[str, Field(min_length=1)]
+from runner.sections.section import Section, refusal
 
 
 def _name(name: str) -> str:
@@ -30,17 +28,6 @@ AxisName = Annotated[str, AfterValidator(_name)]
 
 EXAMPLE = "write counts such as [[2, 4], [4, 1]], or {in: [[2, 4], [4, 1]], out: [[2, 4]]}"
 FORM_KEYS = frozenset({"in", "out"})
-
-
-class Section(BaseModel):
-    """A part of the config: no unknown keys, no change after validation, no default (those are in `conf/`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def refusal(text: str, *keys: str) -> PydanticCustomError:
-    """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is to be told."""
-    return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys})
 
 
 class LayoutForm(Section):

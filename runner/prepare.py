@@ -23,8 +23,9 @@ from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules
-from runner.schema import Config, Recompute
+from runner.schema import Config
 from runner.scores import Structure, scores, tried
+from runner.sections.recompute import Recompute
 from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
@@ -372,7 +373,8 @@ def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) 
 
 def stage_program(stage: Stage, config: Config) -> Program:
     """The program of a stage of a pipeline."""
-    return lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
+    program = lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
+    return fuse(program, communication.joined(config))
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -37,41 +37,23 @@ from strategies.engine.updates import (
     check_optimizer,
     learning,
     learning_groups,
-    local_elements,
     options_of,
     parameters,
     placed,
     set_options,
 )
-from strategies.engine.zero_options import SMALLEST_ON_DISK, engine_config, offload_section, zero_section
+from strategies.engine.zero_options import (
+    SMALLEST_ON_DISK,
+    check_parameters,
+    engine_config,
+    offload_section,
+    sizes_of,
+    zero_section,
+)
 from strategies.errors import StrategyError
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 MARKER = "_replica_groups"
 EVALUATION = "_evaluation"
-
-
-def predicted(program: Program, stage: int, accumulate: int = 1) -> dict[str, int]:
-    """Bytes that one rank sends per optimizer step for gradients and weights, by collective, without padding and norms.
-
-    A replica group of n ranks that hold b bytes of weights sends, per rank: at stages 1 and 2 an all-reduce of the fp32
-    gradients (2 (n-1)/n of their bytes; after every micro-batch at stage 2) and one all-gather of the new weights
-    ((n-1)/n b); at stage 3, per micro-batch, a reduce-scatter of the gradients ((n-1)/n) and an all-gather of the
-    weights for forward and for backward.
-    """
-    totals = {ALL_REDUCE: 0.0, REDUCE_SCATTER: 0.0, ALL_GATHER: 0.0}
-    names = set(learning(program))
-    for source in parameters(program):
-        elements = local_elements(program, source)
-        n = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
-        share, learns = elements * (n - 1) / n, source.name in names
-        if stage == 3:
-            totals[REDUCE_SCATTER] += accumulate * share * 4 * learns
-            totals[ALL_GATHER] += accumulate * share * source.spec.item_bytes * (1 + learns)
-        else:
-            totals[ALL_REDUCE] += (accumulate if stage == 2 else 1) * 2 * share * 4 * learns
-            totals[ALL_GATHER] += share * source.spec.item_bytes * learns
-    return {kind: math.ceil(total) for kind, total in totals.items() if total}
 
 
 class ZeroUpdates:
@@ -102,7 +84,7 @@ class ZeroUpdates:
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._learning, self._waiting = frozenset(learning(program)), 0
-        _check_parameters(self._parameters, self._learning, stage, precision)
+        check_parameters(self._parameters, self._learning, stage, precision)
         torch_groups = learning_groups(program, groups)
         device = next(iter(self._parameters.values())).device
         self._deepspeed = _deepspeed(device)
@@ -111,7 +93,7 @@ class ZeroUpdates:
         on_disk = "disk" in (offload.optimizer, offload.parameters)
         self._files = SwapFiles(Disk(offload.place)) if on_disk else None
         self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
-        moving = offload_section(offload, *_sizes(module, program, self._parameters))
+        moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known, moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
         names = _replica_groups(self._parameters, program, communicator, stage)
@@ -329,38 +311,6 @@ class ZeroUpdates:
             self._files.disk.close()
         for name in (MARKER, EVALUATION):
             self._root._modules.pop(name, None)
-
-
-def _check_parameters(
-    found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision
-) -> None:
-    if precision == "fp64" or any(parameter.dtype == torch.float64 for parameter in found.values()):
-        raise StrategyError(
-            f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
-            "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32."
-        )
-    for name, parameter in found.items():
-        if parameter.dim() == 0:
-            raise StrategyError(
-                f"Parameter {name} has no dims (shape ()), which DeepSpeed cannot hold. Give it shape (1,) in the "
-                "model, or use parallel.zero.stage=0."
-            )
-    dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
-    if len(dtypes) > 1:
-        shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
-        raise StrategyError(
-            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0."
-        )
-
-
-def _sizes(module: nn.Module, program: Program, found: Mapping[str, nn.Parameter]) -> tuple[int, int]:
-    """Elements of the largest piece of a parameter that stage 3 leaves to a rank, and the most parameters of one
-    module."""
-    largest = 0
-    for source in parameters(program):
-        n = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
-        largest = max(largest, -(-found[source.name].numel() // n))
-    return largest, max(len(unit._parameters) for unit in module.modules())
 
 
 @contextmanager

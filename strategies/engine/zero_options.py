@@ -1,4 +1,5 @@
-"""What DeepSpeed's engine is told: defaults that fit this project, then the user's options for ZeRO, checked.
+"""What DeepSpeed's engine is told: defaults that fit this project, then the user's options for ZeRO, checked; and which
+parameters it can be given.
 
 Invariant: an option that would make training differ from one device, or that breaks parameters with different replica
 groups, is refused with the reason.
@@ -9,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from strategies.engine.offload import Offload
-from strategies.engine.updates import Precision
+from strategies.engine.program import Program
+from strategies.engine.updates import Precision, parameters
 from strategies.errors import StrategyError, closest
 
 LARGEST_BUCKET = 50_000_000
@@ -138,3 +143,36 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
             f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
             "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory."
         )
+
+
+def check_parameters(
+    found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision
+) -> None:
+    """Raises StrategyError for parameters that DeepSpeed cannot hold, or would not train as one device does."""
+    if precision == "fp64" or any(parameter.dtype == torch.float64 for parameter in found.values()):
+        raise StrategyError(
+            f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
+            "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32."
+        )
+    for name, parameter in found.items():
+        if parameter.dim() == 0:
+            raise StrategyError(
+                f"Parameter {name} has no dims (shape ()), which DeepSpeed cannot hold. Give it shape (1,) in the "
+                "model, or use parallel.zero.stage=0."
+            )
+    dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
+    if len(dtypes) > 1:
+        shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
+        raise StrategyError(
+            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0."
+        )
+
+
+def sizes_of(module: nn.Module, program: Program, found: Mapping[str, nn.Parameter]) -> tuple[int, int]:
+    """Elements of the largest piece of a parameter that stage 3 leaves to a rank, and the most parameters of one
+    module."""
+    largest = 0
+    for source in parameters(program):
+        n = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
+        largest = max(largest, -(-found[source.name].numel() // n))
+    return largest, max(len(unit._parameters) for unit in module.modules())

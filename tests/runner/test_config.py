@@ -14,8 +14,10 @@ import runner
 from runner import config, recipes, schema
 from runner.config import Config
 from runner.errors import ConfigError, allowed
-from runner.forms import LayoutForm, Section, StrategyForm, read_strategies
+from runner.forms import LayoutForm, StrategyForm, read_strategies
 from runner.origins import Origins
+from runner.sections.parallel import Mode
+from runner.sections.section import Section
 from runner.verbs import VERBS
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1")
@@ -51,12 +53,12 @@ def test_defaults_live_in_yaml_and_yaml_gives_all_of_them():
 
 
 def test_groups_offer_what_the_schema_allows():
-    assert {file.stem for file in (CONF / "parallel").glob("*.yaml")} == set(get_args(schema.Mode))
+    assert {file.stem for file in (CONF / "parallel").glob("*.yaml")} == set(get_args(Mode))
     assert {file.stem for file in (CONF / "job").glob("*.yaml")} == set(get_args(schema.Verb))
     assert {name for name, verb in VERBS.items() if verb.composed} == set(get_args(schema.Verb))
 
 
-@pytest.mark.parametrize("mode", get_args(schema.Mode))
+@pytest.mark.parametrize("mode", get_args(Mode))
 def test_mode_as_group_and_as_key_are_the_same(mode):
     assert compose(*MINIMAL, f"parallel={mode}") == compose(*MINIMAL, f"parallel.mode={mode}")
     assert compose(*MINIMAL, f"parallel={mode}").parallel.mode == mode

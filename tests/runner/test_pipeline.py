@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from small import MODES, SMALL
 
 from runner import checkpoint
-from runner.pipelining import Pipeline
+from runner.sections.pipeline import Pipeline
 
 TWO = (*SMALL, *MODES["data_parallel"], "parallel.pipeline.cuts={outer: 1}", "parallel.pipeline.stages=2")
 TIED = (*SMALL, "parallel=data_parallel", "model.target=networks.Tied", "parallel.pipeline.stages=2")
@@ -79,6 +79,7 @@ BAD = [
     (("evaluate.metric=accuracy",), ("evaluate.metric=null", "parallel.pipeline.stages = 2")),
     (("parallel.mode=stand_alone", "world_size=1"), ("parallel.mode = 'stand_alone'", "stages=null")),
     (("parallel.pipeline.stages=null",), ("parallel.pipeline.cuts is given", "stages=N")),
+    (("parallel.comm_fusion.all_reduce={mode: index, index: [1]}",), ("mode = 'index'", "choose mode auto or size")),
     (("parallel.mode=auto", "parallel.mesh={dp: 4}"), ("4 devices", "world_size / parallel.pipeline.stages = 2")),
     ((f"~{CUTS}.outer", f"+{CUTS}.outr=1"), ("'outr' is no module", "Did you mean 'outer'?")),
     ((f"+{CUTS}.inner=1", f"{CUTS}.outer=0"), ("outer = 0 comes before what it uses", "in stage 1")),

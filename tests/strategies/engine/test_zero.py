@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from strategies.engine import zero
+from strategies.engine import zero_traffic
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.mesh import Mesh
@@ -157,9 +157,12 @@ def test_predicted_bytes_by_hand(training):
     sizes = {source.name: math.prod(source.spec.shape) for source in task.graph.of_kind("parameter")}
     still = sizes["ln.bias"] + sizes["unused.weight"] + sizes["unused.bias"]
     learns, everything = sum(sizes.values()) - still, sum(sizes.values())
-    assert zero.predicted(program, 1, 3) == {"all_reduce": 6 * learns, "all_gather": 3 * learns}
-    assert zero.predicted(program, 2, 3) == {"all_reduce": 18 * learns, "all_gather": 3 * learns}
-    assert zero.predicted(program, 3, 3) == {"reduce_scatter": 9 * learns, "all_gather": 9 * (learns + everything)}
+    assert zero_traffic.predicted(program, 1, 3) == {"all_reduce": 6 * learns, "all_gather": 3 * learns}
+    assert zero_traffic.predicted(program, 2, 3) == {"all_reduce": 18 * learns, "all_gather": 3 * learns}
+    assert zero_traffic.predicted(program, 3, 3) == {
+        "reduce_scatter": 9 * learns,
+        "all_gather": 9 * (learns + everything),
+    }
 
 
 @pytest.mark.slow

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from runner.forms import Count, Section, refusal
+from runner.sections.section import Count, Section, by_path, refusal
 
 Schedule = Literal["gpipe", "1f1b"]
 LATER_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
@@ -35,7 +34,7 @@ class Pipeline(Section):
     @classmethod
     def _cuts(cls, value: Any) -> Any:
         """A dotted key on the command line builds nested keys: they are made one path again."""
-        return dict(_paths(value)) if isinstance(value, dict) else value
+        return by_path(value)
 
     @model_validator(mode="after")
     def _enough_to_do(self) -> Pipeline:
@@ -77,11 +76,3 @@ class Pipeline(Section):
     def parts(self) -> int:
         """Micro-batches that are in the pipeline in one go; 1 without one."""
         return 1 if self.stages is None else self.micro_batches or 2 * self.stages
-
-
-def _paths(value: dict[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, entry in value.items():
-        if isinstance(entry, dict):
-            yield from _paths(entry, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", entry

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from runner.forms import Glob, Section, refusal
+from runner.sections.section import Glob, Section, refusal
 
 Offloaded = Literal["none", "host", "disk"]
 

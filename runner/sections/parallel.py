@@ -1,0 +1,309 @@
+"""The section `parallel`: how a run is divided over its ranks, and which of its keys go together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, field_validator, model_validator
+
+from runner.errors import allowed
+from runner.forms import AxisName, OperandForm, Place, StrategyForm, check_layouts, read_operands, read_strategies
+from runner.sections.fusion import CommFusion
+from runner.sections.offload import OffloadForm
+from runner.sections.pipeline import Pipeline
+from runner.sections.recompute import Recompute
+from runner.sections.section import Arguments, Count, Glob, Section, by_path, refusal
+
+Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+Search = Literal["sharding_propagation"]
+LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
+DATASETS = ("data_parallel", "full_batch")
+NOTHING = {"set_data_parallel": "[]", "place": "{}"}
+"""How to drop a key that is not dropped by null."""
+
+
+class NamedMatrix(Section):
+    """A device matrix with a name for each of its axes; ranks are numbered row by row."""
+
+    device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)]
+    axes: tuple[AxisName, ...]
+
+
+class Zero(Section):
+    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
+    options: Arguments
+
+
+class Parallel(Section):
+    mode: Mode
+    search: Search
+    mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None
+    strategies: dict[str, StrategyForm]
+    layouts: dict[str, NamedMatrix]
+    set_data_parallel: tuple[Glob, ...]
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
+    zero: Zero
+    comm_fusion: CommFusion
+    comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    recompute: Recompute
+    offload: OffloadForm
+    place: dict[Glob, Literal["host"]]
+    pipeline: Pipeline
+    dump_ir: StrictBool
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_available(cls, mode: Any) -> Any:
+        if mode == "parameter_server":
+            raise refusal(
+                "parallel.mode = 'parameter_server' is not available yet; until then data_parallel is the nearest.",
+                "parallel.mode",
+            )
+        return mode
+
+    @field_validator("search", mode="before")
+    @classmethod
+    def _search_available(cls, search: Any) -> Any:
+        if search in LATER_SEARCHES:
+            raise refusal(
+                f"parallel.search = {search!r} comes later; for now the one search is sharding_propagation.",
+                "parallel.search",
+            )
+        return search
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute_in_short(cls, value: Any) -> Any:
+        """`recompute=full` says all there is to say."""
+        if not isinstance(value, str):
+            return value
+        return {"operators": value, "modules": None, "communication": None, "slice_inputs": False}
+
+    @field_validator("strategies", mode="before")
+    @classmethod
+    def _strategies(cls, value: Any) -> dict[str, StrategyForm]:
+        return read_strategies(value)
+
+    @field_validator("place", mode="before")
+    @classmethod
+    def _place_by_path(cls, value: Any) -> Any:
+        """`parallel.place.layers.0=host` on the command line builds nested keys."""
+        return by_path(value)
+
+    @field_validator("dataset_strategy", mode="before")
+    @classmethod
+    def _dataset_strategy(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in DATASETS:
+                raise refusal(
+                    f"parallel.dataset_strategy = {value!r} is not allowed.{allowed(value, DATASETS)} Or one entry per "
+                    "input, e.g. [[2, 1], [1, 1]].",
+                    "parallel.dataset_strategy",
+                )
+            return value
+        return read_operands(value, "parallel.dataset_strategy", "input")
+
+    @model_validator(mode="after")
+    def _layouts_hold_together(self) -> Parallel:
+        for name, layout in self.layouts.items():
+            key = f"parallel.layouts.{name}"
+            if len(layout.axes) != len(layout.device_matrix) or len(set(layout.axes)) != len(layout.axes):
+                raise refusal(
+                    f"{key}: axes = {list(layout.axes)} must name each of the {len(layout.device_matrix)} axes of "
+                    f"device_matrix = {list(layout.device_matrix)} once.",
+                    key,
+                )
+        check_layouts(self.operands(), {name: layout.axes for name, layout in self.layouts.items()})
+        return self
+
+    @model_validator(mode="after")
+    def _mode_uses_what_is_given(self) -> Parallel:
+        searched = self.mode in ("semi_auto", "auto")
+        given = {
+            "strategies": bool(self.strategies) and not searched,
+            "set_data_parallel": bool(self.set_data_parallel) and not searched,
+            "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
+            "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
+        }
+        for name, unused in given.items():
+            if unused:
+                key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
+                others = "data_parallel, semi_auto" if name == "place" else "semi_auto"
+                raise refusal(
+                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
+                    f"auto, or drop it with {key}={nothing}.",
+                    key,
+                    "parallel.mode",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _dataset_strategy_fits_mode(self) -> Parallel:
+        sliced = self.dataset_strategy != "data_parallel"
+        if sliced and (self.mode == "data_parallel" or (self.mode == "stand_alone" and not self._full_batch)):
+            given = "full_batch" if self._full_batch else "a strategy per input"
+            raise refusal(
+                f"parallel.dataset_strategy: {given} is not allowed with parallel.mode = {self.mode!r}; it needs mode "
+                "semi_auto, auto or hybrid. Allowed here: data_parallel.",
+                "parallel.dataset_strategy",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_is_used(self) -> Parallel:
+        if self.zero.stage and self.mode == "stand_alone":
+            raise refusal(
+                f"parallel.zero.stage = {self.zero.stage} needs ranks to divide the optimizer over, but parallel.mode "
+                "= 'stand_alone' has one process; choose another mode or parallel.zero.stage=0.",
+                "parallel.zero.stage",
+                "parallel.mode",
+            )
+        if self.zero.options and not self.zero.stage:
+            raise refusal(
+                f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
+                "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
+                "parallel.zero.options",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fusion_is_used(self) -> Parallel:
+        fusion, key = self.comm_fusion, "parallel.comm_fusion"
+        kinds = {"all_reduce": fusion.all_reduce, "all_gather": fusion.all_gather}
+        kinds["reduce_scatter"] = fusion.reduce_scatter
+        for name, joined in kinds.items():
+            own = self.mode == "stand_alone" or (self.mode == "hybrid" and name != "all_reduce")
+            if own and joined.mode in ("size", "index"):
+                why = "has one process" if self.mode == "stand_alone" else "leaves such calls to the module"
+                raise refusal(
+                    f"{key}.{name}.mode = {joined.mode!r} joins collectives of a plan, but parallel.mode = "
+                    f"{self.mode!r} {why}; choose another mode or {key}.{name}.mode=auto.",
+                    f"{key}.{name}.mode",
+                    "parallel.mode",
+                )
+        if fusion.all_reduce.mode == "index" and self.zero.stage:
+            raise refusal(
+                f"{key}.all_reduce.mode = 'index' cuts the sum of gradients that parallel.zero.stage = 0 makes, but "
+                f"with stage {self.zero.stage} DeepSpeed cuts it by size; choose mode size or auto, or "
+                "parallel.zero.stage=0.",
+                f"{key}.all_reduce.mode",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_has_a_plan(self) -> Parallel:
+        if self.recompute.operators != "none" and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.recompute.operators = {self.recompute.told} is a property of a plan, but "
+                f"parallel.mode = {self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto "
+                "(data_parallel with world_size=1 for one process), or parallel.recompute.operators=none.",
+                "parallel.recompute.operators",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recomputed_or_moved(self) -> Parallel:
+        moved = {"place": bool(self.place), "offload.activations.to": self.offload.activations.to != "none"}
+        for key in (key for key, given in moved.items() if given and self.recompute.operators != "none"):
+            raise refusal(
+                f"parallel.recompute.operators = {self.recompute.told} and parallel.{key} both decide "
+                "where what backward needs comes from, and cannot be combined yet; drop one of them.",
+                "parallel.recompute.operators",
+                f"parallel.{key}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_has_its_stage(self) -> Parallel:
+        """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
+        stage, moved = self.zero.stage, self.offload
+        needs = {
+            "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
+            "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
+        }
+        for name, (where, least) in needs.items():
+            if stage < least:
+                raise refusal(
+                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, "
+                    f"but it is {stage}; choose that stage or parallel.offload.{name}="
+                    f"{'host' if stage and name == 'optimizer' else 'none'}.",
+                    f"parallel.offload.{name}",
+                    "parallel.zero.stage",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_is_said_once(self) -> Parallel:
+        ways = {"offload_optimizer": "optimizer", "offload_param": "parameters", "sub_group_size": "optimizer"}
+        for option, name in ways.items():
+            where = getattr(self.offload, name)
+            if option in self.zero.options and where != "none" and (option != "sub_group_size" or where == "disk"):
+                raise refusal(
+                    f"parallel.zero.options.{option} and parallel.offload.{name} = {where!r} both say how to offload; "
+                    "keep one of them.",
+                    "parallel.zero.options",
+                    f"parallel.offload.{name}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> Parallel:
+        if self.pipeline.stages is None:
+            return self
+        stages = f"parallel.pipeline.stages = {self.pipeline.stages}"
+        if self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"{stages} cuts the operators of a plan, but parallel.mode = {self.mode!r} runs the module as it is; "
+                "choose mode data_parallel, semi_auto or auto, or drop it with parallel.pipeline.stages=null.",
+                "parallel.pipeline.stages",
+                "parallel.mode",
+            )
+        if self.zero.stage:
+            raise refusal(
+                f"{stages} works with parallel.zero.stage = 0 only, not {self.zero.stage}: DeepSpeed's engine averages "
+                "over the whole world, while every stage holds parameters of its own. Use parallel.zero.stage=0, or "
+                "parallel.pipeline.stages=null.",
+                "parallel.zero.stage",
+                "parallel.pipeline.stages",
+            )
+        if self.comm_fusion.all_reduce.mode == "index":
+            raise refusal(
+                f"{stages} gives every stage gradients of its own, so parallel.comm_fusion.all_reduce.mode = 'index' "
+                "has no positions to cut at; choose mode auto or size.",
+                "parallel.comm_fusion.all_reduce.mode",
+                "parallel.pipeline.stages",
+            )
+        others = {
+            "recompute.operators": self.recompute.operators != "none",
+            "place": bool(self.place),
+            "offload.activations.to": self.offload.activations.to != "none",
+        }
+        for key in (key for key, given in others.items() if given):
+            raise refusal(
+                f"{stages} cannot be combined with parallel.{key} yet; drop one of them.",
+                "parallel.pipeline.stages",
+                f"parallel.{key}",
+            )
+        return self
+
+    @property
+    def _full_batch(self) -> bool:
+        return self.dataset_strategy == "full_batch"
+
+    def operands(self) -> list[tuple[Place, OperandForm]]:
+        """Every operand form of this config with its place: those of the strategies and those of the dataset."""
+        inputs = () if isinstance(self.dataset_strategy, str) else self.dataset_strategy
+        forms = [(Place("parallel.dataset_strategy", f"input {n}"), form) for n, form in enumerate(inputs)]
+        for path, strategy in self.strategies.items():
+            forms += strategy.operands(f"parallel.strategies.{path}")
+        return forms
+
+    def meshes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every mesh and device matrix that is given, with its dotted key. All must have the same number of devices."""
+        mesh = [] if self.mesh is None else [("parallel.mesh", tuple(self.mesh.values()))]
+        matrices = [(f"parallel.layouts.{name}", layout.device_matrix) for name, layout in self.layouts.items()]
+        return mesh + matrices

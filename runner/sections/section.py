@@ -1,0 +1,39 @@
+"""What every section of the config is made of: frozen, complete, with the types that occur in several sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+Arguments = dict[str, Any]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Glob = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the config: no unknown keys, no change after validation, no default (those are in `conf/`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def refusal(text: str, *keys: str) -> PydanticCustomError:
+    """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is to be told."""
+    return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys})
+
+
+def by_path(value: Any) -> Any:
+    """A mapping of dotted paths whose keys may be nested, as `parallel.place.layers.0=host` builds them on the command
+    line, with one flat key per path; anything else is returned as it is."""
+    return dict(_leaves("", value)) if isinstance(value, Mapping) else value
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{path}.{key}" if path else str(key), inner)
