@@ -42,6 +42,7 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
+from strategies.engine.zero_counted import count_on
 from strategies.engine.zero_options import (
     SMALLEST_ON_DISK,
     check_parameters,
@@ -113,6 +114,8 @@ class ZeroUpdates:
         with _unrecognised(optimizer), _swapping_to(self._files):
             self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
+        backend = importlib.import_module("deepspeed.comm.comm").cdb
+        self._stop_counting = count_on(backend, communicator)
         self._check_swapped()
         if offload.optimizer == "disk":
             swapper = self._zero.optimizer_swapper
@@ -306,6 +309,7 @@ class ZeroUpdates:
             moved.back += 2 * self._accumulate * sum(self._pieces())
 
     def close(self) -> None:
+        self._stop_counting()
         self._engine.destroy()
         if self._files is not None:
             self._files.disk.close()
