@@ -6,7 +6,7 @@ Invariant: measuring changes no number of the training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,22 @@ class Meter:
             self._live.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _now(self) -> int:
-        return torch.cuda.memory_allocated() if self._live is None else self._live.bytes
+        return torch.cuda.memory_allocated() if self._live is None else self._live.now
 
     def _peak(self) -> int:
         return torch.cuda.max_memory_allocated() if self._live is None else self._live.peak
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is made inside is the data's: counted when the model takes it."""
+        if self._live is None:
+            yield
+            return
+        self._live.counting = False
+        try:
+            yield
+        finally:
+            self._live.counting = True
 
     def begin(self) -> None:
         """A new step."""
@@ -57,8 +69,9 @@ class Meter:
         if name == "forward":
             step["kept"] = max(step["kept"], self._now() - before)
 
-    def told(self, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other)."""
+    def told(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other). What
+        is left after a phase is the least of the steps: a thread that communicates may let go of a tensor late."""
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -67,13 +80,14 @@ class Meter:
         before = max(step["before"] for step in steps)
         states = bytes_of(held)
         peaks = {name: max(step["peaks"][name] for step in steps) for name in steps[-1]["peaks"]}
-        gradients = max(step["ends"].get("backward", step["before"]) - step["before"] for step in steps)
+        gradients = min(step["ends"].get("backward", step["before"]) - step["before"] for step in steps)
         where = max(peaks, key=lambda name: peaks[name])
         return {
-            "parameters": before - states,
+            "parameters": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             "gradients": gradients,
             "optimizer": states,
-            "activations": max(step["kept"] for step in steps),
+            "activations": min(step["kept"] for step in steps),
+            "held": before,
             "peak": peaks[where],
             "peak_in": where,
             "peaks": peaks,

@@ -191,19 +191,22 @@ class Trainer:
         """What `Meter` tells of every rank (collective)."""
         assert self.meter is not None
         found: list[Any] = [None] * self.rank.world_size
-        dist.all_gather_object(found, self.meter.told(self.execution.module.parameters(), self.updates.optimizer))
+        dist.all_gather_object(found, self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
         return found
 
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
-        rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
+        with self._aside():
+            rows = self.order.rows(step - 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
         def forward(micro: int, received: Sequence[Tensor] = ()) -> Any:
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
-            entries = [
-                _placed(tensor, self.rank.device)
-                for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
-            ]
+            with self._aside():
+                entries = [
+                    _placed(tensor, self.rank.device)
+                    for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
+                ]
             key = mix(self.config.train.seed, step, micro)
             return self.execution.forward(self.updates.module, [*entries, *received], key)
 
@@ -230,6 +233,9 @@ class Trainer:
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.phase(name)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.aside()
 
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:

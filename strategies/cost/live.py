@@ -9,7 +9,7 @@ prediction and a measurement that use it differ only where what they run differs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`bytes` are alive now on devices of type `device`, `peak` is the most since the last `restart`."""
+    """`now` are alive on devices of type `device`, `peak` is the most since the last `restart`. While `counting` is
+    false, what is new is counted only when it is seen again."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.bytes = self.peak = 0
+        self.counting = True
+        self.elsewhere: Callable[[], int] = int
+        """Bytes that are counted although they stand for memory of another kind."""
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks this; else the whole compiler would be imported."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,7 +46,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, if they are not counted yet."""
-        for tensor in tensors:
+        for tensor in tensors if self.counting else ():
             if tensor.device.type == self.device:
                 self._add(tensor.untyped_storage())
 
@@ -50,15 +59,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes -= known[1]
         self._known[key] = weakref.ref(storage, partial(self._gone, key)), size
         self.bytes += size
-        self.peak = max(self.peak, self.bytes)
+        self.peak = max(self.peak, self.now)
 
     def _gone(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
         if key in self._known and self._known[key][0] is reference:
             self.bytes -= self._known.pop(key)[1]
 
+    @property
+    def now(self) -> int:
+        return self.bytes - self.elsewhere()
+
     def restart(self) -> None:
         """Count the peak anew, from now."""
-        self.peak = self.bytes
+        self.peak = self.now
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
