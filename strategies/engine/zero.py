@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
@@ -97,6 +98,8 @@ class ZeroUpdates:
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known, moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
+        if stage == 3:
+            look_up_parameters(module)
         names = _replica_groups(self._parameters, program, communicator, stage)
         optimizer = optimizer_factory(
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
