@@ -144,6 +144,15 @@ class OperatorGraph:
                 found[ref].append((operator, position))
         return {ref: tuple(uses) for ref, uses in found.items()}
 
+    @cached_property
+    def trained(self) -> frozenset[Ref]:
+        """The values that have a gradient."""
+        found = {Ref(source.id) for source in self.sources if source.trainable}
+        for operator in self.operators:
+            if operator.op != "detach" and any(ref in found for ref in operator.operands):
+                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
+        return frozenset(found)
+
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""
         operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)

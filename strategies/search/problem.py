@@ -26,14 +26,10 @@ class Problem:
     fixed: Mapping[str, Assignment]
     outputs: Mapping[str, tuple[Layout, ...]]
 
-    @cached_property
+    @property
     def trained(self) -> frozenset[Ref]:
         """The values that have a gradient."""
-        found = {Ref(source.id) for source in self.graph.sources if source.trainable}
-        for operator in self.graph.operators:
-            if operator.op != "detach" and any(ref in found for ref in operator.operands):
-                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
-        return frozenset(found)
+        return self.graph.trained
 
     @cached_property
     def batch_factors(self) -> dict[str, str]:
