@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -56,21 +55,30 @@ class Traced:
 
 
 class _Shaped(Communicator):
-    """Collectives that return tensors of the right shape and count what the busiest rank would send."""
+    """Collectives that leave what they should fill as it is, and count what the busiest rank would send."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, 0)
+        self._within = False
 
     def _step(self, step: Step) -> Carrier:
+        carry = super()._step(step)
         if step.kind in LOCAL:
-            return super()._step(step)
-        shape, elements = step.after.local_shape(step.shape, self.mesh), step.busiest(self.mesh)
+            return carry
+        elements = step.busiest(self.mesh)
 
         def run(tensor: Tensor) -> Tensor:
+            self._within = True
+            result = carry(tensor)
+            self._within = False
             self.count(step.kind, elements, tensor)
-            return tensor.new_zeros(shape)
+            return result
 
         return run
+
+    def count(self, kind: str, elements: int, tensor: Tensor) -> None:
+        if not self._within:
+            super().count(kind, elements, tensor)
 
     def group(self, axes: Iterable[str]) -> Any:
         return None
@@ -78,8 +86,22 @@ class _Shaped(Communicator):
     def own_group(self, axes: Iterable[str]) -> Any:
         return None
 
-    def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def begin_sum(self, tensor: Tensor, group: Any) -> None:
         """Nothing to wait for."""
+
+    def sum(self, tensor: Tensor, group: Any) -> None:
+        """As it is."""
+
+    def gather(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+        into.zero_()
+
+    def scatter(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+        if tensor.device.type == "cpu":
+            tensor.clone()  # gloo works on a copy
+        into.zero_()
+
+    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any) -> None:
+        into.zero_()
 
 
 class Saved:
@@ -228,7 +250,7 @@ class _Trace:
                 updates.backward_from(found, [torch.zeros_like(one) for one in found])
             else:
                 torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
-            for one in self.gathered:  # backward does not pass the modules that the data enters first
-                one.release()
             if isinstance(updates, Sharded):
                 updates.finish()
+            for one in self.gathered:  # backward does not pass the modules that the data enters first
+                one.release()

@@ -140,7 +140,7 @@ class Sharded:
         """Add up the bucket: a copy of it is sent, in fp32."""
         if self.filled:
             copies = [self._empty(self.filled, self.dtype)]
-            if self.low:
+            if self.low or (self.stage == 3 and self.device.type == "cpu"):  # gloo works on a copy
                 copies.append(self._empty(self.filled, torch.float32))
             del copies
         for name in self.names if self.stage > 1 else ():
@@ -166,7 +166,8 @@ class Sharded:
                 self._taken()
         else:
             self._flush()
-        self.buffer = None
+        if last or self.stage > 1:
+            self.buffer = None
 
     def _taken(self) -> list[Tensor]:
         """What the rank keeps of the sums: its part in fp32, or else all parameters of which it holds a part."""
