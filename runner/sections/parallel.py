@@ -45,6 +45,7 @@ class Parallel(Section):
     zero: Zero
     comm_fusion: CommFusion
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
     recompute: Recompute
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.communicator import Communicator
 from strategies.engine.partition import build
 from strategies.engine.program import Program
 from strategies.graph import Source
-from strategies.redistribution import LOCAL, Step
+from strategies.redistribution import Step
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,12 @@ class Traced:
 class _Shaped(Communicator):
     """Collectives that return tensors of the right shape and count what the busiest rank would send."""
 
-    def _step(self, step: Step) -> Carrier:
-        if step.kind in LOCAL:
-            return super()._step(step)
+    def _begin(self, step: Step, later: bool) -> Callable[[Tensor], Callable[[], Tensor]]:
         shape, elements = step.after.local_shape(step.shape, self.mesh), step.busiest(self.mesh)
 
-        def run(tensor: Tensor) -> Tensor:
+        def run(tensor: Tensor) -> Callable[[], Tensor]:
             self.count(step.kind, elements, tensor)
-            return tensor.new_zeros(shape)
+            return lambda: tensor.new_zeros(shape)
 
         return run
 
