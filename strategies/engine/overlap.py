@@ -196,10 +196,10 @@ class _Order:
         """The instructions of all copies by the time at which each would run alone; what belongs to no copy is emitted
         when it is needed, or at last."""
         copies = self.program.copies
-        own: dict[int, list[Instruction]] = {number: [] for number in sorted(set(copies.values()))}
+        own: dict[int, list[Instruction]] = {number: [] for number in sorted({one for _, one in copies.values()})}
         for node in anchors:
-            if (number := copies.get(node.operator)) is not None:
-                own[number].append(node)
+            if node.operator in copies:
+                own[copies[node.operator][1]].append(node)
         timed: list[tuple[float, int, Instruction]] = []
         for number, mine in own.items():
             times, pause = self._times(mine)
@@ -211,9 +211,11 @@ class _Order:
         """When the instructions of one copy would begin, and how far apart its redistributions are on average. What is
         sent is taken to need as long as what is computed between two redistributions."""
         costs = [self.work.get(node.operator, 1.0) if isinstance(node, Compute) else 0.0 for node in nodes]
-        waits = [
-            sum(isinstance(self.by_id[ref.id], Wait) for ref in node.operands if ref.id in self.by_id) for node in nodes
-        ]
+        waits, seen = [], set[str]()
+        for node in nodes:
+            needed = {ref.id for ref in node.operands if isinstance(self.by_id.get(ref.id), Wait)} - seen
+            waits.append(len(needed))
+            seen |= needed
         between = sum(costs) / (sum(waits) + 1)
         now, times = 0.0, []
         for cost, waited in zip(costs, waits, strict=True):
