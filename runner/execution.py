@@ -63,8 +63,8 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
-    assert prepared.graph is not None and prepared.plan is not None
-    program = lowered(prepared.config, prepared.graph, prepared.plan)
+    assert prepared.step is not None
+    program = lowered(prepared.config, *prepared.step)
     evaluations = {
         rows: lowered_evaluation(prepared.config, one.graph, one.plan) for rows, one in prepared.evaluations.items()
     }
@@ -81,7 +81,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
     blocks = _blocks(program, rank.rank)
 
-    forward = _calling(program, prepared.graph, prepared.config.train.compile)
+    forward = _calling(program, prepared.step[0], prepared.config.train.compile)
     return Execution(program, communicator, module, forward, tensors, blocks, modules)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, huggingface, optimizers, pretrained, targets
+from runner import communication, copies, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules, offload_of
@@ -78,7 +78,9 @@ class Prepared:
     steps: int
     """The number of the last optimizer step, counted from 1."""
     stages: tuple[Stage, ...] = ()
-    """Those of a pipeline, made from graph and plan; none without one."""
+    """Those of a pipeline, made from the step; none without one."""
+    step: tuple[OperatorGraph, Plan] | None = None
+    """What a training step computes: graph and plan, with an operator per copy of the batch where there are several."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
@@ -249,6 +251,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
     stages: tuple[Stage, ...] = ()
+    in_step: tuple[OperatorGraph, Plan] | None = None
     if config.parallel.mode == "stand_alone":
         run_once(step, tensors)
         own = (*step.named_parameters(), *step.named_buffers())
@@ -259,7 +262,8 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
         plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
-        stages = _stages(config, graph, plan)
+        in_step = copies.of_step(config, step, tensors, graph, plan)
+        stages = _stages(config, *in_step)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
@@ -268,7 +272,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
-    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages)
+    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages, step=in_step)
 
 
 def _check_stages(config: Config, world_size: int) -> None:
@@ -363,7 +367,7 @@ def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
     """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
     program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
     buckets(program, communication.cut(config))
-    return program
+    return communication.beside_computation(program, config)
 
 
 def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
@@ -378,7 +382,7 @@ def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) 
 def stage_program(stage: Stage, config: Config) -> Program:
     """The program of a stage of a pipeline."""
     program = lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
-    return fuse(program, communication.joined(config))
+    return communication.beside_computation(fuse(program, communication.joined(config)), config)
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -22,17 +22,17 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 def programs_of(prepared: Prepared) -> list[Program]:
     """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
-    assert prepared.graph is not None and prepared.plan is not None
+    assert prepared.step is not None
     if prepared.stages:
         return [stage_program(stage, prepared.config) for stage in prepared.stages]
-    return [lowered(prepared.config, prepared.graph, prepared.plan)]
+    return [lowered(prepared.config, *prepared.step)]
 
 
 def _part(prepared: Prepared, number: int) -> tuple[OperatorGraph, Plan]:
-    """Graph and plan of a stage, or of the whole model where there is no pipeline."""
-    assert prepared.graph is not None and prepared.plan is not None
+    """Graph and plan of a stage, or of the whole step where there is no pipeline."""
+    assert prepared.step is not None
     if not prepared.stages:
-        return prepared.graph, prepared.plan
+        return prepared.step
     return prepared.stages[number].graph, prepared.stages[number].plan
 
 

@@ -70,6 +70,20 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The rows of the batch for which an operator is computed: `index`, `index + count`, ... They are `rows` in number
+    and lie along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
+    name of the operator in the model."""
+
+    index: int
+    count: int
+    dim: int
+    rows: int
+    of: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Operator:
     """One call of a torch operator on the global tensors.
 
@@ -88,6 +102,8 @@ class Operator:
     multiple: bool
     source: str
     path: tuple[str, ...]
+    share: Share | None = None
+    """Where the batch has several copies: which one this operator works on."""
 
     @cached_property
     def operands(self) -> tuple[Ref, ...]:

@@ -45,6 +45,8 @@ class Parallel(Section):
     zero: Zero
     comm_fusion: CommFusion
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
+    copies: Count
     recompute: Recompute
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]
@@ -201,6 +203,17 @@ class Parallel(Section):
                 f"parallel.mode = {self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto "
                 "(data_parallel with world_size=1 for one process), or parallel.recompute.operators=none.",
                 "parallel.recompute.operators",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _copies_have_a_plan(self) -> Parallel:
+        if self.copies > 1 and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.copies = {self.copies} makes operators of a plan take turns, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or parallel.copies=1.",
+                "parallel.copies",
                 "parallel.mode",
             )
         return self

@@ -7,7 +7,7 @@ recomputed modules keep, where their second run ends and when gradients come and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,14 +27,14 @@ from strategies.cost.optimizer import Need, needed
 from strategies.cost.sharded import Sharded, Standing, groups_of
 from strategies.cost.updating import Updating
 from strategies.engine.activations import look_up_parameters
-from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import build
 from strategies.engine.program import Program
 from strategies.engine.updates import learning
 from strategies.graph import Source
 from strategies.mesh import Mesh
-from strategies.redistribution import LOCAL, Step
+from strategies.redistribution import Step
 
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Shapes that depend on numbers, such as how many tokens an expert gets, and operators that no shape is known of."""
@@ -61,18 +61,16 @@ class _Shaped(Communicator):
         super().__init__(mesh, 0)
         self._within = False
 
-    def _step(self, step: Step) -> Carrier:
-        carry = super()._step(step)
-        if step.kind in LOCAL:
-            return carry
+    def _begin(self, step: Step, later: bool) -> Callable[[Tensor], Callable[[], Tensor]]:
+        begin = super()._begin(step, later)
         elements = step.busiest(self.mesh)
 
-        def run(tensor: Tensor) -> Tensor:
+        def run(tensor: Tensor) -> Callable[[], Tensor]:
             self._within = True
-            result = carry(tensor)
+            finish = begin(tensor)
             self._within = False
             self.count(step.kind, elements, tensor)
-            return result
+            return finish
 
         return run
 
@@ -86,21 +84,18 @@ class _Shaped(Communicator):
     def own_group(self, axes: Iterable[str]) -> Any:
         return None
 
-    def begin_sum(self, tensor: Tensor, group: Any) -> None:
-        """Nothing to wait for."""
-
-    def sum(self, tensor: Tensor, group: Any) -> None:
+    def sum(self, tensor: Tensor, group: Any, later: bool = False) -> None:
         """As it is."""
 
-    def gather(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+    def gather(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
         into.zero_()
 
-    def scatter(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+    def scatter(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
         if tensor.device.type == "cpu":
             tensor.clone()  # gloo works on a copy
         into.zero_()
 
-    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any) -> None:
+    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any, later: bool = False) -> None:
         into.zero_()
 
 

@@ -72,9 +72,11 @@ class _Lowering:
         self.gradient: dict[Ref, bool] = {}
         self.returning = _returning(graph)
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
+        self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
         self.names: set[str] = set()
         self.asked, self.given = outputs, ordinals
         self.ordinals: dict[str, int] = {}
+        self.drawn: dict[str, int] = {}
         for source in graph.sources:
             ref = Ref(source.id)
             self.layouts[ref] = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
@@ -112,6 +114,7 @@ class _Lowering:
             updates,
             self.plan.recompute,
             self._replicas(),
+            {o.name: (o.share.name, o.share.index) for o in self.graph.operators if o.share is not None},
         )
 
     def _replicas(self) -> dict[Ref, tuple[str, ...]]:
@@ -166,10 +169,13 @@ class _Lowering:
         if isinstance(source, Source) and source.kind == "parameter":
             if not gradient:
                 return self._shared(operator, position, ref, wanted, None, (), name)
-            left = self._left(have, returned, spec.shape)
-            back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
-            scale = self._scale(source.name, have, left)
-            return self._redistribute(operator, position, ref, wanted, back, name, True, scale)
+            use = (ref, operator.id if operator.share is None else operator.share.of, position)
+            if use not in self.uses:  # all copies of the batch share one
+                left = self._left(have, returned, spec.shape)
+                back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
+                scale = self._scale(source.name, have, left)
+                self.uses[use] = self._redistribute(operator, position, ref, wanted, back, name, True, scale)
+            return self.uses[use]
         if not gradient:
             return self._shared(operator, position, ref, wanted, None, (), name)
         back = chain(returned, have.whole, spec.shape, self.mesh)
@@ -282,10 +288,12 @@ class _Lowering:
         return Ref(fresh)
 
     def ordinal(self, operator: Operator) -> int:
-        """The number of a random operator, the same whenever it is asked for."""
-        return self.ordinals.setdefault(
-            operator.id, len(self.ordinals) if self.given is None else self.given[operator.id]
-        )
+        """The number of a random operator, the same whenever it is asked for; exact copies of one share it."""
+        if operator.id not in self.ordinals:
+            drawn = operator.share.of if operator.share is not None and self.options.exact else operator.id
+            number = self.drawn.setdefault(drawn, len(self.drawn))
+            self.ordinals[operator.id] = number if self.given is None else self.given[operator.id]
+        return self.ordinals[operator.id]
 
     def fresh(self, name: str) -> str:
         """A name that no value of the program has yet."""

@@ -18,110 +18,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from strategies.engine.buffers import store
-from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator
-from strategies.engine.compiled import opaque, opaque_all
+from strategies.engine.communicator import Communicator
+from strategies.engine.edges import edge, edges, starting, waiting
 from strategies.engine.offload import Moved
 from strategies.engine.place import copier
-from strategies.engine.program import KEY, Copy, Fused, Instruction, Program, RankValue, Redistribute
-from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
+from strategies.engine.program import KEY, Copy, Fused, Instruction, Program, RankValue, Redistribute, Start, Wait
+from strategies.engine.recompute import Hold, parts_of, recomputing, watched
 from strategies.engine.units import owned, unit_path
 from strategies.graph import Ref, rewrite
-from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
-Edge = Callable[[Tensor], Tensor]
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 COPIED = "copied"
 """Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `Moved`."""
-
-
-class _Redistribution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float) -> Tensor:
-        ctx.carrier, ctx.scale = backward, scale
-        result = forward(tensor)
-        return result.view_as(result) if result is tensor else result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.scale != 1:
-            gradient = gradient * ctx.scale
-        return ctx.carrier(gradient), None, None, None
-
-
-def edge(
-    instruction: Redistribute, communicator: Communicator, compiled: bool = False, part: Part | None = None
-) -> Edge:
-    """The function that carries a value to its use, named after what it does so that generated code can be read.
-    `part` is what it is of a recomputed module that keeps some results."""
-
-    def carrier(steps: Chain) -> Carrier:
-        found = communicator.carrier(steps)
-        return opaque(found, steps, communicator.mesh) if compiled else found
-
-    forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
-    if part is not None and part.kept:
-        forward = carried_once(forward)
-    if instruction.differentiable:
-
-        def redistribute(tensor: Tensor) -> Tensor:
-            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale)  # type: ignore[no-untyped-call]
-            return result
-    else:
-
-        def redistribute(tensor: Tensor) -> Tensor:
-            return forward(tensor.detach())
-
-    if part is not None:
-        redistribute = watched(redistribute, part, "")
-    return _named(redistribute, instruction.forward)
-
-
-def _named(function: Callable[..., Any], steps: Chain) -> Callable[..., Any]:
-    text = " then ".join(map(str, steps)) or "keep"
-    function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
-    function.__module__ = "redistribute"
-    return function
-
-
-class _Redistributions(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, forward: CarrierOfAll, backward: CarrierOfAll, scales: tuple[float, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.scales = backward, scales
-        results = zip(forward(tensors), tensors, strict=True)
-        return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        pairs = zip(gradients, ctx.scales, strict=True)
-        found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
-        return (None, None, None, *found)
-
-
-def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
-    """The function that carries several values to their uses, with one call for all of them."""
-
-    def carrier(chains: Sequence[Chain]) -> CarrierOfAll:
-        found = communicator.carrier_of_all(chains)
-        return opaque_all(found, chains, communicator.mesh) if compiled else found
-
-    forward = carrier([part.forward for part in instruction.parts])
-    backward = carrier([part.backward for part in instruction.parts])
-    scales = tuple(part.scale for part in instruction.parts)
-    if instruction.differentiable:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, *tensors)  # type: ignore[no-untyped-call]
-            return results
-    else:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            return forward([tensor.detach() for tensor in tensors])
-
-    return _named(redistribute, instruction.parts[0].forward)
 
 
 def build(
@@ -253,14 +163,14 @@ class _Tree:
                 {},
                 instruction.id,
             )
-        elif isinstance(instruction, Fused):
-            function = edges(instruction, self.communicator, self.compiled)
-            node = graph.create_node(
-                "call_function", function, tuple(map(value, instruction.operands)), {}, instruction.id
-            )
-            for index in range(len(instruction.parts)):
-                values[Ref(instruction.id, index)] = graph.call_function(python_operator.getitem, (node, index))
-            return
+        elif isinstance(instruction, Fused | Start | Wait):
+            given = tuple(map(value, instruction.operands))
+            node = graph.create_node("call_function", self._carrying(instruction), given, {}, instruction.id)
+            of = instruction.of if isinstance(instruction, Wait) else instruction
+            if isinstance(of, Fused):
+                for index in range(len(of.parts)):
+                    values[Ref(instruction.id, index)] = graph.call_function(python_operator.getitem, (node, index))
+                return
         elif isinstance(instruction, Copy):
             copy = copier(instruction.host, self.device, self.copied)
             node = graph.create_node("call_function", copy, (value(instruction.value),), {}, instruction.id)
@@ -283,6 +193,13 @@ class _Tree:
                         values[ref] = graph.call_function(python_operator.getitem, (node, ref.index))
                 return
         values[Ref(instruction.id)] = node
+
+    def _carrying(self, instruction: Fused | Start | Wait) -> Callable[..., Any]:
+        if isinstance(instruction, Fused):
+            return edges(instruction, self.communicator, self.compiled)
+        if isinstance(instruction, Start):
+            return starting(instruction, self.communicator)
+        return waiting(instruction, self.communicator)
 
     def _local(self, leaf: Any, value: Callable[[Ref], fx.Node], device: torch.device) -> Any:
         if isinstance(leaf, Ref):

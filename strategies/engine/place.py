@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.addressing import in_module
 from strategies.engine.offload import Moved
-from strategies.engine.program import KEY, Compute, Copy, Fused, Instruction, Program
+from strategies.engine.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
 from strategies.errors import StrategyError, closest
 from strategies.graph import OperatorGraph, Ref, rewrite
 
@@ -63,7 +63,7 @@ class _Placing:
         if isinstance(instruction, Compute):
             kwargs = tuple((name, rewrite(value, local)) for name, value in instruction.kwargs)
             return replace(instruction, args=rewrite(instruction.args, local), kwargs=kwargs, host=host)
-        assert not isinstance(instruction, Fused), "redistributions are joined after operators are placed"
+        assert not isinstance(instruction, Fused | Start | Wait), "operators are placed before anything is rearranged"
         return replace(instruction, value=local(instruction.value))
 
     def _on_device(self, ref: Ref) -> Ref:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.engine.communicator import Carrier, Communicator
-from strategies.engine.program import KEY, Compute, Instruction, Program, Redistribute
+from strategies.engine.program import KEY, Compute, Instruction, Program, Redistribute, Start, Wait
 from strategies.layout import Layout
 from strategies.redistribution import LOCAL, chain
 
@@ -87,6 +87,8 @@ def parts_of(program: Program) -> dict[str, Part]:
     def keeps(instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
             return instruction.operator in operators
+        if isinstance(instruction, Start | Wait):
+            return False
         assert isinstance(instruction, Redistribute), "programs that recompute have nothing joined"
         sent = any(step.kind not in LOCAL for step in instruction.forward)
         return sent and (chosen.keeps_communication or (instruction.operand < 0 and instruction.operator in operators))
