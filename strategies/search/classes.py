@@ -16,7 +16,7 @@ from functools import cached_property
 from strategies.graph import Operator, Ref, Source
 from strategies.search.problem import Problem
 
-DEPTH = 4
+DEPTH = 2
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,20 @@ def classes(problem: Problem) -> Classes:
 
     colour = {operator.id: number(_said(problem, operator)) for operator in graph.operators}
     sources = {source.id: number(_source(problem, source)) for source in graph.sources}
+    uses = {
+        operator.id: [
+            (user.id, index, position)
+            for index in range(len(operator.results))
+            for user, position in graph.users[Ref(operator.id, index)]
+        ]
+        for operator in graph.operators
+    }
     for _ in range(DEPTH):
         seen = sources | colour
-        colour = {
-            operator.id: number(
-                (
-                    seen[operator.id],
-                    tuple([(seen[ref.id], ref.index) for ref in operator.operands]),
-                    tuple(
-                        sorted(
-                            [
-                                (index, seen[user.id], position)
-                                for index in range(len(operator.results))
-                                for user, position in graph.users[Ref(operator.id, index)]
-                            ]
-                        )
-                    ),
-                )
-            )
-            for operator in graph.operators
-        }
+        for operator in graph.operators:
+            key: list[Hashable] = [seen[operator.id], *[(seen[ref.id], ref.index) for ref in operator.operands], None]
+            key += sorted([(seen[id], index, position) for id, index, position in uses[operator.id]])
+            colour[operator.id] = number(tuple(key))
     order: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         order.setdefault(colour[operator.id], []).append(operator)

@@ -54,27 +54,34 @@ class _Way:
         self.now, self.wanted, self.shape = before, after.dims, shape
         self.steps: list[Step] = []
 
+    def open(self) -> list[int]:
+        """The dims that are not yet as wanted."""
+        return [dim for dim, (have, want) in enumerate(zip(self.now.dims, self.wanted, strict=True)) if have != want]
+
     def sum(self, mesh: Mesh) -> None:
-        for dim, have in enumerate(self.now.dims):
+        if not self.now.partial:
+            return
+        for dim in self.open():
             axes = self._next(dim, self.now.partial)
             if axes:
                 left = self.now.partial - frozenset(axes)
-                self._step(REDUCE_SCATTER, axes, dim, {dim: have + axes}, left)
+                self._step(REDUCE_SCATTER, axes, dim, {dim: self.now.dims[dim] + axes}, left)
         if self.now.partial:
             self._step(ALL_REDUCE, mesh.sorted(self.now.partial), 0, {}, frozenset())
 
     def slice(self) -> None:
-        for dim in range(len(self.wanted)):
+        for dim in self.open():
             axes = self._next(dim, frozenset(self.wanted[dim]) - self.now.axes - self.now.partial)
             if axes:
                 self._step(SLICE, axes, dim, {dim: self.now.dims[dim] + axes})
 
     def exchange(self) -> None:
         """Axes at the end of a dim that another dim wants next."""
-        for dim in range(len(self.wanted)):
-            for source, have in enumerate(self.now.dims):
+        for dim in self.open():
+            for source in self.open():
+                have = self.now.dims[source]
                 surplus = have[_same(have, self.wanted[source]) :]
-                axes = self._next(dim, frozenset(surplus)) if source != dim else ()
+                axes = self._next(dim, frozenset(surplus)) if source != dim and surplus else ()
                 if axes and have[-len(axes) :] == axes:
                     dims = {dim: self.now.dims[dim] + axes, source: have[: -len(axes)]}
                     self._step(ALL_TO_ALL, axes, dim, dims, source=source)
@@ -90,8 +97,9 @@ class _Way:
         self._step(EXCHANGE, axes, 0, dict(enumerate(self.wanted)))
 
     def gather(self) -> None:
-        for dim, (have, want) in enumerate(zip(self.now.dims, self.wanted, strict=True)):
-            same = _same(have, want)
+        for dim in self.open():
+            have = self.now.dims[dim]
+            same = _same(have, self.wanted[dim])
             if same < len(have):
                 self._step(ALL_GATHER, have[same:], dim, {dim: have[:same]})
 
@@ -99,7 +107,7 @@ class _Way:
         """The longest run of axes in `among` that the target wants next in `dim`; none while axes there must go."""
         have, want = self.now.dims[dim], self.wanted[dim]
         end = start = len(have)
-        if want[:start] != have:
+        if not among or want[:start] != have:
             return ()
         while end < len(want) and want[end] in among:
             end += 1
@@ -122,10 +130,10 @@ class _Way:
 
 def _same(have: tuple[str, ...], want: tuple[str, ...]) -> int:
     """How many axes at the beginning may stay."""
-    count = 0
-    while count < min(len(have), len(want)) and have[count] == want[count]:
-        count += 1
-    return count
+    for count, (a, b) in enumerate(zip(have, want, strict=False)):
+        if a != b:
+            return count
+    return min(len(have), len(want))
 
 
 def direct_seconds(

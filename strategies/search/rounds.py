@@ -83,7 +83,8 @@ class Rounds:
             if edge.after is not None:  # what the use before has brought costs nothing
                 before = _at(wanted[edge.after[0]], edge.after[1], learns)
                 fresh = np.array([[a != b for b in ways] for a in before])
-                self._add(tables, (producer, edge.after[0], user), table[:, None, :] * fresh)
+                if fresh.any():
+                    self._add(tables, (producer, edge.after[0], user), table[:, None, :] * fresh)
             else:
                 self._add(tables, (producer, user), table)
         for first, second, source, positions in self.tied:
