@@ -1,0 +1,128 @@
+"""From measured times to the constants of a described machine.
+
+Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative. The
+constants minimise the sum of squared relative errors, so that short calls count as much as long ones. Invariant: the
+law that is fitted is the one that `strategies.cost.collectives` prices with.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from strategies.cost.cluster import Link
+from strategies.redistribution import ALL_REDUCE
+
+SEND = "send"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices of `dtype`, on every rank at once."""
+
+    dtype: str
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Reading and writing `bytes` in all, on every rank at once."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective among groups of `ranks` in which each rank sends `bytes`, in all groups at once."""
+
+    kind: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far fitted times are from measured ones, relative to these."""
+
+    middle: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`flops` by dtype, `memory_bandwidth`, `links` by kind of collective; `errors` by what was fitted."""
+
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    links: Mapping[str, Link]
+    errors: Mapping[str, Error]
+
+
+def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
+    """The constants of what was measured. Raises ValueError where times do not grow with the size."""
+    errors: dict[str, Error] = {}
+    flops: dict[str, float] = {}
+    by_dtype: dict[str, list[Product]] = {}
+    for product in products:
+        by_dtype.setdefault(product.dtype, []).append(product)
+    for dtype, found in by_dtype.items():
+        rows, seconds = [[1.0, one.flops] for one in found], [one.seconds for one in found]
+        (_, per_flop), errors[f"matmul {dtype}"] = nonnegative(rows, seconds)
+        flops[dtype] = _rate(per_flop, f"products of {dtype}")
+    measured = list(copies)
+    (_, per_byte), errors["memory"] = nonnegative([[1.0, one.bytes] for one in measured], [c.seconds for c in measured])
+    bandwidth = _rate(per_byte, "copies")
+    links: dict[str, Link] = {}
+    by_kind: dict[str, list[Call]] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, []).append(call)
+    for kind, group in by_kind.items():
+        rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
+        (call_, latency, per_byte), errors[kind] = nonnegative(rows, [one.seconds for one in group])
+        links[kind] = Link(_rate(per_byte, kind), latency, call_)
+    return Fit(flops, bandwidth, links, errors)
+
+
+def rounds(kind: str, ranks: int) -> int:
+    """Rounds of messages of one collective on a machine of one level, as a ring or directly to every peer."""
+    if kind == SEND:
+        return 1
+    return (ranks - 1) * (2 if kind == ALL_REDUCE else 1)
+
+
+def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
+    """Constants, none below zero, with the least squared relative error of rows x constants against `seconds`: the best
+    of all choices of constants that are zero."""
+    count, best = len(rows[0]), (math.inf, [0.0] * len(rows[0]))
+    weighted = np.array(rows) / np.array(seconds)[:, None]
+    scale = np.abs(weighted).max(axis=0)
+    scale[scale == 0] = 1.0
+    for used in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
+        part = weighted[:, used] / scale[used]
+        found, *_ = np.linalg.lstsq(part, np.ones(len(seconds)), rcond=None)
+        if (found < 0).any():
+            continue
+        left = float(((part @ found - 1) ** 2).sum())
+        if left < best[0] * (1 - 1e-9):
+            constants = [0.0] * count
+            for position, value in zip(used, found / scale[used], strict=True):
+                constants[position] = float(value)
+            best = (left, constants)
+    off = [
+        abs(sum(a * b for a, b in zip(row, best[1], strict=True)) / t - 1) for row, t in zip(rows, seconds, strict=True)
+    ]
+    return best[1], Error(statistics.median(off), max(off))
+
+
+def _rate(per_unit: float, what: str) -> float:
+    if per_unit <= 0:
+        raise ValueError(f"the times of {what} do not grow with their size; measure longer, or on a quieter machine")
+    return 1 / per_unit
