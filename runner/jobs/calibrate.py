@@ -68,8 +68,8 @@ def described(name: str, measured: Measured, found: Fit) -> str:
     links = dict(found.links)
     errors = {what: f"fitted within {one.middle:.0%}, at worst {one.worst:.0%}" for what, one in found.errors.items()}
     lines = [
-        f"# {world} ranks on {measured.device} of one machine, measured by `run calibrate`: every number is that of one",
-        "# rank while all are busy. Rates are bytes or flops per second and one way, times are seconds.",
+        f"# {world} ranks on {measured.device} of one machine, measured by `run calibrate`: every number is that of",
+        "# one rank while all are busy. Rates are bytes or flops per second and one way, times are seconds.",
         f"name: {name}",
         "nodes: null",
         "file: null",
