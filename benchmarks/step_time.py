@@ -152,9 +152,10 @@ class _Plan:
         from strategies.redistribution import LOCAL
 
         program = program_of(task)
+        self.axes = program.loss_axes
         chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
         axes = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
-        communicator = Communicator(program.mesh, rank, [*axes, *axes_needed(program)])
+        self.communicator = communicator = Communicator(program.mesh, rank, [*axes, self.axes, *axes_needed(program)])
         tensors: dict[str, Any] = {}
         for source in program.sources:
             if source.kind != "input":
@@ -175,7 +176,11 @@ class _Plan:
 
         dist.barrier()
         started = time.perf_counter()
-        self.updates.backward(self.updates.module(*self.batch))
+        loss = self.updates.module(*self.batch)
+        self.updates.backward(loss)
+        total = loss.detach().double()
+        if self.axes:
+            dist.all_reduce(total, group=self.communicator.group(self.axes))
         self.updates.reduce()
         self.updates.update(measure=False)
         return time.perf_counter() - started

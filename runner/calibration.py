@@ -24,7 +24,7 @@ PRODUCTS = {"float32": (64, 128, 256, 512, 768), "float64": (128, 384), "bfloat1
 LARGER = {"float32": (1024, 4096), "float64": (2048,), "float16": (1024, 4096, 8192), "bfloat16": (1024, 4096, 8192)}
 """Sides of square matrices by dtype, on CPU and on GPUs."""
 COPIED = (2**12, 2**16, 2**19, 2**22)
-SENT = (2**10, 2**15, 2**18, 2**21)
+SENT = (2**10, 2**15, 2**18, 2**21, 2**23)
 """Bytes."""
 FACTOR = 64
 """By how much what GPUs copy and send is larger."""

@@ -1,24 +1,28 @@
 """From measured times to the constants of a described machine.
 
-Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative. The
-constants minimise the sum of squared relative errors, so that short calls count as much as long ones. Invariant: the
-law that is fitted is the one that `strategies.cost.collectives` prices with.
+Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative.
+Errors are relative, so that short calls count as much as long ones. Invariant: the law that is fitted is the one that
+`strategies.cost.collectives` prices with.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 
 from strategies.cost.cluster import Link
 from strategies.redistribution import ALL_REDUCE
 
 SEND = "send"
+Numbers = npt.NDArray[np.float64]
+REPEATS = 8
+FURTHEST = 100.0
+"""By how much a fitted time may be too short before that stops to count."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +103,31 @@ def rounds(kind: str, ranks: int) -> int:
 
 
 def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
-    """Constants, none below zero, with the least squared relative error of rows x constants against `seconds`: the best
-    of all choices of constants that are zero."""
-    count, best = len(rows[0]), (math.inf, [0.0] * len(rows[0]))
-    weighted = np.array(rows) / np.array(seconds)[:, None]
+    """Constants, none below zero, for which rows x constants is near `seconds`, too much counting as much as too
+    little: least squares of (found - measured)^2 / (found x measured), weighted again with what was found before."""
+    table, times = np.array(rows, dtype=float), np.array(seconds)
+    found = times
+    for _ in range(REPEATS):
+        constants = _least_squares(table, times, 1 / np.sqrt(found * times))
+        found = np.maximum(table @ constants, times / FURTHEST)
+    off = np.abs(table @ constants / times - 1)
+    return [float(one) for one in constants], Error(float(np.median(off)), float(off.max()))
+
+
+def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:
+    """The best of all choices of constants that are zero."""
+    count, best, least = table.shape[1], np.zeros(table.shape[1]), math.inf
+    weighted, wanted = table * weights[:, None], times * weights
     scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0
     for used in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
         part = weighted[:, used] / scale[used]
-        found, *_ = np.linalg.lstsq(part, np.ones(len(seconds)), rcond=None)
-        if (found < 0).any():
-            continue
-        left = float(((part @ found - 1) ** 2).sum())
-        if left < best[0] * (1 - 1e-9):
-            constants = [0.0] * count
-            for position, value in zip(used, found / scale[used], strict=True):
-                constants[position] = float(value)
-            best = (left, constants)
-    off = [
-        abs(sum(a * b for a, b in zip(row, best[1], strict=True)) / t - 1) for row, t in zip(rows, seconds, strict=True)
-    ]
-    return best[1], Error(statistics.median(off), max(off))
+        found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
+        left = float(((part @ found - wanted) ** 2).sum())
+        if (found >= 0).all() and left < least * (1 - 1e-9):
+            best, least = np.zeros(count), left
+            best[used] = found / scale[used]
+    return best
 
 
 def _rate(per_unit: float, what: str) -> float:
