@@ -20,9 +20,8 @@ from strategies.redistribution import ALL_REDUCE
 
 SEND = "send"
 Numbers = npt.NDArray[np.float64]
-REPEATS = 8
-FURTHEST = 100.0
-"""By how much a fitted time may be too short before that stops to count."""
+REPEATS, STEP, FURTHEST = 40, 0.9, 100.0
+"""Steps of the fit, the largest step of a logarithm, and by how much a fitted time may be too short to begin with."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,15 @@ def rounds(kind: str, ranks: int) -> int:
 
 
 def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
-    """Constants, none below zero, for which rows x constants is near `seconds`, too much counting as much as too
-    little: least squares of (found - measured)^2 / (found x measured), weighted again with what was found before."""
+    """Constants, none below zero, for which rows x constants is near `seconds`, too long counting as much as too short:
+    least squares of the logarithms, each step of which is linear around what was found before. A time that is far off
+    (something else ran) pulls no harder than one that is off by a factor of 2.5."""
     table, times = np.array(rows, dtype=float), np.array(seconds)
-    found = times
+    constants = _least_squares(table, times, 1 / times)
     for _ in range(REPEATS):
-        constants = _least_squares(table, times, 1 / np.sqrt(found * times))
         found = np.maximum(table @ constants, times / FURTHEST)
+        wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
+        constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
     off = np.abs(table @ constants / times - 1)
     return [float(one) for one in constants], Error(float(np.median(off)), float(off.max()))
 
