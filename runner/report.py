@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from runner.clusters import cluster_of
 from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
-from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -41,7 +41,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if prepared.graph is None or prepared.plan is None:
         return None
     config = prepared.config
-    machine = GPU if prepared.device == "cuda" else LAPTOP
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -50,7 +50,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             programs,
             schedule_of(prepared.config),
             updating=updating_of(prepared),
-            machine=machine,
+            cluster=cluster,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
     else:
@@ -59,7 +59,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.plan,
             programs[0],
             updating=updating_of(prepared),
-            machine=machine,
+            cluster=cluster,
         )
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -109,13 +109,24 @@ def totals(content: dict[str, Any]) -> str:
     needed = content["memory"]
     memory = ", ".join(f"{part} {_bytes(needed[part])}" for part in PARTS)
     memory += f"; at most {_bytes(needed['peak'])} at once, in {needed['peak_in']}"
-    cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
+    cost = costs(content["cost"])
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
     if content.get("recompute"):
         lines.append(recomputed(content["recompute"]))
     if "pipeline" in content:
         lines.append(f"predicted bubble: {content['pipeline']['bubble']:.1%} of the time the stages wait")
     return "\n".join(lines)
+
+
+def costs(cost: dict[str, Any]) -> str:
+    """The seconds of a step by part; parts that take none are left out."""
+    parts = {name: cost[name] for name in ("forward", "backward", "recomputed")}
+    parts |= cost["redistributions"]
+    parts |= {"gradients beyond backward": cost["gradients_exposed"]}
+    parts |= {f"ZeRO's {kind}": seconds for kind, seconds in cost["zero"].items()}
+    parts |= {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
+    told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
+    return f"{cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {told}"
 
 
 def recomputed(entry: dict[str, Any]) -> str:
