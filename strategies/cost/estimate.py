@@ -32,17 +32,23 @@ GPU = Machine(flops=3e14, bandwidth=2e11, latency=2e-5)
 """One H100-class GPU on NVLink at achievable rates."""
 
 
+def work(graph: OperatorGraph, plan: Plan) -> dict[str, float]:
+    """Flops of each operator's slice in forward, by name."""
+    found = {}
+    for operator in graph.operators:
+        sharding = rule_of(operator, graph)
+        used = plan.mesh.product(sharding.used(plan.operators[operator.name].assignment))
+        found[operator.name] = sharding.flops / used
+    return found
+
+
 def seconds(
     graph: OperatorGraph, plan: Plan, program: Program, sent: Mapping[str, int], machine: Machine, accumulate: int = 1
 ) -> dict[str, float]:
     """Seconds per training step of `accumulate` micro-batches, by part. Backward counts twice the work of forward."""
-    work = 0.0
-    for operator in graph.operators:
-        sharding = rule_of(operator, graph)
-        work += sharding.flops / plan.mesh.product(sharding.used(plan.operators[operator.name].assignment))
     calls = accumulate * program.calls.total()
     compute, communication = (
-        accumulate * 3 * work / machine.flops,
+        accumulate * 3 * sum(work(graph, plan).values()) / machine.flops,
         calls * machine.latency + sum(sent.values()) / machine.bandwidth,
     )
     return {"compute": compute, "communication": communication, "total": compute + communication}
