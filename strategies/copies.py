@@ -34,7 +34,7 @@ SIZED = frozenset(
 """Operators among whose arguments are sizes of their result, which are others for a copy."""
 EXACT = frozenset({"dropout", "scaled_dot_product_attention"})
 """Random operators that can draw for the rows of a copy what one device draws for them."""
-LARGEST = 0.5
+LARGEST = 0.25
 """The share of the work that may be left to the whole batch."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.nn import functional
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
+from runner.launch import run_ranks
 from strategies.capture import capture
 from strategies.copies import Copies, in_copies
+from strategies.engine import weights
 from strategies.engine.fusion import KINDS, fuse
 from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.overlap import overlap
@@ -24,6 +27,7 @@ from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan, Recompute
 from tests.strategies.engine.test_overlap import check_order
+from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import MESH, TOLERANCE, Model
 
 ROWS = 16
@@ -173,6 +177,28 @@ def test_one_copy_computes_while_another_communicates(model: Model, draw: Any) -
     assert covered >= 6  # of four forward and four backward
 
 
+def test_real_ranks(model: Model, draw: Any, tmp_path: Path) -> None:
+    file = tmp_path / "initial.pt"
+    weights.write(file, {name: model.values[name] for name in model.captured.tensors})
+    batch = dict(zip("01", model.batch, strict=True))
+    made = [copied(model, tensor_parallel(model, draw), count) for count in (2, 4)]
+    cases = [
+        Case(one.graph, one.plan, file, batch, dict.fromkeys(KINDS, 2**20), early)
+        for one in made
+        for early in (False, True)
+    ]
+    found: list[Result] = run_ranks(
+        "tests.strategies.on_ranks:steps", cases, world_size=4, run_dir=tmp_path, device="cpu", timeout=120.0, threads=1
+    )
+    for case, ran in zip(cases, found, strict=True):
+        assert ran.sent == ran.predicted
+        assert ran.names == found[0].names
+        assert ran.calls["all_reduce"] == 2 * (2 if case in cases[:2] else 4)
+        assert abs(ran.loss - model.loss.item()) < TOLERANCE
+        for name, gradient in ran.gradients.items():
+            torch.testing.assert_close(gradient, model.gradients[name], rtol=1e-10, atol=1e-12)
+
+
 def test_recompute_and_copies(model: Model, draw: Any) -> None:
     recompute = Recompute(("up", "down"), ("up",), False, False)
     made = copied(model, replace(tensor_parallel(model, draw), recompute=recompute), 2)
@@ -251,11 +277,11 @@ class Uneven(Sorted):
 @pytest.mark.parametrize(
     ("net", "told"),
     [
-        (Normalised, "1 (batch_norm"),
-        (Sorted, "sort ("),
-        (Centred, "sub ("),
-        (Summed, "cumsum ("),
-        (Paired, "view ("),
+        (Normalised, "1.batch_norm (batch_norm_training) mixes the rows"),
+        (Sorted, "sort (sort, strategies/test_copies.py:"),
+        (Centred, "mean (mean, strategies/test_copies.py:"),
+        (Summed, "cumsum (cumsum, strategies/test_copies.py:"),
+        (Paired, "view (view, strategies/test_copies.py:"),
         (Uneven, "computes something else for 8 rows than for 16, at second"),
     ],
 )
