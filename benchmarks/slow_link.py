@@ -12,27 +12,38 @@ from typing import Any
 
 @dataclass
 class Link:
-    """What calls take, in seconds and bytes per second; `free` is when the last one has come through."""
+    """What calls take, in seconds and bytes per second; `free` is when the last one has come through, `taken` how long
+    all of them took and `slept` how long somebody waited for the link alone."""
 
     latency: float
     bandwidth: float
     free: float = 0.0
+    taken: float = 0.0
+    slept: float = 0.0
 
     def accept(self, size: int) -> float:
         """When a call that is made now has come through."""
-        self.free = max(self.free, time.perf_counter()) + self.latency + size / self.bandwidth
+        seconds = self.latency + size / self.bandwidth
+        self.taken += seconds
+        self.free = max(self.free, time.perf_counter()) + seconds
         return self.free
+
+    def wait(self, due: float) -> None:
+        """Sleep until a call is due."""
+        missing = max(due - time.perf_counter(), 0.0)
+        self.slept += missing
+        time.sleep(missing)
 
 
 class _Work:
     """A collective under way, which is done when both the real one and the link are."""
 
-    def __init__(self, work: Any, due: float) -> None:
-        self.work, self.due = work, due
+    def __init__(self, work: Any, link: Link, due: float) -> None:
+        self.work, self.link, self.due = work, link, due
 
     def wait(self) -> bool:
         done: bool = self.work.wait()
-        time.sleep(max(self.due - time.perf_counter(), 0.0))
+        self.link.wait(self.due)
         return done
 
 
@@ -44,7 +55,8 @@ def slowed(link: Link) -> Iterator[Link]:
     real: Any = dist.all_reduce
 
     def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> _Work | None:
-        work = _Work(real(tensor, *args, async_op=True, **kwargs), link.accept(tensor.numel() * tensor.element_size()))
+        due = link.accept(tensor.numel() * tensor.element_size())
+        work = _Work(real(tensor, *args, async_op=True, **kwargs), link, due)
         if async_op:
             return work
         work.wait()
@@ -55,3 +67,13 @@ def slowed(link: Link) -> Iterator[Link]:
         yield link
     finally:
         dist.all_reduce = real
+
+
+def agreed(seconds: float) -> float:
+    """The longest time that a rank has measured, on all ranks alike."""
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from runner.schema import Config
+from strategies.cost.operators import flops_of
 from strategies.engine.fusion import KINDS, LARGEST
 from strategies.engine.overlap import overlap
 from strategies.engine.program import Program
 from strategies.engine.updates import Cut
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
 
 
 def joined(config: Config) -> dict[str, int]:
@@ -25,12 +28,12 @@ def joined(config: Config) -> dict[str, int]:
     return found
 
 
-def beside_computation(program: Program, config: Config) -> Program:
-    """`program` with its redistributions beside what does not need them. A compiler would take the pieces apart again,
-    so what is compiled communicates at once."""
+def beside_computation(program: Program, graph: OperatorGraph, plan: Plan, config: Config) -> Program:
+    """`program` of `graph` with its redistributions beside what does not need them. A compiler would take the pieces
+    apart again, so what is compiled communicates at once."""
     if not config.parallel.comm_async or config.train.compile:
         return program
-    return overlap(program, by_unit=config.parallel.zero.stage == 3)
+    return overlap(program, flops_of(graph, plan), by_unit=config.parallel.zero.stage == 3)
 
 
 def cut(config: Config) -> Cut:

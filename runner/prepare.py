@@ -367,7 +367,7 @@ def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
     """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
     program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
     buckets(program, communication.cut(config))
-    return communication.beside_computation(program, config)
+    return communication.beside_computation(program, graph, plan, config)
 
 
 def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
@@ -382,7 +382,8 @@ def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) 
 def stage_program(stage: Stage, config: Config) -> Program:
     """The program of a stage of a pipeline."""
     program = lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
-    return communication.beside_computation(fuse(program, communication.joined(config)), config)
+    joined = fuse(program, communication.joined(config))
+    return communication.beside_computation(joined, stage.graph, stage.plan, config)
 
 
 def schedule_of(config: Config) -> Schedule:

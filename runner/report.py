@@ -61,6 +61,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             updating=updating_of(prepared),
             cluster=cluster,
         )
+    content["copies"] = _copies(prepared)
     content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
@@ -73,6 +74,18 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             (folder / "step_parallel_begin.ir").write_text(first + ir.begin(graph, plan))
             (folder / "step_parallel_end.ir").write_text(first + ir.end(graph, plan, programs[number], local))
     return content
+
+
+def _copies(prepared: Prepared) -> dict[str, Any]:
+    """How many copies of the batch a step has, how many operators work on each, and which see the whole batch."""
+    assert prepared.graph is not None and prepared.step is not None
+    graph = prepared.step[0]
+    shares = [operator.share for operator in graph.operators if operator.share is not None]
+    if not shares:
+        return {"count": 1}
+    apart = {share.name for share in shares}
+    whole = [operator.name for operator in prepared.graph.operators if operator.name not in apart]
+    return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": whole}
 
 
 def headline(prepared: Prepared, run_dir: Path) -> str:
@@ -111,6 +124,8 @@ def totals(content: dict[str, Any]) -> str:
     memory += f"; at most {_bytes(needed['peak'])} at once, in {needed['peak_in']}"
     cost = costs(content["cost"])
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
+    if content["copies"]["count"] > 1:
+        lines.append(in_copies(content["copies"]))
     if content.get("recompute"):
         lines.append(recomputed(content["recompute"]))
     if "pipeline" in content:
@@ -127,6 +142,14 @@ def costs(cost: dict[str, Any]) -> str:
     parts |= {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
     told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
     return f"{cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {told}"
+
+
+def in_copies(entry: dict[str, Any]) -> str:
+    """How the batch is divided, and what is not."""
+    return (
+        f"copies: {entry['count']} of {entry['rows']} rows of a micro-batch, {entry['operators']} operators for each; "
+        f"once for all: {', '.join(entry['once']) or 'nothing'}"
+    )
 
 
 def recomputed(entry: dict[str, Any]) -> str:
@@ -157,6 +180,7 @@ def table(content: dict[str, Any]) -> str:
     for row, operator in zip(rows[1:], content["operators"], strict=True):
         for entry in operator["redistributions"]:
             whom = f"operand {entry['operand']}" if entry["operand"] >= 0 else "result"
+            whom += f", copy {entry['copy']}" if content["copies"]["count"] > 1 else ""
             for way in ("forward", "backward"):
                 for step in entry[way]:
                     lines.append(

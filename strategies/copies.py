@@ -34,7 +34,7 @@ SIZED = frozenset(
 """Operators among whose arguments are sizes of their result, which are others for a copy."""
 EXACT = frozenset({"dropout", "scaled_dot_product_attention"})
 """Random operators that can draw for the rows of a copy what one device draws for them."""
-LARGEST = 0.5
+LARGEST = 0.25
 """The share of the work that may be left to the whole batch."""
 
 
@@ -169,8 +169,8 @@ class _Copying:
             what = self.blamed or next((o for o in self.graph.operators if o.id in self.joined), None)
             told = "no operator takes the batch row by row" if what is None else f"{what.where} mixes the rows"
             raise StrategyError(
-                f"parallel.copies = {self.count}: {told} of the batch, and {whole / max(apart + whole, 1.0):.0%} of the "
-                "work on the batch is done there or depends on it, which copies cannot compute by themselves. Use "
+                f"parallel.copies = {self.count}: {told} of the batch, and {whole / max(apart + whole, 1.0):.0%} of "
+                "the work on the batch is done there or depends on it, which copies cannot compute by themselves. Use "
                 "parallel.copies=1, or an operator that treats every row by itself."
             )
         for operator in self.graph.operators if self.exact else ():
@@ -236,9 +236,9 @@ class _Building:
         chosen, sharding = self.plan.operators[operator.name], rule_of(small, self.judged.part)
         if not sharding.legal(chosen.assignment, self.plan.mesh):
             raise StrategyError(
-                f"parallel.copies = {self.count} leaves {self.rows} rows of a micro-batch to each copy, which cannot be "
-                f"cut as the strategy of {operator.where} cuts {self.rows * self.count}; take fewer copies or a larger "
-                "data.batch_size."
+                f"parallel.copies = {self.count} leaves {self.rows} rows of a micro-batch to each copy, which cannot "
+                f"be cut as the strategy of {operator.where} cuts {self.rows * self.count}; take fewer copies or a "
+                "larger data.batch_size."
             )
         dim = next(self.judged.dims[Ref(operator.id, i)] for i in range(len(operator.results)))
         share = Share(number, self.count, dim, self.rows, operator.id, operator.name)
@@ -354,7 +354,7 @@ class _Building:
             if factor is not None and axes and used.isdisjoint(axes) and sharding.fits(factor, self._slices(axes)):
                 assignment[factor] = axes
                 used.update(axes)
-        self._append(made, OperatorPlan(assignment, "default"), sharding.result_layouts(assignment))
+        self._append(made, OperatorPlan(assignment, "copies"), sharding.result_layouts(assignment))
         return made
 
     def _slices(self, axes: Sequence[str]) -> int:

@@ -32,14 +32,17 @@ def describe(
 ) -> dict[str, Any]:
     """The content of plan.json; its seconds are those of `cluster`. `updating` is how a step goes on after backward;
     `traced` is `trace(program, updating)` if it is known."""
-    by_operator: dict[str, list[Redistribute]] = {}
+    by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
-        by_operator.setdefault(redistribution.operator, []).append(redistribution)
+        name, copy = program.copies.get(redistribution.operator, (redistribution.operator, 0))
+        by_operator.setdefault(name, []).append((redistribution, copy))
     traced = trace(program, updating) if traced is None else traced
     sent = communication(program, updating, traced)
     return plan.to_json() | {
         "operators": [
-            operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
+            operator_entry(graph, plan, operator, by_operator.get(_in_model(operator), []))
+            for operator in graph.operators
+            if plan.operators[operator.name].origin != "copies" and (operator.share is None or not operator.share.index)
         ],
         "parameters": {
             source.name: {
@@ -74,16 +77,17 @@ def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: Upda
 
 
 def operator_entry(
-    graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[Redistribute]
+    graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[tuple[Redistribute, int]]
 ) -> dict[str, Any]:
-    """One operator: its slices in torch's operand order, and every redistribution that it causes."""
+    """One operator: its slices in torch's operand order, and every redistribution that it causes, with the number of
+    the copy of the batch."""
     chosen, sharding, mesh = plan.operators[operator.name], rule_of(operator, graph), plan.mesh
     operands = sharding.operand_layouts(chosen.assignment)
     results = chosen.outputs or sharding.result_layouts(chosen.assignment)
     counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
     used = mesh.product(sharding.used(chosen.assignment))
     return {
-        "name": operator.name,
+        "name": _in_model(operator),
         "module": operator.module,
         "op": operator.op,
         "source": operator.source,
@@ -98,8 +102,12 @@ def operator_entry(
             list(layout.local_shape(spec.shape, mesh))
             for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
         ],
-        "redistributions": [redistribution_entry(graph, plan, r) for r in redistributions],
+        "redistributions": [redistribution_entry(graph, plan, r) | {"copy": copy} for r, copy in redistributions],
     }
+
+
+def _in_model(operator: Operator) -> str:
+    return operator.name if operator.share is None else operator.share.name
 
 
 def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:

@@ -211,8 +211,9 @@ class Parallel(Section):
     def _copies_have_a_plan(self) -> Parallel:
         if self.copies > 1 and self.mode in ("stand_alone", "hybrid"):
             raise refusal(
-                f"parallel.copies = {self.copies} makes operators of a plan take turns, but parallel.mode = "
-                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or parallel.copies=1.",
+                f"parallel.copies = {self.copies} makes the operators of a plan take turns, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
+                "parallel.copies=1.",
                 "parallel.copies",
                 "parallel.mode",
             )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from strategies.cost.cluster import Cluster
 from strategies.graph import Operator, OperatorGraph
 from strategies.mesh import Mesh
+from strategies.plan import Plan
+from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Dims, Sharding
 
 VIEWS = frozenset(
@@ -110,4 +112,13 @@ def _local(dims: Dims, share: Mapping[str, float]) -> float:
     for factor in dims:
         if factor is not None:
             found *= share.get(factor, 1.0)
+    return found
+
+
+def flops_of(graph: OperatorGraph, plan: Plan) -> dict[str, float]:
+    """Flops of each operator's slice in forward, by name."""
+    found = {}
+    for operator in graph.operators:
+        sharding, assignment = rule_of(operator, graph), plan.operators[operator.name].assignment
+        found[operator.name] = sharding.flops / plan.mesh.product(sharding.used(assignment))
     return found

@@ -166,8 +166,8 @@ class Program:
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
-    hold the same of a value, for the values whose stored copies are to be sliced; `copies` gives, for operators that are there
-    once per copy of the batch, the operator's name in the model and the number of the copy, by name."""
+    hold the same of a value, for the values whose stored copies are to be sliced; `copies` gives, for operators that
+    are there once per copy of the batch, the operator's name in the model and the number of the copy, by name."""
 
     mesh: Mesh
     sources: tuple[Source, ...]

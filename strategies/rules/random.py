@@ -61,7 +61,8 @@ def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
         return numbers
     dim, own, count, number = rows
     inner = numbers.shape[dim] // (own * count)
-    return numbers.unflatten(dim, (own, count, inner)).select(dim + 1, number).flatten(dim, dim + 1)
+    shape = (*numbers.shape[:dim], own, count, inner, *numbers.shape[dim + 1 :])
+    return numbers.reshape(shape).select(dim + 1, number).flatten(dim, dim + 1)
 
 
 def drawn_rows(operator: Operator, shape: Sequence[int]) -> tuple[tuple[int, ...], Rows | None]:
