@@ -33,6 +33,10 @@ class RankValue:
         return mesh.index(rank, self.axes) * self.stride
 
 
+class Ordinal(int):
+    """The number of a random operator among those of its graph: what differs between layers that draw alike."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
