@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, fx, nn
 
 from models.gpt import GPT
@@ -95,6 +96,7 @@ def measured(program: Program) -> str:
 def compile_once(seen: Captured, backend: str) -> str:
     program = lower(seen.graph, make_plan(seen.graph, Request("data_parallel", 1)), Options(partial_loss=True))
     module = build(program, slices(program), Communicator(program.mesh, 0), "cpu", compiled=True)
+    torch._inductor.config.force_disable_caches = True  # what another depth compiled would be found there
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled.compile_units(module, "cpu", backend=backend)
@@ -102,6 +104,23 @@ def compile_once(seen: Captured, backend: str) -> str:
     first, second = timed(step)[0], timed(step)[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return f"first step {first:6.1f} s, second {second:6.3f} s, {graphs} graphs compiled"
+
+
+def measure(layers: int, backend: str | None) -> None:
+    """Print what a GPT of so many layers costs."""
+    seen = captured(layers)
+    plan = make_plan(seen.graph, Request("auto", 4, mesh=(("dp", 2), ("tp", 2)), strategies=STRATEGIES))
+    seconds, program = timed(lambda: lower(seen.graph, plan, Options(partial_loss=True)))
+    chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
+    groups = {step.axes for chain in chains for step in chain if step.kind not in LOCAL}
+    print(f"{layers} layers: {len(program.instructions)} instructions lowered in {seconds:.3f} s, {len(groups)} groups")
+    print(f"    shared {measured(program)}")
+    of = reuse.Forms.of
+    reuse.Forms.of = lambda *_: object()  # type: ignore[assignment]
+    print(f"    apart  {measured(program)}", flush=True)
+    reuse.Forms.of = of  # type: ignore[method-assign]
+    if backend is not None:
+        print(f"    compiled ({backend}): {compile_once(seen, backend)}", flush=True)
 
 
 def main() -> None:
@@ -112,22 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for layers in options.layers:
-        seen = captured(layers)
-        request = Request("auto", 4, mesh=(("dp", 2), ("tp", 2)), strategies=STRATEGIES)
-        plan = make_plan(seen.graph, request)
-        seconds, program = timed(lambda: lower(seen.graph, plan, Options(partial_loss=True)))
-        chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
-        groups = {step.axes for chain in chains for step in chain if step.kind not in LOCAL}
-        print(
-            f"{layers} layers, {len(program.instructions)} instructions, lowered in {seconds:.3f} s, {len(groups)} groups"
-        )
-        print(f"    shared {measured(program)}")
-        of = reuse.Forms.of
-        reuse.Forms.of = lambda *_: object()  # type: ignore[assignment]
-        print(f"    apart  {measured(program)}", flush=True)
-        reuse.Forms.of = of  # type: ignore[method-assign]
-        if options.compile:
-            print(f"    compiled ({options.backend}): {compile_once(seen, options.backend)}", flush=True)
+        measure(layers, options.backend if options.compile else None)
 
 
 if __name__ == "__main__":

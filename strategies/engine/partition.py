@@ -357,7 +357,12 @@ class _Tree:
             tensor = self.tensors[name]
             if leaf not in (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers):
                 register(module, leaf, tensor)
-        _reorder(self.root, "", order)
+        first: dict[str, int] = {}
+        for position, name in enumerate(order):
+            words = name.split(".")
+            for end in range(1, len(words) + 1):
+                first.setdefault(".".join(words[:end]), position)
+        _reorder(self.root, "", first)
 
 
 def _name(ref: Ref) -> str:
@@ -378,15 +383,12 @@ def _spread(graph: fx.Graph, values: dict[Ref, fx.Node], results: Sequence[Ref],
         values.update(items)
 
 
-def _reorder(module: nn.Module, prefix: str, order: Sequence[str]) -> None:
-    rank: dict[str, int] = {}
-    for position, name in enumerate(order):
-        if name.startswith(prefix):
-            rank.setdefault(name[len(prefix) :].split(".")[0], position)
+def _reorder(module: nn.Module, path: str, first: Mapping[str, int]) -> None:
+    """Put children and tensors in the order in which `first` has the paths of the parameters in them."""
     for table in (module._modules, module._parameters, module._buffers):
-        items = sorted(table.items(), key=lambda item: rank.get(item[0], len(order)))
+        items = sorted(table.items(), key=lambda item: first.get(f"{path}{item[0]}", len(first)))
         table.clear()
         table.update(items)  # type: ignore[arg-type]
     for name, child in module._modules.items():
         if child is not None:
-            _reorder(child, f"{prefix}{name}.", order)
+            _reorder(child, f"{path}{name}.", first)

@@ -51,7 +51,7 @@ class Compute:
     multiple: bool = False
     host: bool = False
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Ref, ...]:
         """The values that it takes."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
