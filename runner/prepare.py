@@ -349,7 +349,7 @@ def _evaluations(
 
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
-    return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
+    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.stage > 0, partial_loss=True)
 
 
 def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
@@ -382,7 +382,7 @@ def schedule_of(config: Config) -> Schedule:
 
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
-    return Options(config.train.random == "exact")
+    return Options(config.train.random == "exact", wide_sums=config.parallel.reduce_precision == "fp32")
 
 
 def digest(*parts: object) -> str:

@@ -171,11 +171,13 @@ class Program:
 class Options:
     """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
     to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
-    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum."""
+    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
+    ranks add up results below fp32 in fp32."""
 
     exact: bool = False
     sharded_optimizer: bool = False
     partial_loss: bool = False
+    wide_sums: bool = True
 
 
 PLAIN = Options()
