@@ -20,7 +20,8 @@ from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_ro
 from runner.eager import hybrid_inputs, loss_of
 from runner.errors import ConfigError
 from runner.execution import Execution, whole
-from runner.prepare import DTYPES, Prepared, build_loss, cast, evaluation_rows
+from runner.precision import DTYPES, cast
+from runner.prepare import Prepared, build_loss, evaluation_rows
 from runner.scores import Scores, scores
 from runner.worker import RankContext
 from strategies.graph import Source

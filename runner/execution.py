@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from runner import eager
 from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective, schedule_of, stage_program
@@ -22,7 +23,7 @@ from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
-from strategies.engine.partition import build
+from strategies.engine.partition import OPERATORS, build
 from strategies.engine.program import Program
 from strategies.engine.stages import Peers, StageRunner
 from strategies.graph import OperatorGraph, Source
@@ -92,7 +93,7 @@ def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
         try:
             return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
         except Exception as error:
-            if (operator := blamed(error, program, graph)) is not None:
+            if (operator := blamed(error, graph)) is not None:
                 error.operator = operator  # type: ignore[attr-defined]
             raise
 
@@ -116,15 +117,22 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     return Execution(program, communicator, module, forward, tensors, blocks, {}, runner)
 
 
-def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:
+def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
     """The operator, with its source line in the user's model, whose generated code raised `error`.
 
-    A line of generated code assigns the instruction of the same name: `linear_1 = torch.ops.aten.linear.default(...)`.
+    A line of generated code assigns a value: `linear_1 = torch.ops.aten.linear.default(...)`. Layers share their code;
+    the unit that ran it knows what computes this value there.
     """
-    by_id = {instruction.id: instruction.operator for instruction in program.instructions}
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith("<eval_with_key>") and (name := by_id.get((frame.line or "").partition(" = ")[0])):
-            return graph.by_name[name].where if name in graph.by_name else name
+    trace = error.__traceback__
+    pairs = zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+    for (frame, _), told in reversed(list(pairs)):
+        unit = frame.f_locals.get("self")
+        if told.filename.startswith("<eval_with_key>") and isinstance(unit, GraphModule):
+            values, operators = unit.meta[OPERATORS]
+            value = (told.line or "").partition(" = ")[0]
+            if value in values:
+                name = operators[values.index(value)]
+                return graph.by_name[name].where if name in graph.by_name else str(name)
     return None
 
 

@@ -23,6 +23,7 @@ from runner import communication, copies, huggingface, optimizers, pretrained, t
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules, offload_of
+from runner.precision import AUTOCAST, DTYPES, cast, check_half
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
@@ -42,7 +43,6 @@ from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WEIGHTS = "initial.pt"
 
 
@@ -109,11 +109,6 @@ def evaluation_rows(config: Config) -> int:
     return config.evaluate.batch_size or micro_rows(config)
 
 
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Floating-point batch entries in the precision of training."""
-    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-
-
 def build_model(config: Config) -> nn.Module:
     """The user's model, from the seed, in the precision of training."""
     torch.manual_seed(config.train.seed)
@@ -163,7 +158,8 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
 def objective(config: Config, names: Sequence[str]) -> Objective:
     """The user's model and loss as one module, eager and untouched."""
     model = build_model(config)
-    return Objective(model, build_loss(config), names, target_names(config, model, names))
+    targeted = target_names(config, model, names)
+    return Objective(model, build_loss(config), names, targeted, AUTOCAST.get(config.train.precision))
 
 
 def device_of(config: Config) -> tuple[str, int]:
@@ -237,6 +233,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     step = objective(config, names)
     _check_training(config, step.model)
     check_modules(config, step.model)
+    check_half(config, step, tensors, device)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
@@ -339,7 +336,7 @@ def _evaluations(
     rows = min(evaluation_rows(config), len(dataset))
     sizes = {rows, len(dataset) % rows} - {0}
     wanted = [name for name in step.names if name not in step.targets]
-    model = Objective(step.model, None, wanted, ())
+    model = Objective(step.model, None, wanted, (), step.autocast)
     tensors: dict[str, Tensor] = {}
     found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
@@ -360,7 +357,7 @@ def _evaluations(
 
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
-    return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
+    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.stage > 0, partial_loss=True)
 
 
 def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
@@ -394,7 +391,7 @@ def schedule_of(config: Config) -> Schedule:
 
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
-    return Options(config.train.random == "exact")
+    return Options(config.train.random == "exact", wide_sums=config.parallel.reduce_precision == "fp32")
 
 
 def updating_of(prepared: Prepared) -> Updating:

@@ -122,7 +122,8 @@ class Train(Section):
     steps: Count | None
     epochs: Count | None
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-    precision: Literal["fp32", "fp64", "bf16"]
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "bf16_autocast"]
+    loss_scale: Annotated[Positive | None, Field(description="For fp16; null: one that adapts.")]
     accumulate: Count
     clip: Positive | None
     random: Literal["fast", "exact"]
@@ -139,6 +140,17 @@ class Train(Section):
                 "drop one with train.steps=null or train.epochs=null.",
                 "train.steps",
                 "train.epochs",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_scale(self) -> Train:
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise refusal(
+                f"train.loss_scale = {self.loss_scale:g} is for fp16, but train.precision = {self.precision!r} needs "
+                "no scale; choose train.precision=fp16 or train.loss_scale=null.",
+                "train.loss_scale",
+                "train.precision",
             )
         return self
 

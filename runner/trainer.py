@@ -29,7 +29,8 @@ from runner.metering import Meter
 from runner.metrics import Metrics
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
-from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
+from runner.precision import DTYPES, cast
+from runner.prepare import WEIGHTS, Prepared, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
@@ -109,13 +110,14 @@ class Trainer:
             groups,
             clip=config.train.clip,
             accumulate=config.parts,
-            precision=config.train.precision,
+            precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
             zero_options=communication.zero_options(config),
             cut=communication.cut(config),
             overlap=communication.overlapped(config) and self.execution.runner is None,
             offload=self.offload,
             peers=None if self.execution.runner is None else self.execution.runner.peers,
+            loss_scale=config.train.loss_scale,
         )
 
     def _moved(self) -> dict[str, Moved]:
@@ -168,6 +170,7 @@ class Trainer:
                         samples=self.config.data.batch_size,
                         grad_norm=norm,
                         offload=change(moved, self._moved()),
+                        loss_scale=self.updates.loss_scale,
                     )
                 if self.evaluator is not None and self._due(step):
                     results = self.evaluator.run()

@@ -44,6 +44,9 @@ class Parallel(Section):
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
     zero: Zero
     comm_fusion: CommFusion
+    reduce_precision: Annotated[
+        Literal["fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
+    ]
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
     comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
     copies: Count

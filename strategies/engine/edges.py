@@ -17,7 +17,7 @@ from torch import Tensor
 from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator, Landing, Launcher
 from strategies.engine.compiled import opaque, opaque_all
 from strategies.engine.program import Fused, Redistribute, Start, Wait
-from strategies.engine.recompute import Part, carried_once, watched
+from strategies.engine.recompute import carried_once
 from strategies.redistribution import Chain
 
 Edge = Callable[[Tensor], Tensor]
@@ -37,18 +37,15 @@ class _Redistribution(torch.autograd.Function):
         return ctx.carrier(gradient), None, None, None
 
 
-def edge(
-    instruction: Redistribute, communicator: Communicator, compiled: bool = False, part: Part | None = None
-) -> Edge:
-    """The function that carries a value to its use, named after what it does so that generated code can be read.
-    `part` is what it is of a recomputed module that keeps some results."""
+def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool = False) -> Edge:
+    """The function that carries a value to its use. What is `kept` by a recomputed module is sent only once."""
 
     def carrier(steps: Chain) -> Carrier:
         found = communicator.carrier(steps)
         return opaque(found, steps, communicator.mesh) if compiled else found
 
     forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
-    if part is not None and part.kept:
+    if kept:
         forward = carried_once(forward)
     if instruction.differentiable:
 
@@ -60,8 +57,6 @@ def edge(
         def redistribute(tensor: Tensor) -> Tensor:
             return forward(tensor.detach())
 
-    if part is not None:
-        redistribute = watched(redistribute, part, "")
     return _named(redistribute, instruction.forward)
 
 

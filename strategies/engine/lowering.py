@@ -2,20 +2,27 @@
 
 Between a value (layout A) and its use (layout B) stands one redistribution: forward A -> B, backward (B, partial over
 the operator's other axes) -> A. A parameter's gradient may stay partial over its replica axes: that sum is left to the
-optimizer parallel, and each use carries the factor that makes the sum right.
+optimizer parallel, and each use carries the factor that makes the sum right. Ranks add up results of less than 32 bits
+in fp32: an operator whose contraction is sliced computes in fp32, and its result is rounded when it is complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from strategies.engine.emitter import Emitter
-from strategies.engine.program import PLAIN, Instruction, Options, Program, Redistribute
-from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.engine.program import PLAIN, Compute, Instruction, Options, Program, Redistribute
+from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite, wide
 from strategies.layout import Layout
 from strategies.plan import OperatorPlan, Plan
 from strategies.redistribution import Chain, chain
 from strategies.rules import rule_of
+
+SUMMING = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d sum mean".split())
+"""Operators whose slices add up many numbers each. Where slices only fill in each other's zeros nothing is rounded."""
 
 
 def lower(
@@ -73,6 +80,7 @@ class _Lowering:
         self.returning = _returning(graph)
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
         self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
+        self.added_wide: set[Ref] = set()  # partial sums that the ranks hold in fp32
         self.names: set[str] = set()
         self.asked, self.given = outputs, ordinals
         self.ordinals: dict[str, int] = {}
@@ -135,7 +143,16 @@ class _Lowering:
         planned, sharding = self._planned(operator), self.shardings[operator.id]
         wanted = sharding.operand_layouts(planned.assignment)
         returned = sharding.gradient_layouts(planned.assignment)
-        slices = iter([self._edge(operator, i, ref, wanted[i], returned[i]) for i, ref in enumerate(operator.operands)])
+        edges = [self._edge(operator, i, ref, wanted[i], returned[i]) for i, ref in enumerate(operator.operands)]
+        natural = sharding.result_layouts(planned.assignment)
+        wider = self._computes_wide(operator, natural)
+        if wider:
+            dtypes = [self.graph.specs[ref].dtype for ref in operator.operands]
+            edges = [
+                local if wide(dtype) == dtype else self._cast(operator, local, wide(dtype))
+                for local, dtype in zip(edges, dtypes, strict=True)
+            ]
+        slices = iter(edges)
         place = lambda leaf: next(slices) if isinstance(leaf, Ref) else leaf  # noqa: E731
         args = rewrite(operator.args, place)
         kwargs = {name: rewrite(value, place) for name, value in operator.kwargs}
@@ -146,19 +163,46 @@ class _Lowering:
             result = emitter.call(operator.target, *args, **kwargs)
         if isinstance(result, Ref):
             result = tuple(Ref(result.id, index) for index in range(len(operator.results)))
-        natural = sharding.result_layouts(planned.assignment)
         trains = any(self.gradient[ref] for ref in operator.operands) and operator.op != "detach"
         for index, spec in enumerate(operator.results):
             ref = Ref(operator.id, index)
             self.gradient[ref] = trains and spec.floating
             self.local[ref] = result[index]
             self.layouts[ref] = natural[index]
+            if wider:
+                self.added_wide.add(ref)
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
                 gradient = self.gradient[ref] and operator.id in self.returning
                 back = chain(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
                 self.local[ref] = self._redistribute(operator, -1, ref, after, back, f"{operator.id}_out", gradient)
                 self.layouts[ref] = after
+                self.added_wide.discard(ref)
+
+    def _computes_wide(self, operator: Operator, natural: Sequence[Layout]) -> bool:
+        """Whether an operator computes in fp32 because ranks add up its results."""
+        return (
+            self.options.wide_sums
+            and operator.op in SUMMING
+            and any(self.mesh.product(layout.partial) > 1 for layout in natural)
+            and all(wide(spec.dtype) != spec.dtype for spec in operator.results)
+            and not any(isinstance(value, torch.dtype) for value in (*operator.args, *operator.keywords.values()))
+        )
+
+    def _cast(self, operator: Operator, value: Ref, dtype: str) -> Ref:
+        """A slice of a value in another dtype."""
+        fresh, target = self.fresh(f"{value.id}_as_{dtype}"), "aten.to.dtype"
+        call = Compute(fresh, target, (value, getattr(torch, dtype)), (), operator.name, operator.path)
+        self.instructions.append(call)
+        return Ref(fresh)
+
+    def _carried(self, step: Redistribute, ref: Ref, operator: Operator) -> Ref:
+        """The slice of `ref` that `step` makes; what ranks add up in fp32 is rounded after it."""
+        if ref not in self.added_wide:
+            self.instructions.append(step)
+            return Ref(step.id)
+        self.instructions.append(replace(step, spec=replace(step.spec, dtype=wide(step.spec.dtype))))
+        return self._cast(operator, Ref(step.id), step.spec.dtype)
 
     def _edge(self, operator: Operator, position: int, ref: Ref, wanted: Layout, returned: Layout) -> Ref:
         """The slice of `ref` that operand `position` needs."""
@@ -212,13 +256,11 @@ class _Lowering:
         forward = chain(self.layouts[ref], wanted, spec.shape, self.mesh)
         if not forward and not back and scale == 1.0:
             return self.local[ref]
-        fresh = self.fresh(name)
-        self.instructions.append(
-            Redistribute(
-                fresh, self.local[ref], forward, back, scale, gradient, spec, operator.name, position, operator.path
-            )
-        )
-        return Ref(fresh)
+        step = Redistribute(
+            self.fresh(name), self.local[ref], forward, back, scale, gradient, spec, operator.name, position,
+            operator.path,
+        )  # fmt: skip
+        return self._carried(step, ref, operator)
 
     def _left(self, have: Layout, returned: Layout, shape: tuple[int, ...]) -> frozenset[str]:
         """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is
@@ -267,12 +309,7 @@ class _Lowering:
         back = chain(wanted, have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
         if not forward and not back:
             return self.local[ref]
-        producer = self.graph.by_id[ref.id]
-        fresh = self.fresh(f"{ref.id}_output")
-        self.instructions.append(
-            Redistribute(fresh, self.local[ref], forward, back, 1.0, self.gradient[ref], spec, producer.name, -1, ())
-        )
-        return Ref(fresh)
+        return self._handed_on(ref, forward, back, f"{ref.id}_output", self.gradient[ref])
 
     def _update(self, buffer: str, ref: Ref) -> Ref:
         """The slice of a buffer's new value, laid out like the buffer. No gradient comes back through it."""
@@ -280,12 +317,19 @@ class _Lowering:
         forward = chain(self.layouts[ref], self.layouts[Ref(buffer)], spec.shape, self.mesh)
         if not forward:
             return self.local[ref]
-        fresh = self.fresh(f"{buffer}_update")
-        producer = self.graph.by_id[ref.id]
-        self.instructions.append(
-            Redistribute(fresh, self.local[ref], forward, (), 1.0, False, spec, producer.name, -1, ())
+        return self._handed_on(ref, forward, (), f"{buffer}_update", False)
+
+    def _handed_on(self, ref: Ref, forward: Chain, back: Chain, name: str, gradient: bool) -> Ref:
+        """The slice of a value that leaves the program."""
+        producer, spec = self.graph.by_id[ref.id], self.graph.specs[ref]
+        step = Redistribute(
+            self.fresh(name), self.local[ref], forward, back, 1.0, gradient, spec, producer.name, -1, ()
         )
-        return Ref(fresh)
+        if ref not in self.added_wide:
+            self.instructions.append(step)
+            return Ref(step.id)
+        assert isinstance(producer, Operator)
+        return self._carried(step, ref, replace(producer, path=()))
 
     def ordinal(self, operator: Operator) -> int:
         """The number of a random operator, the same whenever it is asked for; exact copies of one share it."""

@@ -33,6 +33,10 @@ class RankValue:
         return mesh.index(rank, self.axes) * self.stride
 
 
+class Ordinal(int):
+    """The number of a random operator among those of its graph: what differs between layers that draw alike."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
@@ -47,7 +51,7 @@ class Compute:
     multiple: bool = False
     host: bool = False
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Ref, ...]:
         """The values that it takes."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
@@ -214,11 +218,13 @@ class Program:
 class Options:
     """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
     to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
-    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum."""
+    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
+    ranks add up results below fp32 in fp32."""
 
     exact: bool = False
     sharded_optimizer: bool = False
     partial_loss: bool = False
+    wide_sums: bool = True
 
 
 PLAIN = Options()

@@ -340,10 +340,11 @@ class _Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def watched(function: Callable[..., Any], part: Part, name: str) -> Callable[..., Any]:
-    """`function`, an operator or what carries a value, as the region carries it out that runs at the time."""
+    """`function`, an operator or what carries a value, as the region carries it out that runs at the time. Its first
+    argument is the part that it is: `part`, or the same one of another module with the same code."""
     once = part.kept and not part.carries
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(part: Part, *args: Any, **kwargs: Any) -> Any:
         region: _Region | None = getattr(_running, "region", None)
         if region is None:
             return function(*args, **kwargs)

@@ -26,7 +26,12 @@ def unit_path(instruction: Instruction, program: Program, names: Mapping[Ref, st
         ref in names and names[ref] in program.parameter_order and names[ref].rpartition(".")[0] != owner
         for ref in instruction.operands
     )
-    return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
+    return (*instruction.path, use_of(instruction)) if foreign else instruction.path
+
+
+def use_of(instruction: Instruction) -> str:
+    """The name of the unit around an instruction that uses a parameter of another module."""
+    return f"use_{instruction.id}"
 
 
 @dataclass(frozen=True)

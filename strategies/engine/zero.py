@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.program import Program
+from strategies.engine.scaling import LossScale
 from strategies.engine.swapping import SwapFiles, keep_gradients
 from strategies.engine.updates import (
     Groups,
@@ -61,7 +62,7 @@ EVALUATION = "_evaluation"
 class ZeroUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
 
-    Weights below fp32 (`precision="bf16"`) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
+    Weights below fp32 (bf16, fp16) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
     `evaluation` hold their parameters only while they run, by hooks that are placed here.
     """
 
@@ -80,7 +81,10 @@ class ZeroUpdates:
         evaluation: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
         offload: Offload = NOTHING,
+        loss_scale: float | None = None,
     ) -> None:
+        self._scaled = precision == "fp16"
+        self._adapts = loss_scale is None
         self.evaluation, self._offload = evaluation, offload
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
@@ -97,7 +101,7 @@ class ZeroUpdates:
         self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known, moving)
-        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
+        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
         if stage == 3:
             look_up_parameters(module)
         names = _replica_groups(self._parameters, program, communicator, stage)
@@ -206,12 +210,13 @@ class ZeroUpdates:
         """Nothing: DeepSpeed reduces during backward."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        scale = self.loss_scale
         for name in self._program.reductions:
             parameter = self._parameters[name]
             found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._learning else None
             if found is None:
                 found = torch.zeros(self._shapes[name], device=parameter.device)
-            yield name, found.detach().float()
+            yield name, found.detach().float() / (1.0 if scale is None else scale.value)
 
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
@@ -222,6 +227,14 @@ class ZeroUpdates:
 
     def step(self, measure: bool = True) -> float | None:
         return self.update(measure)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        if not self._scaled:
+            return None
+        scaler = self._zero.loss_scaler
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1 if self._adapts else 0
+        return LossScale(float(scaler.cur_scale), self._adapts, good, int(self._engine.skipped_steps))
 
     def weight(self, name: str) -> Tensor:
         parameter = self._parameters[name]
@@ -264,10 +277,16 @@ class ZeroUpdates:
                         state.own[f"state/{index}/{key}"] = value.clone() if borrowed else value
                     else:
                         state.plain["other"].setdefault(index, {})[key] = value
+        if (scale := self.loss_scale) is not None:
+            state.plain["loss_scale"] = asdict(scale)
         return state
 
     def load(self, state: UpdateState) -> None:
         set_options(self.optimizer, state.plain["groups"])
+        if self._scaled and self._adapts:
+            saved, scaler = LossScale(**state.plain["loss_scale"]), self._zero.loss_scaler
+            scaler.cur_scale, scaler.cur_iter = saved.value, scaler.last_overflow_iter + 1 + saved.good
+            self._engine.skipped_steps = saved.skipped
         for index, flat in enumerate(self._masters()):
             with self._fetched(index, write=True):
                 flat.data.copy_(state.own[f"master/{index}"])

@@ -12,7 +12,7 @@ from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.mesh import Mesh
 
-TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
 def conventions(training):
@@ -30,6 +30,8 @@ def conventions(training):
     found["Adagrad is not replaced, stage 3"] = case(3, 3, "adagrad", clip=0.3)
     found["bf16 with fp32 masters, stage 1"] = case(4, 1, precision="bf16", clip=0.3)
     found["bf16 with fp32 masters, stage 3"] = case(4, 3, precision="bf16", clip=0.3)
+    for stage in (1, 2, 3):
+        found[f"fp16 with a loss scale, stage {stage}"] = case(4, stage, precision="fp16", clip=0.3)
     found["offload without compiling an optimizer, stage 2"] = case(5, 2, "adamw", options={"offload_optimizer": cpu})
     return found
 
@@ -72,6 +74,7 @@ def carry_out(training, ranks, given, refused=()):
         ("fp32", 2): training.task(steps=2),
         ("fp32", 1): training.task(steps=2, accumulate=1),
         ("bf16", 2): training.task(torch.bfloat16, steps=2),
+        ("fp16", 2): training.task(torch.float16, steps=2),
     }
     payload = [(tasks[case.precision, case.accumulate][1], case) for case in given.values()]
     done = ranks("train", [*payload, *((tasks["fp32", 2][1], case) for case, _ in refused)])
