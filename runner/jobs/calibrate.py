@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
+from runner.folders import remove_if_unused
 from runner.schema import Config
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         )
     except KeyboardInterrupt:
         shutil.rmtree(run_dir / "ranks", ignore_errors=True)
+        remove_if_unused(run_dir)
         raise
     try:
         found = fit(measured.products, measured.copies, measured.calls)

@@ -20,8 +20,8 @@ from strategies.redistribution import ALL_REDUCE
 
 SEND = "send"
 Numbers = npt.NDArray[np.float64]
-REPEATS, STEP, FURTHEST = 40, 0.9, 100.0
-"""Steps of the fit, the largest step of a logarithm, and by how much a fitted time may be too short to begin with."""
+REPEATS, STEP, SHORTEST = 40, 0.9, 1e-12
+"""Steps of the fit, the largest step of a logarithm, and the shortest fitted time (of no bytes and no call, say)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tu
     table, times = np.array(rows, dtype=float), np.array(seconds)
     constants = _least_squares(table, times, 1 / times)
     for _ in range(REPEATS):
-        found = np.maximum(table @ constants, times / FURTHEST)
+        found = np.maximum(table @ constants, SHORTEST)
         wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
         constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
     off = np.abs(table @ constants / times - 1)
