@@ -18,7 +18,7 @@ from runner.schema import Config
 
 if TYPE_CHECKING:
     from runner.calibration import Measured
-    from strategies.cost.fitting import Fit
+    from strategies.cost.laws import Fit
 
 
 def run(config: Config, run_dir: Path) -> float | None:
@@ -33,7 +33,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         )
     launch.warm()
     from runner.prepare import device_of
-    from strategies.cost.fitting import fit
+    from strategies.cost.laws import fit
 
     device, ranks = device_of(config)
     print(f"calibrate: {ranks} ranks on {device}, about {config.calibrate.seconds:g} seconds", flush=True)

@@ -12,7 +12,7 @@ from runner import clusters, launch
 from runner.calibration import Measured
 from runner.jobs import calibrate
 from strategies.cost.cluster import Link
-from strategies.cost.fitting import Error, Fit, Product
+from strategies.cost.laws import Error, Fit, Product
 
 SHORT = ("world_size=2", "calibrate.seconds=0.5", "device=cpu")
 
