@@ -26,8 +26,9 @@ from strategies.cost.live import Live
 from strategies.cost.optimizer import Need, needed
 from strategies.cost.sharded import Sharded, Standing, groups_of
 from strategies.cost.updating import Updating
-from strategies.engine.activations import look_up_parameters
+from strategies.engine.activations import Activations, look_up_parameters, meant
 from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import build
 from strategies.engine.program import Program
@@ -44,7 +45,9 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 class Traced:
     """Of one micro-batch: `activations`, bytes that autograd has stored when forward is done, and `sent`, bytes that
     the busiest rank sends, by collective. Of a step: what `stands` from step to step, what one forward leaves
-    (`kept`), what all backwards leave (`gradients`), and by phase the most above what stands (`peaks`)."""
+    (`kept`), what all backwards leave (`gradients`), by phase the most above what stands (`peaks`), and the most of
+    activations and placed operators that is `away`, on the host or on a disk; and what an update needs on the host
+    beside what stays there (`updating_host`)."""
 
     activations: int
     sent: dict[str, int]
@@ -52,6 +55,8 @@ class Traced:
     kept: int
     gradients: int
     peaks: dict[str, int]
+    away: int
+    updating_host: int = 0
 
 
 class _Shaped(Communicator):
@@ -104,6 +109,23 @@ class _Shaped(Communicator):
         into.zero_()
 
 
+class _NoDisk:
+    """A `Disk` that writes nothing, and holds what would be on its way."""
+
+    def put(self, tensor: Tensor, after: object = None) -> Extent:
+        self.writing = tensor
+        return Extent(0, tensor.nbytes)
+
+    def wait(self, extent: Extent) -> None:
+        del self.writing
+
+    def get(self, extent: Extent, into: Tensor) -> None:
+        """As it is."""
+
+    def free(self, extent: Extent) -> None:
+        """There is no space to give back."""
+
+
 class Saved:
     """The distinct storages that autograd has saved, without those of `others`."""
 
@@ -138,7 +160,8 @@ def trace(program: Program, updating: Updating) -> Traced:
     wide = torch.promote_types(dtype, torch.float32)
     need = needed(updating.factory, wide, at_once=updating.device != "cpu")
     try:
-        with FakeTensorMode():
+        with FakeTensorMode() as shapes:
+            shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
             return _Trace(program, updating, need).run()
     except NEEDS_NUMBERS:
         return _Trace(program, updating, need).run()
@@ -155,11 +178,13 @@ class _Trace:
                 own = self._zeros(source)
                 tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
         self.tensors = tensors
+        self.activations: Activations | None = None
         self.gathered: list[Gathered] = []
         self.module = build(program, tensors, self.communicator, updating.device)
         self.held: Mapping[str, nn.Parameter] = {
             name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
         }
+        self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
         self.turns = min(updating.accumulate, 2)  # the third is as the second
 
@@ -169,6 +194,7 @@ class _Trace:
 
     def run(self) -> Traced:
         with Live(torch.device(self.updating.device).type) as live:
+            self._offload()
             updates = self._updates()
             live.see(self.tensors.values())
             self.base = live.now
@@ -191,7 +217,17 @@ class _Trace:
             sizes = [self.held[name].numel() for name in learning(self.program)]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
-        return Traced(activations, sent, stands, kept, gradients, self.peaks)
+        away = self.away + (0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk))
+        there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
+        return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
+
+    def _offload(self) -> None:
+        """What autograd keeps goes to the host or to a disk, as far as it is meant to."""
+        wanted = self.updating.offload
+        if wanted.activations != "none":
+            disk = _NoDisk() if wanted.activations == "disk" else None
+            self.activations = Activations(torch.device(self.updating.device), wanted.larger_than, disk, beside=False)
+            self.activations.attach(meant(self.module, wanted.modules), [*self.tensors.values()])
 
     def _updates(self) -> BucketedUpdates | Sharded | None:
         """What takes the gradients, as far as memory asks; None where nothing learns."""
@@ -203,7 +239,7 @@ class _Trace:
             flat = groups_of(program, groups, updating.stage)
             found = Sharded(
                 program, self.held, flat, self.need,
-                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket,
+                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket, offload=updating.offload,
             )  # fmt: skip
             if updating.stage == 3:
                 look_up_parameters(self.module)
@@ -228,6 +264,7 @@ class _Trace:
         live.restart()
         yield
         self.peaks[name] = max(self.peaks[name], live.peak - self.base)
+        self.away = max(self.away, live.host_peak)
 
     def _forward(self, live: Live, turn: int) -> tuple[int, int]:
         """Bytes that autograd has stored, and that are alive more than before."""
@@ -235,8 +272,10 @@ class _Trace:
         entries = [self._zeros(source).requires_grad_(source.trainable) for source in self.inputs]
         with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
             self.outputs = self.module(*entries, *([turn] if self.program.random else []))
+            del entries
         kept = live.now - before
-        return kept if self.updating.stage == 3 else saved.bytes, kept  # there other hooks see what is saved
+        apart = self.updating.stage == 3 or self.updating.offload.activations != "none"
+        return kept if apart else saved.bytes, kept  # other hooks see what is saved there
 
     def _backward(self, live: Live, updates: BucketedUpdates | Sharded | None) -> None:
         """Backward of the loss, or from all that a stage of a pipeline hands on."""

@@ -49,7 +49,7 @@ def describe_stages(
         for kind, count in _between(stage, stages, parts).items():
             own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(under_way(memory(traced), held(actions)).told())
+        memories.append(under_way(memory(traced, within), held(actions)).told())
     times = [one["cost"]["total"] for one in told]
     even = times if any(times) else [1.0] * len(stages)  # nothing to compare
     slowest = told[times.index(max(times))]["cost"]
