@@ -7,10 +7,11 @@ recomputed modules keep, where their second run ends and when gradients come and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,14 @@ from strategies.engine.activations import Activations, look_up_parameters, meant
 from strategies.engine.communicator import Carrier, Communicator
 from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.partition import build
+from strategies.engine.partition import MODULE, build
 from strategies.engine.program import Program
 from strategies.engine.updates import learning
 from strategies.graph import Source
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Step
 
+Result = TypeVar("Result")
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Shapes that depend on numbers, such as how many tokens an expert gets, and operators that no shape is known of."""
 
@@ -154,6 +156,15 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 def trace(program: Program, updating: Updating) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
+    return _on_shapes(program, updating, lambda one: one.run())
+
+
+def stored_in(program: Program, updating: Updating, paths: Collection[str]) -> dict[str, int]:
+    """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
+    return _on_shapes(program, updating, lambda one: one.stored_in(paths))
+
+
+def _on_shapes(program: Program, updating: Updating, work: Callable[[_Trace], Result]) -> Result:
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
@@ -162,9 +173,9 @@ def trace(program: Program, updating: Updating) -> Traced:
     try:
         with FakeTensorMode() as shapes:
             shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
-            return _Trace(program, updating, need).run()
+            return work(_Trace(program, updating, need))
     except NEEDS_NUMBERS:
-        return _Trace(program, updating, need).run()
+        return work(_Trace(program, updating, need))
 
 
 class _Trace:
@@ -220,6 +231,29 @@ class _Trace:
         away = self.away + (0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk))
         there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
         return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
+
+    def stored_in(self, paths: Collection[str]) -> dict[str, int]:
+        """By path, of one forward."""
+        found = dict.fromkeys(paths, 0)
+
+        def counted(path: str, forward: Callable[..., Any], *inputs: Any) -> Any:
+            before = live.now
+            results = forward(*inputs)
+            found[path] += live.now - before
+            return results
+
+        with Live(torch.device(self.updating.device).type) as live:
+            self._offload()
+            updates = self._updates()
+            live.see(self.tensors.values())
+            self.base = live.now
+            for unit in self.module.modules():
+                path = getattr(unit, "meta", {}).get(MODULE)
+                if path in found:
+                    unit.forward = partial(counted, path, unit.forward)
+            self._forward(live, 0)
+            del updates, self.outputs
+        return found
 
     def _offload(self) -> None:
         """What autograd keeps goes to the host or to a disk, as far as it is meant to."""
