@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from runner import communication, copies, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.offloading import check_modules, offload_of
+from runner.memory_limit import check_stages, within_limit
+from runner.offloading import check_modules
 from runner.precision import AUTOCAST, DTYPES, cast, check_half
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
 from strategies.capture import LossFunction, Objective, capture, run_once
-from strategies.cost.updating import Updating
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -206,7 +207,7 @@ def request_of(config: Config, world_size: int) -> Request:
 
 def wanted_recompute(given: Recompute) -> WantedRecompute | None:
     """The planner's request for recompute, from the config."""
-    if given.operators == "none":
+    if given.operators == "none" or given.operators == "auto":  # auto is decided when there is a plan
         return None
     return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 
@@ -259,8 +260,16 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
         plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
-        in_step = copies.of_step(config, step, tensors, graph, plan)
+        of_step = partial(copies.of_step, config, step, tensors, graph)
+        in_step = of_step(plan)
         stages = _stages(config, *in_step)
+        if stages:
+            programs = [stage_program(stage, config) for stage in stages]
+            check_stages(config, graph, plan, device, programs, schedule_of(config))
+        else:
+            fitted = within_limit(config, graph, plan, device, lambda one: lowered(config, *of_step(one)))
+            if fitted != plan:
+                plan, in_step = fitted, of_step(fitted)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
@@ -392,24 +401,6 @@ def schedule_of(config: Config) -> Schedule:
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
     return Options(config.train.random == "exact", wide_sums=config.parallel.reduce_precision == "fp32")
-
-
-def updating_of(prepared: Prepared) -> Updating:
-    """How a step goes on after backward, for the prediction of its memory."""
-    config, graph = prepared.config, prepared.graph
-    sources = [source for source in graph.of_kind("parameter")] if graph is not None else []
-    names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
-    return Updating(
-        config.parallel.zero.stage,
-        optimizers.optimizer_factory(config.optimizer),
-        optimizers.parameter_groups(names, trainable, config.optimizer),
-        config.train.accumulate,
-        communication.cut(config),
-        communication.overlapped(config) and not prepared.stages,
-        communication.zero_options(config).get("reduce_bucket_size"),
-        offload_of(config, None),
-        prepared.device,
-    )
 
 
 def digest(*parts: object) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.clusters import cluster_of
-from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
+from runner.memory_limit import updating_of
+from runner.prepare import Prepared, lowered, schedule_of, stage_program
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -42,6 +43,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         return None
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
+    updating = updating_of(config, prepared.graph, prepared.device)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -49,7 +51,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.stages,
             programs,
             schedule_of(prepared.config),
-            updating=updating_of(prepared),
+            updating=updating,
             cluster=cluster,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
@@ -58,7 +60,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.graph,
             prepared.plan,
             programs[0],
-            updating=updating_of(prepared),
+            updating=updating,
             cluster=cluster,
         )
     content["copies"] = _copies(prepared)

@@ -43,7 +43,9 @@ def bisect(problem: Problem, cluster: Cluster) -> dict[str, Assignment]:
             total = rounds.decide(run, staying=True)
         if total > before * (1 - GAIN):
             break
-    return {operator.id: rounds.chosen[number] for operator in problem.graph.operators for number in [alike.of[operator.id]]}
+    return {
+        operator.id: rounds.chosen[number] for operator in problem.graph.operators for number in [alike.of[operator.id]]
+    }
 
 
 def _runs(mesh: Mesh) -> Iterator[tuple[str, ...]]:
