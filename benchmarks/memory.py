@@ -49,17 +49,17 @@ PAIRS: list[tuple[str, str]] = [
     *(("gpt", words) for words in (FULL, CHEAP, "parallel.recompute.operators=[gelu,layer_norm]")),
     *(("gpt", f"{FULL} {zero}") for zero in ZERO[1:]),
     ("gpt", f"{FULL} train.precision=bf16"),
-    ("gpt", f"{FULL} parallel.recompute.communication=keep"),
+    ("gpt", "parallel.recompute.operators=full parallel.recompute.communication=keep"),
     *(("gpt", words) for words in (HOST, DISK, f"{HOST} parallel.offload.activations.modules=[layers.*]")),
     ("gpt", f"{FULL} {HOST}"),
     *(("gpt", f"{zero} {STATES}") for zero in ZERO[1:]),
     ("gpt", f"{ZERO[3]} {STATES} parallel.offload.parameters=host"),
     ("gpt", "optimizer.target=torch.optim.SGD"),
     ("gpt", "parallel.comm_overlap=false"),
-    ("gpt", f"{FULL} parallel.place={{feed_forward:host}}".replace("feed_forward", "layers.*.feed_forward")),
+    ("gpt", f"{FULL} parallel.place={{layers.*.feed_forward:host}}"),
     *(("gpt, sliced 2 x 2", zero) for zero in ZERO),
     ("gpt, sliced 2 x 2", FULL),
-    ("gpt, sliced 2 x 2", f"{FULL} parallel.recompute.slice_inputs=true".replace(FULL, f"{FULL[:-5]}.operators=full")),
+    ("gpt, sliced 2 x 2", "parallel.recompute.operators=full parallel.recompute.slice_inputs=true"),
     *(("gpt, deep", words) for words in (ZERO[0], FULL, CHEAP, HOST, DISK, ZERO[3])),
     *(("gpt, wide", words) for words in (*ZERO, f"{ZERO[3]} {STATES}")),
     *(("llama", words) for words in (ZERO[0], ZERO[2], FULL)),
@@ -106,8 +106,8 @@ def table(results: list[Result]) -> str:
     lines = [
         "# Memory of a rank: predicted and measured",
         "",
-        "`python -m benchmarks.memory` trains each pair for three steps on real ranks (CPU, gloo) and counts the tensors",
-        "that are alive. Bytes of the fullest rank at its fullest moment; what offload moves counts as the host's.",
+        "`python -m benchmarks.memory` trains each pair for three steps on real ranks (CPU, gloo) and counts the",
+        "tensors that are alive. Bytes of the fullest rank at its fullest moment; what offload moves counts as the host's.",
         f"{len(results)} pairs: mean difference {sum(errors) / len(errors):.2%}, most over "
         f"{max(one.difference for one in results):+.2%}, most under {min(one.difference for one in results):+.2%}.",
         "",
@@ -116,10 +116,12 @@ def table(results: list[Result]) -> str:
     ]
     for one in results:
         words = one.words.replace("parallel.", "")
-        lines.append(
-            f"| {one.model} | `{words}` | {one.predicted['peak']:,} | {one.measured['peak']:,} | "
-            f"{one.difference:+.2%} | {one.measured['peak_in']} | {one.predicted['host']:,} | {one.measured['host']:,} |"
-        )
+        cells = [
+            one.model, f"`{words}`", f"{one.predicted['peak']:,}", f"{one.measured['peak']:,}",
+            f"{one.difference:+.2%}", one.measured["peak_in"],
+            f"{one.predicted['host']:,}", f"{one.measured['host']:,}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "What recompute and offload take off the peak:", ""]
     lines += ["| model | plan | predicted less | measured less | difference |", "|---|---|---:|---:|---:|"]
     known = {(one.model, one.words): one for one in results}
@@ -136,24 +138,28 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="pairs whose model or plan holds this text")
-    parser.add_argument("--out", type=Path, help="where to write the page")
-    options = parser.parse_args()
+def run(out: Path | None = None, only: str = "") -> list[Result]:
+    """Measure the pairs whose model or plan holds `only`, and write the page to `out`."""
     cli._register()
     launch.warm()
     results = []
     with initialize_config_module("conf", version_base="1.3"):
         for model, words in PAIRS:
-            if options.only in f"{model} {words}":
+            if only in f"{model} {words}":
                 results.append(measure(model, words))
                 one = results[-1]
                 print(f"{one.difference:+7.2%}  {one.measured['peak']:>12,}  {model}: {words}", flush=True)
-    page = table(results)
-    if options.out is not None:
-        options.out.write_text(page)
-    print(page)
+    if out is not None:
+        out.write_text(table(results))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="pairs whose model or plan holds this text")
+    parser.add_argument("--out", type=Path, help="where to write the page")
+    options = parser.parse_args()
+    print(table(run(options.out, options.only)))
 
 
 if __name__ == "__main__":

@@ -228,7 +228,9 @@ class _Trace:
             sizes = [self.held[name].numel() for name in learning(self.program)]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
-        away = self.away + (0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk))
+        away = self.away + (
+            0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk)
+        )
         there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
         return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
 

@@ -68,9 +68,7 @@ def choices(layers: int, kind: str, ways: Ways) -> list[Choice]:
 
 def together(one: Sequence[Choice], other: Sequence[Choice]) -> list[Choice]:
     """What may be done with the layers of both."""
-    return best_of(
-        Choice(a.time + b.time, a.saves + b.saves, {**a.counts, **b.counts}) for a in one for b in other
-    )
+    return best_of(Choice(a.time + b.time, a.saves + b.saves, {**a.counts, **b.counts}) for a in one for b in other)
 
 
 @dataclass(frozen=True)

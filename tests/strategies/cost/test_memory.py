@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,10 +81,10 @@ class Step:
     def _step(self, live: Live, number: int) -> None:
         for micro in range(self.accumulate):
             before = live.now
-            loss = self._phase(live, "forward", lambda: self._forward(number * self.accumulate + micro))  # noqa: B023
+            loss = self._phase(live, "forward", partial(self._forward, number * self.accumulate + micro))
             if not micro:
                 self.kept = live.now - before
-            self._phase(live, "backward", lambda: self.updates.backward(loss))  # noqa: B023
+            self._phase(live, "backward", partial(self.updates.backward, loss))
             del loss
         self._phase(live, "update", self.updates.reduce)
         live.counting = False
