@@ -1,11 +1,12 @@
 """What overlapping is worth, as ratios of one run: copies of the batch over a slow link, gradients added during
 backward over a slow link, and activations held by the schedules of a pipeline.
 
-    python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15]
+    python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15] [--clock wall|cpu]
 
 A link is a latency and a bandwidth, waited for on top of what a collective takes anyway; waiting costs no computing
 time, so computing can go on meanwhile. The variants of a part take turns in the same processes and each is told by its
-median step, so that other work on the machine reaches all of them. Goals: a step that communicates as long as it
+median step, so that other work on the machine reaches all of them; on a busy machine `--clock cpu` counts computing and
+waiting for the link alone. Goals: a step that communicates as long as it
 computes is shortened 1.2 times by copies; 70 % of the time to add gradients hides behind backward, in at least 10
 times fewer calls than there are gradients; with at least twice as many micro-batches as stages, 1f1b holds less than
 gpipe.
@@ -28,13 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     for name in options.parts:
         part: Any = PARTS[name]
         with tempfile.TemporaryDirectory() as folder:
             found = launch.run_ranks(
                 f"{part.__name__}:measure",
-                {"rounds": options.rounds, "ranks": part.RANKS},
+                {"rounds": options.rounds, "clock": options.clock},
                 world_size=part.RANKS,
                 run_dir=Path(folder),
                 device="cpu",

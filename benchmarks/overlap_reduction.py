@@ -8,7 +8,6 @@ the same is told by what the ranks wait for when backward is over, 1 - waiting d
 from __future__ import annotations
 
 import statistics
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -80,20 +79,20 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         "after": trained(CHOSEN, False),
         "during": trained(CHOSEN, True),
     }
-    link = Link(LATENCY, float("inf"))
+    link = Link(LATENCY, float("inf"), options["clock"])
     waiting: dict[str, list[float]] = {way: [] for way in ways}
 
     def step(way: str) -> float:
         updates, _, _ = ways[way]
         dist.barrier()
         with nullcontext() if way == "without" else slowed(link):
-            started = time.perf_counter()
+            started = link.now()
             updates.backward(updates.module(*entries))
-            backward_over = time.perf_counter()
+            backward_over = link.now()
             updates.reduce()
-            waiting[way].append(time.perf_counter() - backward_over)
+            waiting[way].append(link.now() - backward_over)
             updates.update(measure=False)
-            return time.perf_counter() - started
+            return link.now() - started
 
     alone = agreed(statistics.median([step("without") for _ in range(FIRST)]))
     size = sum(tensor.numel() for name, tensor in ways["after"][1].items() if name in names) * 4

@@ -1,5 +1,9 @@
 """A slow link between ranks, injected: every all-reduce takes a latency and its bytes over a bandwidth, one after the
-other, on top of what it takes anyway. Waiting costs no computing time, as on a real link."""
+other, on top of what it takes anyway. Waiting costs no computing time, as on a real link.
+
+By the wall clock the link is slept for. By the clock `cpu` time is what this process computes plus what it would have
+slept, so that other work on the machine does not count; the ranks, which do the same, are taken to go at one speed.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,31 @@ from typing import Any
 @dataclass
 class Link:
     """What calls take, in seconds and bytes per second; `free` is when the last one has come through, `taken` how long
-    all of them took and `slept` how long somebody waited for the link alone."""
+    all of them took and `waited` how long somebody waited for the link alone."""
 
     latency: float
     bandwidth: float
+    clock: str = "wall"
     free: float = 0.0
     taken: float = 0.0
-    slept: float = 0.0
+    waited: float = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() if self.clock == "wall" else time.thread_time() + self.waited
 
     def accept(self, size: int) -> float:
         """When a call that is made now has come through."""
         seconds = self.latency + size / self.bandwidth
         self.taken += seconds
-        self.free = max(self.free, time.perf_counter()) + seconds
+        self.free = max(self.free, self.now()) + seconds
         return self.free
 
     def wait(self, due: float) -> None:
-        """Sleep until a call is due."""
-        missing = max(due - time.perf_counter(), 0.0)
-        self.slept += missing
-        time.sleep(missing)
+        """Until a call is due."""
+        missing = max(due - self.now(), 0.0)
+        self.waited += missing
+        if self.clock == "wall":
+            time.sleep(missing)
 
 
 class _Work:
