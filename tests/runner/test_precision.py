@@ -82,5 +82,5 @@ def test_where_there_is_no_fp16_it_is_told_before_anything_starts(monkeypatch):
     with pytest.raises(ConfigError, match=r"train\.precision = fp16 cannot be used with this model on a CPU"):
         prepare(compose_config(*SMALL, HALF, "model.target=networks.Inverse", *MODES["data_parallel"]), None)
     monkeypatch.setattr(precision, "takes_fp16", lambda device: False)
-    with pytest.raises(ConfigError, match=r"fp16 with parallel\.zero\.stage = 1: DeepSpeed does not train in fp16 on th"):
+    with pytest.raises(ConfigError, match=r"fp16 with parallel\.zero\.stage = 1: DeepSpeed does not train in fp16"):
         prepare(compose_config(*SMALL, HALF, "parallel.zero.stage=1", *MODES["data_parallel"]), None)
