@@ -75,7 +75,8 @@ def dtypes(program: Program, added: bool) -> list[str]:
 
 def test_only_sums_are_wide() -> None:
     seen = captured(torch.bfloat16)
-    made, narrow = (lower(seen.graph, planned(seen), Options(wide_sums=on)) for on in (True, False))
+    options = [Options(partial_loss=True, wide_sums=on) for on in (True, False)]
+    made, narrow = (lower(seen.graph, planned(seen), one) for one in options)
     assert set(dtypes(made, added=True)) == {"float32"} and "bfloat16" in dtypes(narrow, added=True)
     assert dtypes(made, added=False) == dtypes(narrow, added=False) and "bfloat16" in dtypes(made, added=False)
 
