@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random as python_random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,6 @@ from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
-from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
@@ -184,24 +183,23 @@ class Trainer:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
-        def forward(micro: int, received: Sequence[Tensor] = ()) -> Any:
+        def load(first: int, number: int) -> tuple[list[Tensor], int]:
+            micro = first + number
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             entries = [
                 _placed(tensor, self.rank.device)
                 for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
             ]
-            key = mix(self.config.train.seed, step, micro)
-            return self.execution.forward(self.updates.module, [*entries, *received], key)
+            return entries, mix(self.config.train.seed, step, micro)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
         for turn in range(self.config.train.accumulate):
             if runner is None:
-                loss = forward(turn)
+                loss = self.execution.forward(self.updates.module, *load(turn, 0))
                 self.updates.backward(loss)
                 total += loss.detach().double()
             else:
-                assert isinstance(self.updates, BucketedUpdates)
-                total += runner.step(partial(_after, forward, turn * parts), self.updates)
+                total += runner.step(partial(load, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
         if axes:
             dist.all_reduce(total, group=communicator.group(axes))
@@ -327,11 +325,6 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         return None
-
-
-def _after(forward: Callable[..., Any], first: int, number: int, received: Sequence[Tensor]) -> Any:
-    """`forward` of the micro-batches that begin with number `first`."""
-    return forward(first + number, received)
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:

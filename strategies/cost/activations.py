@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 def trace(program: Program, device: str) -> Traced:
-    """Forward and backward of one micro-batch on the first rank. A model whose shapes depend on numbers (how many
+    """Forward and backward of one micro-batch on the first rank; what a stage of a pipeline receives is stored, too,
+    where backward needs it. A model whose shapes depend on numbers (how many
     tokens an expert gets) is computed after all, on zeros."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     try:
@@ -89,12 +91,14 @@ def _traced(program: Program, device: str) -> Traced:
     for source in program.sources:
         own = _zeros(program, source, device)
         tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
-    inputs = [tensors.pop(source.name) for source in program.sources if source.kind == "input"]
-    module: Callable[..., Tensor] = build(program, tensors, communicator, device)
-    with saved_tensors([*tensors.values(), *inputs]) as saved:
-        loss = module(*inputs, *([0] if program.random else []))
+    entries = [source for source in program.sources if source.kind == "input"]
+    inputs = [tensors.pop(source.name).requires_grad_(source.trainable) for source in entries]
+    module: Callable[..., Any] = build(program, tensors, communicator, device)
+    with saved_tensors([*tensors.values(), *(one for one in inputs if not one.requires_grad)]) as saved:
+        made = module(*inputs, *([0] if program.random else []))
     stored = saved.bytes
-    loss.backward()  # type: ignore[no-untyped-call]
+    outputs = [one for one in (made if isinstance(made, tuple) else (made,)) if one.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
     return Traced(stored, dict(communicator.sent))
 
 

@@ -7,7 +7,8 @@ optimizer parallel, and each use carries the factor that makes the sum right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from strategies.engine.emitter import Emitter
 from strategies.engine.program import PLAIN, Instruction, Options, Program, Redistribute
@@ -25,18 +26,20 @@ def lower(
     *,
     outputs: Sequence[Layout] = (),
     ordinals: Mapping[str, int] | None = None,
+    open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> Program:
     """The program of `graph` under `plan`. Linear in the number of operators.
 
     A stage of a pipeline returns its values in the layouts `outputs`, in which their gradients come back, and its
-    random operators have the `ordinals` (by id) that they have in the whole model.
+    random operators have the `ordinals` (by id) that they have in the whole model. `open_axes` are those over which the
+    gradient of a parameter, by name, is added after backward at least: other stages of the same ranks add to it.
     """
-    return _Lowering(graph, plan, options, outputs, ordinals).program()
+    return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 
 
 def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> dict[str, int]:
     """The numbers of the random operators, by id."""
-    lowering = _Lowering(graph, plan, options, (), None)
+    lowering = _Lowering(graph, plan, options, (), None, {})
     lowering.program()
     return lowering.ordinals
 
@@ -63,6 +66,7 @@ class _Lowering:
         options: Options,
         outputs: Sequence[Layout],
         ordinals: Mapping[str, int] | None,
+        open_axes: Mapping[str, Iterable[str]],
     ) -> None:
         self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
@@ -73,7 +77,7 @@ class _Lowering:
         self.returning = _returning(graph)
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
         self.names: set[str] = set()
-        self.asked, self.given = outputs, ordinals
+        self.asked, self.given, self.open_axes = outputs, ordinals, open_axes
         self.ordinals: dict[str, int] = {}
         for source in graph.sources:
             ref = Ref(source.id)
@@ -240,7 +244,7 @@ class _Lowering:
             if self.options.sharded_optimizer:
                 found[source.name] = have.replica_axes(self.mesh)
                 continue
-            left: set[str] = set()
+            left = set(self.open_axes.get(source.name, ()))
             for operator, position in self.graph.users[Ref(source.id)]:
                 if operator.id not in self.returning:
                     continue
