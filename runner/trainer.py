@@ -137,10 +137,7 @@ class Trainer:
                     )
                 self.updates.reduce()
                 if self.config.train.compile and step == first:  # every graph of training has been compiled
-                    _agree(
-                        compiled.order(),
-                        "The ranks' compiled programs communicate in different orders; set train.compile=false.",
-                    )
+                    self._agree_on_order()
                 if self.job.record is not None:
                     self._record(step, loss)
                 if self.job.follow is not None:
@@ -178,6 +175,16 @@ class Trainer:
             "steps": self.prepared.steps,
             "offload": change({}, self._moved()),
         }
+
+    def _agree_on_order(self) -> None:
+        """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
+        communicator = self.execution.communicator
+        if communicator.mesh.size > 1:
+            _agree(
+                compiled.order(),
+                "The ranks' compiled programs communicate in different orders; set train.compile=false.",
+                communicator.group(communicator.mesh.names),
+            )
 
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
@@ -332,14 +339,15 @@ def _placed(tensor: Tensor, device: str) -> Tensor:
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _agree(number: int, otherwise: str) -> None:
-    """Every rank proves that all have the same number (collective). Raises RuntimeError with the text `otherwise`."""
+def _agree(number: int, otherwise: str, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of a group, by default all, proves that they have the same number (collective). Raises RuntimeError
+    with the text `otherwise`."""
     mine = torch.tensor([number])
     if dist.get_backend() == "nccl":
         mine = mine.cuda()
     lowest, highest = mine.clone(), mine.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     if lowest.item() != highest.item():
         raise RuntimeError(otherwise)
 
