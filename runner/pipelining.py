@@ -9,6 +9,7 @@ from runner.errors import ConfigError
 from runner.schema import Config
 from strategies.engine.fusion import fuse
 from strategies.engine.lowering import random_ordinals
+from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.pipeline.cutting import Stage, cut, cut_evaluation
@@ -59,9 +60,12 @@ def evaluation_stages(stages: Sequence[Stage], graph: OperatorGraph, plan: Plan,
 
 
 def programs_of(config: Config, stages: Sequence[Stage], options: Options) -> tuple[Program, ...]:
-    """The program of every stage, with its collectives joined as the config says."""
-    joined = communication.joined(config)
-    return tuple(fuse(program, joined) for program in stage_programs(stages, groups_of(config), options))
+    """The program of every stage, with its operators placed and its collectives joined as the config says."""
+    joined, found = communication.joined(config), []
+    for stage, program in zip(stages, stage_programs(stages, groups_of(config), options), strict=True):
+        placed = place(program, on_host(stage.graph, config.parallel.place, strict=False))
+        found.append(fuse(placed, joined))
+    return tuple(found)
 
 
 def schedule_of(config: Config) -> Schedule:

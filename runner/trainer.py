@@ -118,7 +118,10 @@ class Trainer:
     def _moved(self) -> dict[str, Moved]:
         """What was offloaded since the start, by kind."""
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
-        copied: Moved = getattr(self.execution.module, "meta", {}).get(COPIED, Moved())
+        copied, module = Moved(), self.execution.module
+        for part in (module, *module.children()):  # the stages of a pipeline, if it is one
+            one: Moved = getattr(part, "meta", {}).get(COPIED, Moved())
+            copied.out, copied.back = copied.out + one.out, copied.back + one.back
         return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 
     def run(self) -> dict[str, Any]:

@@ -277,16 +277,6 @@ class Parallel(Section):
                 "parallel.comm_fusion.all_reduce.mode",
                 "parallel.pipeline.stages",
             )
-        others = {
-            "place": bool(self.place),
-            "offload.optimizer": self.offload.optimizer != "none",
-        }
-        for key in (key for key, given in others.items() if given):
-            raise refusal(
-                f"{stages} cannot be combined with parallel.{key} yet; drop one of them.",
-                "parallel.pipeline.stages",
-                f"parallel.{key}",
-            )
         return self
 
     @property

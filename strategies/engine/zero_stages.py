@@ -6,6 +6,7 @@ counts every slice of every parameter once, and is the same on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,10 +62,19 @@ def norm_over_groups(zero: Any, peers: Peers, follows: frozenset[int]) -> Tensor
     number. `follows` are the ids of the parameters that an earlier group counts."""
     total = torch.zeros((), dtype=torch.float64, device=zero.device)
     for number, members in enumerate(zero.params_in_partition):
-        pieces = [one for one in zero.averaged_gradients[number] if not getattr(one, "_zero_padding", False)]
-        for piece, parameter in zip(pieces, members, strict=True):
+        for norm, parameter in zip(_norms(zero, number, members), members, strict=True):
             if id(parameter) not in follows:
-                total += torch.linalg.vector_norm(piece.detach(), dtype=torch.float64).square()
+                total += norm.double().square()
     peers.add_over_all(total)
     norm = total.sqrt().float()
     return norm if torch.isfinite(norm) else torch.full_like(norm, -1.0)
+
+
+def _norms(zero: Any, number: int, members: Sequence[Tensor]) -> list[Tensor]:
+    """Of this rank's piece of the gradient of every member of a parameter group; it is on the host already where the
+    optimizer is."""
+    if zero.cpu_offload:
+        found = zero.norm_for_param_grads
+        return [torch.as_tensor(found.get(zero.get_param_id(one), 0.0), device=zero.device) for one in members]
+    pieces = [one for one in zero.averaged_gradients[number] if not getattr(one, "_zero_padding", False)]
+    return [torch.linalg.vector_norm(piece.detach(), dtype=torch.float64) for piece in pieces]
