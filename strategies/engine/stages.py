@@ -137,7 +137,8 @@ class StageRunner:
         if self._last(unit):
             gradients = [torch.full_like(output, 1 / self.parts) for output in outputs]
         else:
-            gradients = [self.peers.receive(torch.empty_like(output), ahead=False) for output in outputs]
+            empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+            gradients = [self.peers.receive(one, ahead=False) for one in empty]
         if whole:
             torch.autograd.backward(outputs, gradients)
             return None
