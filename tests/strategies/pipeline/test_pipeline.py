@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.lowering import random_ordinals
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.program import Options
 from strategies.errors import StrategyError
 from strategies.pipeline.cutting import Stage, cut
@@ -181,6 +181,45 @@ def test_values_that_skip_stages(request_: Request) -> None:
     assert {stage.number: sorted(stage.holders) for stage in stages}[0] == ["shared"]
     assert not all(stages[1].trainable) and any(stages[1].trainable)
     assert pipeline.difference(request_, 3, cuts) <= TOLERANCE
+
+
+class Shift(nn.Module):
+    def __init__(self, by: nn.Parameter) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by.square()
+
+
+class Shifted(nn.Module):
+    """A weight whose gradient comes back as a sum over the batch in stage 0 and complete in stage 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.shared = nn.Parameter(torch.randn(8))
+        self.shift = Shift(self.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x * self.shared))
+        x = torch.tanh(self.layers[1](x))
+        x = self.shift(torch.tanh(self.layers[2](x)))
+        out: Tensor = self.layers[3](x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zero_bubble"])
+def test_a_weight_of_two_stages_of_the_same_ranks(kind: str) -> None:
+    torch.manual_seed(0)
+    batches: list[tuple[Tensor, ...]] = [(torch.randn(4, 8), torch.randint(0, 8, (4,))) for _ in range(4)]
+    pipeline = Pipeline(Shifted(), nn.CrossEntropyLoss(), batches)
+    cuts = {f"layers.{number}": number for number in range(4)} | {"shift": 2}
+    programs = [
+        lower(stage.graph, stage.plan, outputs=stage.sends) for stage in pipeline.stages(DATA, 2, cuts, Options(), 2)
+    ]
+    assert [programs[number].reductions["shared"] for number in (0, 2)] == [("dp",), ()]
+    assert pipeline.difference(DATA, 2, cuts, kind=kind, virtual=2) <= TOLERANCE
 
 
 def refused(call: Callable[[], object]) -> str:
