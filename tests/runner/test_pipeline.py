@@ -152,7 +152,11 @@ MODELS = {
     "written buffers": (*TWO, "model.args.norm=true", "evaluate.metric=accuracy"),
     "two results and a loss with weights": (
         *(*SMALL, "parallel=data_parallel", "model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss"),
-        *("parallel.pipeline.stages=2", "parallel.pipeline.cuts={second: 1}", "evaluate.metric=networks.disagreement"),
+        *(
+            "parallel.pipeline.stages=2",
+            "parallel.pipeline.cuts={second: 1, loss: 1}",
+            "evaluate.metric=networks.disagreement",
+        ),
     ),
 }
 
