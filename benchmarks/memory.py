@@ -107,7 +107,7 @@ def table(results: list[Result]) -> str:
         "# Memory of a rank: predicted and measured",
         "",
         "`python -m benchmarks.memory` trains each pair for three steps on real ranks (CPU, gloo) and counts the",
-        "tensors that are alive. Bytes of the fullest rank at its fullest moment; what offload moves counts as the host's.",
+        "tensors that are alive. Bytes of the fullest rank at its fullest moment; what offload moves is the host's.",
         f"{len(results)} pairs: mean difference {sum(errors) / len(errors):.2%}, most over "
         f"{max(one.difference for one in results):+.2%}, most under {min(one.difference for one in results):+.2%}.",
         "",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, copies, huggingface, optimizers, pretrained, targets
+from runner import communication, copies, huggingface, optimizers, pipelining, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.memory_limit import check_stages, within_limit
@@ -33,13 +33,11 @@ from strategies.capture import LossFunction, Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower, random_ordinals
+from strategies.engine.lowering import lower
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage, cut
-from strategies.pipeline.placing import in_stages
-from strategies.pipeline.schedule import Schedule, make_schedule
+from strategies.pipeline.cutting import Stage
 from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
@@ -49,11 +47,13 @@ WEIGHTS = "initial.pt"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation graph of one batch size, its plan, and how the model's output is made of the graph's results."""
+    """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, and its
+    stages in a pipeline."""
 
     graph: OperatorGraph
     plan: Plan
     structure: Structure
+    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -258,14 +258,14 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         captured = capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
-        _check_stages(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
+        pipelining.check_ranks(config, world_size)
+        plan = make_plan(graph, request_of(config, world_size // pipelining.groups_of(config)))
         of_step = partial(copies.of_step, config, step, tensors, graph)
         in_step = of_step(plan)
-        stages = _stages(config, *in_step)
+        stages = pipelining.stages_of(config, *in_step, options_of(config))
         if stages:
-            programs = [stage_program(stage, config) for stage in stages]
-            check_stages(config, graph, plan, device, programs, schedule_of(config))
+            programs = pipelining.programs_of(config, stages, options_of(config))
+            check_stages(config, graph, plan, device, programs, pipelining.schedule_of(config))
         else:
             fitted = within_limit(config, graph, plan, device, lambda one: lowered(config, *of_step(one)))
             if fitted != plan:
@@ -274,37 +274,11 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
     if evaluating is not None:
-        evaluations, more = _evaluations(config, step, plan, evaluating, collate)
+        evaluations, more = _evaluations(config, step, plan, stages, evaluating, collate)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages, step=in_step)
-
-
-def _check_stages(config: Config, world_size: int) -> None:
-    """Where world_size is left open, only now is it known. Raises ConfigError."""
-    stages = config.parallel.pipeline.stages or 1
-    if world_size % stages:
-        raise ConfigError(
-            f"There are {world_size} ranks (world_size is null: as many as devices), which cannot be divided among "
-            f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}."
-        )
-    ranks, rows = world_size // stages, micro_rows(config)
-    if stages > 1 and config.parallel.mode == "data_parallel" and rows % ranks:
-        raise ConfigError(
-            f"parallel.mode = data_parallel slices the batch over the {ranks} ranks of a stage, but a micro-batch has "
-            f"{rows} samples (data.batch_size / train.accumulate / parallel.pipeline.micro_batches); take a "
-            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches."
-        )
-
-
-def _stages(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a pipeline. Raises StrategyError for cuts that do not fit the model."""
-    wanted = config.parallel.pipeline
-    if wanted.stages is None:
-        return ()
-    placed = in_stages(graph, wanted.stages, wanted.cuts)
-    return cut(graph, plan, placed, random_ordinals(graph, plan, options_of(config)))
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -337,7 +311,12 @@ def _check_training(config: Config, model: nn.Module) -> None:
 
 
 def _evaluations(
-    config: Config, step: Objective, plan: Plan | None, dataset: MapDataset, collate: Collate | None
+    config: Config,
+    step: Objective,
+    plan: Plan | None,
+    stages: Sequence[Stage],
+    dataset: MapDataset,
+    collate: Collate | None,
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
     """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
     would change what models that mix rows return. Loss and metric are tried. Without a plan (stand_alone) only that.
@@ -359,7 +338,9 @@ def _evaluations(
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
         if plan is not None:
             seen = capture(model, [entries[name] for name in wanted], training=False)
-            found[size] = Evaluation(seen.graph, follow(plan, seen.graph), structure)
+            own, options = follow(plan, seen.graph), evaluation_options(config)
+            parts = pipelining.evaluation_stages(stages, seen.graph, own, options)
+            found[size] = Evaluation(seen.graph, own, structure, parts)
             tensors |= seen.tensors
     return found, tensors
 
@@ -383,19 +364,6 @@ def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Prog
 
 def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
     return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
-
-
-def stage_program(stage: Stage, config: Config) -> Program:
-    """The program of a stage of a pipeline."""
-    program = lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
-    joined = fuse(program, communication.joined(config))
-    return communication.beside_computation(joined, stage.graph, stage.plan, config)
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The order in which the stages of a pipeline work."""
-    wanted = config.parallel.pipeline
-    return make_schedule(wanted.schedule, wanted.stages or 1, wanted.parts)
 
 
 def evaluation_options(config: Config) -> Options:

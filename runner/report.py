@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from runner import pipelining
 from runner.clusters import cluster_of
 from runner.memory_limit import updating_of
-from runner.prepare import Prepared, lowered, schedule_of, stage_program
+from runner.prepare import Prepared, lowered, options_of
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -25,7 +27,7 @@ def programs_of(prepared: Prepared) -> list[Program]:
     """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
     assert prepared.step is not None
     if prepared.stages:
-        return [stage_program(stage, prepared.config) for stage in prepared.stages]
+        return list(pipelining.programs_of(prepared.config, prepared.stages, options_of(prepared.config)))
     return [lowered(prepared.config, *prepared.step)]
 
 
@@ -50,7 +52,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.plan,
             prepared.stages,
             programs,
-            schedule_of(prepared.config),
+            pipelining.schedule_of(prepared.config),
             updating=updating,
             cluster=cluster,
         )
@@ -70,11 +72,13 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         for rank in range(prepared.world_size):
             folder = run_dir / "ir" / f"rank_{rank}"
             folder.mkdir(parents=True, exist_ok=True)
-            number, local = divmod(rank, prepared.plan.mesh.size)
-            graph, plan = _part(prepared, number)
-            first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" if prepared.stages else ""
-            (folder / "step_parallel_begin.ir").write_text(first + ir.begin(graph, plan))
-            (folder / "step_parallel_end.ir").write_text(first + ir.end(graph, plan, programs[number], local))
+            group, local = divmod(rank, prepared.plan.mesh.size)
+            for number in range(group, len(programs), pipelining.groups_of(config)):
+                graph, plan = _part(prepared, number)
+                first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
+                name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
+                (folder / name.format("begin")).write_text(first + ir.begin(graph, plan))
+                (folder / name.format("end")).write_text(first + ir.end(graph, plan, programs[number], local))
     return content
 
 
@@ -110,10 +114,11 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             lines.append(f"plan: no sharding rule for {', '.join(bare)}: every rank computes these whole")
     if prepared.stages and prepared.plan is not None:
         operators = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
-        pipeline = config.parallel.pipeline
+        pipeline, size = config.parallel.pipeline, prepared.plan.mesh.size
+        dealt = f", dealt out to {pipeline.stages} groups of ranks" if pipeline.virtual > 1 else ""
         lines.append(
-            f"pipeline: {len(prepared.stages)} stages of {operators} operators, each on {prepared.plan.mesh.size} "
-            f"ranks; {pipeline.schedule} over {pipeline.parts} micro-batches"
+            f"pipeline: {len(prepared.stages)} stages of {operators} operators, each on {size} ranks{dealt}; "
+            f"{pipeline.schedule} over {pipeline.parts} micro-batches"
         )
     return "\n".join(lines)
 
@@ -131,7 +136,11 @@ def totals(content: dict[str, Any]) -> str:
     if content.get("recompute"):
         lines.append(recomputed(content["recompute"]))
     if "pipeline" in content:
-        lines.append(f"predicted bubble: {content['pipeline']['bubble']:.1%} of the time the stages wait")
+        pipeline = content["pipeline"]
+        lines.append(
+            f"predicted bubble: {pipeline['bubble']:.1%} of the time the stages wait; micro-batches whose activations "
+            f"a rank holds: {', '.join(map(str, pipeline['held']))}"
+        )
     return "\n".join(lines)
 
 
@@ -168,10 +177,10 @@ def recomputed(entry: dict[str, Any]) -> str:
 def table(content: dict[str, Any]) -> str:
     """One line per operator, and one per redistribution below the operator that needs it."""
     staged = "pipeline" in content
-    rows = [(*("stage",) * staged, "operator", "shapes", "slices", "result", "chosen", "source")]
+    rows = [(*("stage", "ranks") * staged, "operator", "shapes", "slices", "result", "chosen", "source")]
     for operator in content["operators"]:
         shapes = (_shapes(operator[key]) for key in ("shapes", "in_strategy", "out_strategy"))
-        stage = (str(operator["stage"]),) if staged else ()
+        stage = (str(operator["stage"]), _ranks(content["mesh"], operator["group"])) if staged else ()
         rows.append((*stage, operator["name"], *shapes, operator["origin"], operator["source"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
@@ -190,6 +199,12 @@ def table(content: dict[str, Any]) -> str:
                     )
         lines.append(show(row))
     return "\n".join(lines)
+
+
+def _ranks(mesh: dict[str, int], group: int) -> str:
+    """The numbers of the ranks in a group, in short."""
+    size = math.prod(mesh.values())
+    return str(group) if size == 1 else f"{group * size}-{(group + 1) * size - 1}"
 
 
 def _shapes(shapes: list[list[int]]) -> str:

@@ -248,8 +248,8 @@ class Config(Section):
         return self.train.accumulate * self.parallel.pipeline.parts
 
     @model_validator(mode="after")
-    def _pipeline_alone(self) -> Config:
-        stages, asked = self.parallel.pipeline.stages, self.evaluate
+    def _pipeline_fits(self) -> Config:
+        stages = self.parallel.pipeline.stages
         if stages is None:
             return self
         if self.world_size is not None and self.world_size % stages:
@@ -259,19 +259,13 @@ class Config(Section):
                 "world_size",
                 "parallel.pipeline.stages",
             )
-        if self.train.compile:
+        if self.train.compile and self.parallel.pipeline.schedule == "zero_bubble":
             raise refusal(
-                f"train.compile = true and parallel.pipeline.stages = {stages} do not go together yet; choose one of "
-                "them.",
+                "train.compile = true makes backward of a stage one function, but parallel.pipeline.schedule = "
+                "'zero_bubble' needs it in two halves; choose schedule 1f1b or interleaved_1f1b, or "
+                "train.compile=false.",
                 "train.compile",
-                "parallel.pipeline.stages",
-            )
-        if asked.metric is not None or asked.every is not None or asked.batch_size is not None or asked.args:
-            raise refusal(
-                f"evaluate asks for evaluation, which does not run through parallel.pipeline.stages = {stages} "
-                "yet; set evaluate.metric=null, evaluate.every=null, evaluate.batch_size=null and evaluate.args={}.",
-                "evaluate.metric",
-                "parallel.pipeline.stages",
+                "parallel.pipeline.schedule",
             )
         return self
 

@@ -154,7 +154,9 @@ def _reference(config: Config) -> Config:
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},
         },
-        "pipeline": content["parallel"]["pipeline"] | {"stages": None, "micro_batches": None, "cuts": "auto"},
+        "pipeline": content["parallel"]["pipeline"] | {
+            "stages": None, "virtual_stages": None, "micro_batches": None, "cuts": "auto",
+        },
     }  # fmt: skip
     if config.verify.reference.target is not None:
         content["model"] |= {

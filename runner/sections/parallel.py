@@ -288,11 +288,11 @@ class Parallel(Section):
                 "parallel.pipeline.stages",
                 "parallel.mode",
             )
-        if self.zero.stage:
+        if self.zero.stage > 1:
             raise refusal(
-                f"{stages} works with parallel.zero.stage = 0 only, not {self.zero.stage}: DeepSpeed's engine averages "
-                "over the whole world, while every stage holds parameters of its own. Use parallel.zero.stage=0, or "
-                "parallel.pipeline.stages=null.",
+                f"{stages} works with parallel.zero.stage = 0 or 1, not {self.zero.stage}: stages 2 and 3 cut up the "
+                "gradients of every micro-batch (3 also gathers its weights), of which a pipeline has several under "
+                "way. Use parallel.zero.stage=1, or parallel.pipeline.stages=null.",
                 "parallel.zero.stage",
                 "parallel.pipeline.stages",
             )
@@ -302,17 +302,6 @@ class Parallel(Section):
                 "has no positions to cut at; choose mode auto or size.",
                 "parallel.comm_fusion.all_reduce.mode",
                 "parallel.pipeline.stages",
-            )
-        others = {
-            "recompute.operators": self.recompute.operators != "none",
-            "place": bool(self.place),
-            "offload.activations.to": self.offload.activations.to != "none",
-        }
-        for key in (key for key, given in others.items() if given):
-            raise refusal(
-                f"{stages} cannot be combined with parallel.{key} yet; drop one of them.",
-                "parallel.pipeline.stages",
-                f"parallel.{key}",
             )
         return self
 

@@ -316,7 +316,8 @@ class _Trace:
             if isinstance(updates, BucketedUpdates) and len(found) == 1 and not found[0].dim():
                 updates.backward(found[0])
             elif isinstance(updates, BucketedUpdates):
-                updates.backward_from(found, [torch.zeros_like(one) for one in found])
+                torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
+                updates.collect()
             else:
                 torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
             if isinstance(updates, Sharded):

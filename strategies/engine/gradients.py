@@ -10,7 +10,7 @@ once they are added (see `scaling`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import Moved
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
 from strategies.engine.reduction import Reduction
 from strategies.engine.scaling import LossScale
-from strategies.engine.stages import Peers
 from strategies.engine.updates import (
     CHOSEN,
     Cut,
@@ -46,7 +46,7 @@ from strategies.redistribution import ALL_REDUCE
 
 class BucketedUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
-    other stages hold."""
+    other groups of ranks hold."""
 
     def __init__(
         self,
@@ -103,12 +103,9 @@ class BucketedUpdates:
         if self.loss_scale is not None:
             loss = loss.float() * self.loss_scale.value  # autograd casts what flows back to the loss's own dtype
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
-        for name in self._masters:
-            self._to_master(name)
+        self.collect()
 
-    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """As `backward`, from the gradients of what a stage of a pipeline handed on."""
-        torch.autograd.backward(list(outputs), list(gradients))
+    def collect(self) -> None:
         for name in self._masters:
             self._to_master(name)
 

@@ -8,8 +8,9 @@ in fp32: an operator whose contraction is sliced computes in fp32, and its resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -32,18 +33,20 @@ def lower(
     *,
     outputs: Sequence[Layout] = (),
     ordinals: Mapping[str, int] | None = None,
+    open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> Program:
     """The program of `graph` under `plan`. Linear in the number of operators.
 
     A stage of a pipeline returns its values in the layouts `outputs`, in which their gradients come back, and its
-    random operators have the `ordinals` (by id) that they have in the whole model.
+    random operators have the `ordinals` (by id) that they have in the whole model. `open_axes` are those over which the
+    gradient of a parameter, by name, is added after backward at least: other stages of the same ranks add to it.
     """
-    return _Lowering(graph, plan, options, outputs, ordinals).program()
+    return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 
 
 def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> dict[str, int]:
     """The numbers of the random operators, by id."""
-    lowering = _Lowering(graph, plan, options, (), None)
+    lowering = _Lowering(graph, plan, options, (), None, {})
     lowering.program()
     return lowering.ordinals
 
@@ -70,6 +73,7 @@ class _Lowering:
         options: Options,
         outputs: Sequence[Layout],
         ordinals: Mapping[str, int] | None,
+        open_axes: Mapping[str, Iterable[str]],
     ) -> None:
         self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
@@ -82,7 +86,7 @@ class _Lowering:
         self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
         self.added_wide: set[Ref] = set()  # partial sums that the ranks hold in fp32
         self.names: set[str] = set()
-        self.asked, self.given = outputs, ordinals
+        self.asked, self.given, self.open_axes = outputs, ordinals, open_axes
         self.ordinals: dict[str, int] = {}
         self.drawn: dict[str, int] = {}
         for source in graph.sources:
@@ -288,7 +292,7 @@ class _Lowering:
             if self.options.sharded_optimizer:
                 found[source.name] = have.replica_axes(self.mesh)
                 continue
-            left: set[str] = set()
+            left = set(self.open_axes.get(source.name, ()))
             for operator, position in self.graph.users[Ref(source.id)]:
                 if operator.id not in self.returning:
                     continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from strategies.layout import Layout
 from strategies.redistribution import LOCAL, chain
 
 _running = threading.local()
-"""`region`: the region that this thread runs, if it runs one."""
+"""`region`: the region that this thread runs, if it runs one. `twice`: whether backward will ask for tensors again."""
 
 
 def in_region() -> bool:
@@ -240,7 +240,7 @@ class _Region:
     def _tensor(self, number: int) -> Tensor:
         if self.position < 0:
             self._repeat()
-        return self.again.pop(number)
+        return self.again[number] if getattr(_running, "twice", False) else self.again.pop(number)
 
     def _repeat(self) -> None:
         inputs, self.position = self._inputs(), 0
@@ -314,6 +314,16 @@ def _within(region: _Region | None, run: Callable[..., Any], inputs: Sequence[An
         return run(*inputs)
     finally:
         _running.region = None
+
+
+@contextmanager
+def unpacked_twice() -> Iterator[None]:
+    """Inside runs the first half of a backward that comes in two: what was computed again stays for the second."""
+    _running.twice = True
+    try:
+        yield
+    finally:
+        _running.twice = False
 
 
 def _storage(tensor: Tensor) -> int:

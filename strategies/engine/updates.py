@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.peers import Peers
 from strategies.engine.program import Compute, Instruction, Program
 from strategies.engine.scaling import LossScale, scale_of
-from strategies.engine.stages import Peers
 from strategies.errors import StrategyError
 from strategies.graph import Source
 from strategies.layout import Layout
@@ -80,6 +80,10 @@ class Updates(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here."""
+
+    def collect(self) -> None:
+        """In a pipeline, in place of `backward`: half a pass of a micro-batch through a stage, or a whole one, has
+        added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
 
     def reduce(self) -> None:
         """Make the gradients complete; after the last micro-batch."""
@@ -166,8 +170,11 @@ def make_updates(
             peers=peers,
             scale=scale_of(loss_scale) if precision == "fp16" else None,
         )
-    if peers is not None:
-        raise StrategyError(f"ZeRO stage {stage} does not know of the stages of a pipeline; use parallel.zero.stage=0.")
+    if peers is not None and stage > 1:
+        raise StrategyError(
+            f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
+            "way; use parallel.zero.stage=1 or 0."
+        )
     from strategies.engine.zero import ZeroUpdates
 
     return ZeroUpdates(
@@ -184,6 +191,7 @@ def make_updates(
         options=zero_options or {},
         offload=offload,
         loss_scale=loss_scale,
+        peers=peers,
     )
 
 

@@ -28,6 +28,7 @@ from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
 from strategies.engine.scaling import LossScale
 from strategies.engine.swapping import SwapFiles, keep_gradients
@@ -53,6 +54,7 @@ from strategies.engine.zero_options import (
     sizes_of,
     zero_section,
 )
+from strategies.engine.zero_stages import Group, norm_over_groups
 from strategies.errors import StrategyError
 
 MARKER = "_replica_groups"
@@ -63,7 +65,8 @@ class ZeroUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
 
     Weights below fp32 (bf16, fp16) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
-    `evaluation` hold their parameters only while they run, by hooks that are placed here.
+    `evaluation` hold their parameters only while they run, by hooks that are placed here. In a pipeline, `peers` add at
+    stage 1 what other groups of ranks hold; the module's stages are run without DeepSpeed, which then only updates.
     """
 
     def __init__(
@@ -82,11 +85,14 @@ class ZeroUpdates:
         options: Mapping[str, Any] | None = None,
         offload: Offload = NOTHING,
         loss_scale: float | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._scaled = precision == "fp16"
         self._adapts = loss_scale is None
-        self.evaluation, self._offload = evaluation, offload
+        self.evaluation, self._offload, self._peers = evaluation, offload, peers
+        accumulate = accumulate if peers is None else 1
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
+        self._sums: dict[str, Tensor] = {}
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._learning, self._waiting = frozenset(learning(program)), 0
@@ -118,11 +124,15 @@ class ZeroUpdates:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
             module.add_module(MARKER, _marker())
+        group = None if peers is None else Group(communicator)
         with _unrecognised(optimizer), _swapping_to(self._files):
-            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
+            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
         backend = importlib.import_module("deepspeed.comm.comm").cdb
         self._stop_counting = count_on(backend, communicator)
+        if peers is not None:
+            follows = frozenset(id(self._parameters[name]) for name in peers.copies.keys() - peers.leads)
+            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, peers, follows)
         self._check_swapped()
         if offload.optimizer == "disk":
             swapper = self._zero.optimizer_swapper
@@ -206,8 +216,29 @@ class ZeroUpdates:
         if self._waiting < self._accumulate:
             self._engine.step()  # only counts the micro-batch
 
+    def collect(self) -> None:
+        """Gradients below fp32 are added up in fp32; torch adds up the others."""
+        for name in self._learning:
+            parameter = self._parameters[name]
+            if parameter.grad is not None and parameter.element_size() < 4:
+                gradient, parameter.grad = parameter.grad.float(), None
+                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
+
     def reduce(self) -> None:
-        """Nothing: DeepSpeed reduces during backward."""
+        """In a pipeline only; else DeepSpeed reduces during backward."""
+        if self._peers is None:
+            return
+        sums = {name: self._sum(name) for name in self._learning}
+        self._peers.add_shared(sums)
+        for name, total in sums.items():
+            self._parameters[name].grad = total.to(self._parameters[name].dtype)
+        self._sums = {}
+        self._engine.allreduce_gradients()
+
+    def _sum(self, name: str) -> Tensor:
+        """The gradient of a step, of zeros where nothing came back."""
+        found = self._sums.get(name, self._parameters[name].grad)
+        return torch.zeros_like(self._parameters[name], dtype=torch.float32) if found is None else found
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         scale = self.loss_scale
@@ -220,6 +251,8 @@ class ZeroUpdates:
 
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
+        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded in other ways
+            self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
         self._waiting = 0
         self._count()
         # the norm is at hand anyway; a step whose norm is not a number is left out by DeepSpeed
@@ -423,7 +456,7 @@ def _replica_groups(
             names[source.name] = ""
             continue
         if not replicas and alone is None:
-            alone = dist.new_group([communicator.rank], use_local_synchronization=True)
+            alone = dist.new_group([communicator.world_rank], use_local_synchronization=True)
         copies = communicator.group(replicas) if replicas else alone
         name = f"ep_size_{mesh.product(slices)}_{'_'.join(slices)}"
         groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
@@ -468,12 +501,14 @@ def _unrecognised(optimizer: Optimizer) -> Iterator[None]:
         optimizer.__class__ = kind
 
 
-def _initialize(deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+def _initialize(
+    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: Group | None
+) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             engine, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, dist_init_required=False
+                model=module, optimizer=optimizer, config=config, mpu=group, dist_init_required=False
             )
         except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
             text = " ".join(str(error).split())

@@ -138,6 +138,20 @@ class Tied(nn.Module):
         return self.leave(torch.tanh(self.enter(x)))[:, :CLASSES]
 
 
+class Stack(nn.Module):
+    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(dropout), nn.Tanh()) for _ in range(4))
+        )
+        self.layers[3][0].weight = self.layers[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[:, :CLASSES]
+
+
 class Noisy(nn.Module):
     """Draws random numbers in many ways, also where it is evaluated."""
 

@@ -16,6 +16,7 @@ NAMES = [
     "ffn_auto",
     "ffn_fused",
     "gpt",
+    "gpt_interleaved",
     "gpt_multi_copy",
     "gpt_offload_disk",
     "gpt_offload_host",

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from strategies.cost.estimate import LAPTOP, seconds
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.estimate import LAPTOP, seconds
 from strategies.cost.fitting import Choice, Fitting, Way, choices, together
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
