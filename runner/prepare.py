@@ -368,7 +368,14 @@ def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) 
 
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
-    return Options(config.train.random == "exact", wide_sums=config.parallel.reduce_precision == "fp32")
+    return Options(config.train.random == "exact", wide_sums=wide_sums(config))
+
+
+def wide_sums(config: Config) -> bool:
+    """Whether ranks add up values below fp32 in fp32. A GPU has fast products for such values only, and adds up a
+    rank's own part in fp32 there."""
+    wanted = config.parallel.reduce_precision
+    return wanted == "fp32" or (wanted == "auto" and device_of(config)[0] == "cpu")
 
 
 def digest(*parts: object) -> str:

@@ -329,6 +329,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_loss_scale(self) -> Config:
+        if self.train.precision == "fp16" and self.parallel.zero.stage and self.parallel.pipeline.stages is not None:
+            raise refusal(
+                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline decide "
+                "for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
+                "train.precision",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _devices_agree(self) -> Config:
         if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
             raise refusal(

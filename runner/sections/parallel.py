@@ -46,7 +46,7 @@ class Parallel(Section):
     zero: Zero
     comm_fusion: CommFusion
     reduce_precision: Annotated[
-        Literal["fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
+        Literal["auto", "fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
     ]
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
     comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
