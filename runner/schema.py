@@ -332,8 +332,8 @@ class Config(Section):
     def _one_loss_scale(self) -> Config:
         if self.train.precision == "fp16" and self.parallel.zero.stage and self.parallel.pipeline.stages is not None:
             raise refusal(
-                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline decide "
-                "for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
+                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline "
+                "decide for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
                 "train.precision",
                 "parallel.zero.stage",
             )
