@@ -208,11 +208,8 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    for position, index in enumerate(order):
-        found[index] = float(position)
-    return found
+    """The place of every value among all; equal ones share the middle of their places."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
