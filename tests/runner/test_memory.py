@@ -29,9 +29,6 @@ def test_what_is_no_number_of_bytes(given):
         Limited(limit=given)
 
 
-GPT = ("+recipe=gpt", "parallel.mesh={dp: 2, tp: 4}")
-
-
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
@@ -45,13 +42,13 @@ GPT = ("+recipe=gpt", "parallel.mesh={dp: 2, tp: 4}")
             ["even with all repeated layers computed again the plan needs"],
         ),
         (
-            ["parallel=stand_alone", "world_size=1", "parallel.memory_limit=1GB"],
-            ["parallel.mode = 'stand_alone' runs the module as it is", "parallel.memory_limit=null"],
+            ["+recipe=hybrid_matmul", "parallel.memory_limit=1GB"],
+            ["parallel.mode = 'hybrid' runs the module as it is", "parallel.memory_limit=null"],
         ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_rank_starts(command, words, texts):
-    done = command("plan", "+recipe=quickstart" if words[0].startswith("parallel=") else "+recipe=gpt", *words)
+    done = command("plan", *(() if words[0].startswith("+recipe") else ("+recipe=gpt",)), *words)
     assert done.code == 2
     assert all(text in done.err for text in texts)
 
