@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from runner.building import DTYPES, build_loss
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.eager import hybrid_inputs, loss_of
 from runner.errors import ConfigError
 from runner.execution import Execution, whole
-from runner.prepare import DTYPES, Prepared, build_loss, cast, evaluation_rows
+from runner.prepare import Prepared, cast, evaluation_rows
 from runner.scores import Scores, scores
 from runner.worker import RankContext
 from strategies.graph import Source

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import eager
-from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective, schedule_of, stage_program
+from runner.building import objective
+from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, schedule_of, stage_program
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights

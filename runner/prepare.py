@@ -8,7 +8,6 @@ ends as one paragraph (exit code 2).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -19,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, huggingface, optimizers, pretrained, targets
+from runner import communication, optimizers, pretrained, targets
+from runner.building import DTYPES, captured_from_shapes, objective
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
-from strategies.capture import LossFunction, Objective, capture, run_once
+from strategies.capture import Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -41,7 +41,6 @@ from strategies.plan import Plan
 from strategies.planner import follow, make_plan
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WEIGHTS = "initial.pt"
 
 
@@ -111,58 +110,6 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-def build_model(config: Config) -> nn.Module:
-    """The user's model, from the seed, in the precision of training."""
-    torch.manual_seed(config.train.seed)
-    model = huggingface.build(config.model)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
-    for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
-        model.get_parameter(name).requires_grad_(False)
-    return model.to(DTYPES[config.train.precision])
-
-
-def build_loss(config: Config) -> nn.Module | None:
-    """The loss as a module: an instance of a class, or a plain function with its keyword arguments bound."""
-    if config.loss.target is None:
-        return None
-    function = targets.resolve(config.loss.target, "loss.target")
-    if not inspect.isclass(function):
-        return LossFunction(function, dict(config.loss.args))
-    loss = targets.call(function, config.loss.args, config.loss.target, "loss")
-    module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
-    return module.to(DTYPES[config.train.precision])
-
-
-def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The batch entries that only the loss takes: the last of a tuple, or what `forward` does not take by name."""
-    if config.loss.target is None:
-        return ()
-    if all(name.isdigit() for name in names):
-        if len(names) < 2:
-            raise ConfigError(
-                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
-                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
-                "returns its loss."
-            )
-        return (names[-1],)
-    taken = [name for name in names if targets.accepts(model.forward, name)]
-    left = tuple(name for name in names if name not in taken)
-    if not left:
-        raise ConfigError(
-            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
-            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
-        )
-    return left
-
-
-def objective(config: Config, names: Sequence[str]) -> Objective:
-    """The user's model and loss as one module, eager and untouched."""
-    model = build_model(config)
-    return Objective(model, build_loss(config), names, target_names(config, model, names))
-
-
 def device_of(config: Config) -> tuple[str, int]:
     """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
@@ -228,7 +175,12 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    step = objective(config, names)
+    only_planned = config.job.name in ("plan", "explain") and config.parallel.mode not in ("stand_alone", "hybrid")
+    if only_planned:
+        evaluating = None
+        step, captured = captured_from_shapes(config, names, tensors, say)
+    else:
+        step, captured = objective(config, names), None
     _check_training(config, step.model)
     check_modules(config, step.model)
     targeted = tuple(name for name in names if name in step.targets)
@@ -250,7 +202,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         own = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
     else:
-        captured = capture(step, tensors, training=True)
+        captured = captured or capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)

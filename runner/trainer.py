@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner import checkpoint, communication, optimizers
+from runner.building import DTYPES
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
@@ -28,7 +29,7 @@ from runner.execution import Execution, execution, gather_axes, whole
 from runner.metrics import Metrics
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
-from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
+from runner.prepare import WEIGHTS, Prepared, cast, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
