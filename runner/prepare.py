@@ -23,6 +23,7 @@ from runner.building import DTYPES, captured_from_shapes, objective
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules
+from runner.planning import planned
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
@@ -38,7 +39,7 @@ from strategies.pipeline.cutting import Stage, cut
 from strategies.pipeline.placing import in_stages
 from strategies.pipeline.schedule import Schedule, make_schedule
 from strategies.plan import Plan
-from strategies.planner import follow, make_plan
+from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
 WEIGHTS = "initial.pt"
@@ -206,7 +207,7 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
+        plan = planned(config, graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)), say)
         stages = _stages(config, graph, plan)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number

@@ -91,9 +91,9 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         origins = Counter(operator.origin for operator in plan.operators.values())
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
-        lines.append(
-            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
-        )
+        where = plan.search.get("loaded_from")
+        found = f"loaded from {where}" if where else f"found in {plan.search['seconds']:.2f} s"
+        lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
         ]

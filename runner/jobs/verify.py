@@ -148,7 +148,7 @@ def _reference(config: Config) -> Config:
         "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
         "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none", "dump_ir": False,
         "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
-        "place": {},
+        "place": {}, "plan": None,
         "offload": {
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},
