@@ -113,6 +113,9 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def device_of(config: Config) -> tuple[str, int]:
     """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
+    machine = config.cluster.machine
+    if machine is not None and config.world_size is None and config.job.name in ("plan", "explain"):
+        return "cpu", 1 if config.parallel.mode == "stand_alone" else machine.devices  # only described
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     alone = config.parallel.mode == "stand_alone"
     wanted = 1 if alone else config.world_size
