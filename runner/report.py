@@ -7,6 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from runner.clusters import cluster_of
+from runner.layer_table import shown_bytes
+from runner.prediction import Part, predict
 from runner.prepare import Prepared, lowered, schedule_of, stage_program
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
@@ -68,6 +71,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             device=prepared.device,
         )
     content["search"] |= {"cost": content["cost"]["total"]}
+    _predict(content, prepared, programs)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
@@ -79,6 +83,26 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             (folder / "step_parallel_begin.ir").write_text(first + ir.begin(graph, plan))
             (folder / "step_parallel_end.ir").write_text(first + ir.end(graph, plan, programs[number], local))
     return content
+
+
+def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program]) -> None:
+    """Add what the plan promises on its cluster to the content of plan.json."""
+    config = prepared.config
+    assert prepared.graph is not None
+    batch = prepared.graph.of_kind("input")
+    words = next(
+        (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
+    )
+    parts = [Part(*_part(prepared, number), program, config.parts) for number, program in enumerate(programs)]
+    predict(
+        content,
+        parts,
+        cluster_of(config, prepared.device, prepared.world_size),
+        ranks=prepared.world_size,
+        zero_stage=config.parallel.zero.stage,
+        samples=config.data.batch_size,
+        tokens=config.data.batch_size * words,
+    )
 
 
 def headline(prepared: Prepared, run_dir: Path) -> str:
@@ -111,8 +135,8 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
 
 def totals(content: dict[str, Any]) -> str:
     """Predicted bytes, memory and time."""
-    sent = ", ".join(f"{kind} {_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
-    memory = ", ".join(f"{part} {_bytes(count)}" for part, count in content["memory"].items())
+    sent = ", ".join(f"{kind} {shown_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
+    memory = ", ".join(f"{part} {shown_bytes(count)}" for part, count in content["memory"].items())
     cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
     if content.get("recompute"):
@@ -128,8 +152,8 @@ def recomputed(entry: dict[str, Any]) -> str:
     collectives = "collectives kept" if entry["keeps_communication"] else "collectives repeated"
     return (
         f"recomputed in backward: {', '.join(entry['modules'])}{kept}, {collectives}: "
-        f"{_bytes(entry['stored_bytes'])} stored between forward and backward instead of "
-        f"{_bytes(entry['stored_bytes_without'])}, {_bytes(entry['sent_again_bytes'])} sent again"
+        f"{shown_bytes(entry['stored_bytes'])} stored between forward and backward instead of "
+        f"{shown_bytes(entry['stored_bytes_without'])}, {shown_bytes(entry['sent_again_bytes'])} sent again"
     )
 
 
@@ -153,7 +177,7 @@ def table(content: dict[str, Any]) -> str:
             for way in ("forward", "backward"):
                 for step in entry[way]:
                     lines.append(
-                        f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {_bytes(step['bytes'])}"
+                        f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {shown_bytes(step['bytes'])}"
                     )
         lines.append(show(row))
     return "\n".join(lines)
@@ -161,14 +185,6 @@ def table(content: dict[str, Any]) -> str:
 
 def _shapes(shapes: list[list[int]]) -> str:
     return "(" + ", ".join(f"({','.join(map(str, shape))})" for shape in shapes) + ")"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def _shown(path: Path) -> str:

@@ -1,0 +1,135 @@
+"""What a plan promises on its cluster: speed, the limit that binds, and what would make it faster or make it fit.
+
+What-ifs price the same plan on a machine with one rate doubled. Invariant: all of it follows from plan, program and
+cluster; nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from strategies.cost.by_operator import OperatorCost, operator_costs
+from strategies.cost.cluster import Cluster, Level, Link
+from strategies.engine.program import Program
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.rules import rule_of
+
+TRAINING = 3
+"""Flops of a training step, relative to those of forward: the products of backward are two for one."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph with its plan and program: the whole model, or a stage of a pipeline. Times are those of a step of
+    `parts` micro-batches."""
+
+    graph: OperatorGraph
+    plan: Plan
+    program: Program
+    parts: int
+
+    def costs(self, cluster: Cluster, zero_stage: int) -> dict[str, OperatorCost]:
+        return operator_costs(
+            self.graph, self.plan, self.program, cluster, zero_stage=zero_stage, accumulate=self.parts
+        )
+
+    def products(self) -> float:
+        """Flops of the step's products over all devices, recompute not counted."""
+        found = 0.0
+        for operator in self.graph.operators:
+            sharding = rule_of(operator, self.graph)
+            if sharding.sums or operator.op == "scaled_dot_product_attention":
+                found += sharding.flops
+        return TRAINING * self.parts * found
+
+
+def predict(
+    content: dict[str, Any],
+    parts: Sequence[Part],
+    cluster: Cluster,
+    *,
+    ranks: int,
+    zero_stage: int,
+    samples: int,
+    tokens: int,
+) -> None:
+    """Add to the content of plan.json what its operators cost (`predicted`, per operator) and what the plan promises
+    (`prediction`). `samples` and `tokens` are those of a step (0 tokens: the batch holds none)."""
+    costs = [part.costs(cluster, zero_stage) for part in parts]
+    entries = iter(content["operators"])
+    for part, found in zip(parts, costs, strict=True):
+        for operator in part.graph.operators:
+            next(entries)["predicted"] = asdict(found[operator.name])
+    seconds = content["cost"]["total"]
+    dtype = next((s.spec.dtype for s in parts[0].graph.of_kind("parameter") if s.spec.floating), "float32")
+    peak = cluster.peak(dtype) / cluster.fraction * ranks
+    shares = shares_of(costs)
+    content["prediction"] = {
+        "cluster": cluster.name,
+        "devices": cluster.devices,
+        "ranks": ranks,
+        "seconds": seconds,
+        "samples_per_second": samples / seconds if seconds else None,
+        "tokens_per_second": tokens / seconds if seconds and tokens else None,
+        "mfu": sum(part.products() for part in parts) / peak / seconds if seconds else None,
+        "memory": content["memory"]["total"],
+        "memory_limit": cluster.memory,
+        "shares": shares,
+        "binding": binding(content["memory"]["total"], cluster, shares),
+        "speedups": speedups(parts, cluster, zero_stage),
+    }
+
+
+def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:
+    """Seconds by what limits them: flops, memory (its bandwidth, and calls), and a link per level."""
+    found = {"flops": 0.0, "memory bandwidth": 0.0}
+    for cost in (cost for stage in costs for cost in stage.values()):
+        found["flops" if cost.flop_bound else "memory bandwidth"] += cost.forward + cost.backward
+        for level, seconds in cost.levels.items():
+            found[f"{level} link"] = found.get(f"{level} link", 0.0) + seconds
+    return found
+
+
+def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
+    """The limit that binds: the memory of a device if the plan needs more, else what takes most of the time."""
+    return "memory" if memory > cluster.memory else max(shares, key=lambda name: shares[name])
+
+
+def speedups(parts: Sequence[Part], cluster: Cluster, zero_stage: int) -> dict[str, float]:
+    """How many times as fast the step would be with one rate doubled."""
+    before = slowest(parts, cluster, zero_stage)
+    return {name: before / slowest(parts, other, zero_stage) for name, other in doubled(cluster).items() if before}
+
+
+def slowest(parts: Sequence[Part], cluster: Cluster, zero_stage: int) -> float:
+    """Seconds of the slowest stage, with gradients added as far as possible while backward runs."""
+    times = []
+    for part in parts:
+        costs = part.costs(cluster, zero_stage).values()
+        gradients, backward = sum(cost.gradients for cost in costs), sum(cost.backward for cost in costs)
+        own = sum(cost.forward + cost.backward + cost.communication for cost in costs)
+        times.append(own + gradients - min(cluster.overlap * gradients, backward))
+    return max(times)
+
+
+def doubled(cluster: Cluster) -> dict[str, Cluster]:
+    """The cluster with one of its rates doubled, by the rate's name."""
+    found = {
+        "flops": replace(cluster, flops={dtype: 2 * rate for dtype, rate in cluster.flops.items()}),
+        "memory bandwidth": replace(cluster, memory_bandwidth=2 * cluster.memory_bandwidth),
+    }
+    for level in cluster.levels:
+        if level.size > 1:
+            levels = tuple(_twice(other) if other is level else other for other in cluster.levels)
+            found[f"{level.name} link"] = replace(cluster, levels=levels)
+    return found
+
+
+def _twice(level: Level) -> Level:
+    def faster(link: Link) -> Link:
+        return Link(2 * link.bandwidth, link.latency / 2, link.call / 2)
+
+    return replace(level, link=faster(level.link), kinds={kind: faster(link) for kind, link in level.kinds.items()})
