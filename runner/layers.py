@@ -89,7 +89,7 @@ def kinds(operators: Sequence[Entry]) -> list[Kind]:
     """The kinds in the order in which their first layers come."""
     layers: dict[str, list[Entry]] = {}
     for entry in operators:
-        layers.setdefault(layer_of(entry), []).append(entry)
+        layers.setdefault(layer_of(entry["module"], entry["name"]), []).append(entry)
     alike: dict[tuple[Any, ...], list[str]] = {}
     for layer, members in layers.items():
         base, _, last = layer.rpartition(".")
@@ -98,11 +98,9 @@ def kinds(operators: Sequence[Entry]) -> list[Kind]:
     return [Kind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in alike.values()]
 
 
-def layer_of(entry: Entry) -> str:
-    """The path of the layer that holds an operator: up to the outermost number, else its outermost module; the operator
-    itself, where it is in no module."""
-    module: str = entry["module"]
-    name: str = entry["name"]
+def layer_of(module: str, name: str) -> str:
+    """The path of the layer that holds an operator called `name` of `module`: up to the outermost number, else its
+    outermost module; the operator itself, where it is in no module."""
     words = module.split(".")
     for position, word in enumerate(words):
         if NUMBER.fullmatch(word):
@@ -114,7 +112,7 @@ def relative(entry: Entry) -> str:
     """An operator's name below its layer."""
     name: str = entry["name"]
     op: str = entry["op"]
-    below = name.removeprefix(layer_of(entry)).removeprefix(".")
+    below = name.removeprefix(layer_of(entry["module"], name)).removeprefix(".")
     return below if below and below[0] != "@" else op + below
 
 

@@ -171,6 +171,10 @@ class Calibrate(Section):
     seconds: Annotated[Positive, Field(description="How long to measure.")]
 
 
+class Explain(Section):
+    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
+
+
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -196,6 +200,7 @@ class Config(Section):
     cluster: ClusterForm
     launch: Launch
     verify: Verify
+    explain: Explain
     calibrate: Calibrate
     report: Report
     job: Job
