@@ -5,15 +5,13 @@ A file decides everything that a plan holds; of the config only the recompute it
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from runner.errors import ConfigError
 from runner.schema import Config
+from runner.stored import read_content
 from strategies import plan_cache
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
@@ -22,8 +20,6 @@ from strategies.recompute import recomputed
 from strategies.request import Request
 from strategies.rules import rule_of
 from strategies.stored_plan import read_plan
-
-PLAN = "plan.json"
 
 
 def planned(config: Config, graph: OperatorGraph, request: Request, say: Callable[[str], None]) -> Plan:
@@ -43,17 +39,6 @@ def planned(config: Config, graph: OperatorGraph, request: Request, say: Callabl
     plan = make_plan(graph, request)
     plan_cache.store(folder, key, plan, say)
     return plan
-
-
-def read_content(file: Path) -> Any:
-    """What a plan.json, or the one in a run folder, holds. Raises ConfigError."""
-    file = file / PLAN if file.is_dir() else file
-    try:
-        return json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"the plan {str(file)!r} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"the plan {str(file)!r} is not JSON: {error}.") from None
 
 
 def cache_folder(wanted: str | None) -> Path | None:

@@ -75,10 +75,10 @@ def predict(
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
         "mfu": sum(part.products() for part in parts) / peak / seconds if seconds else None,
-        "memory": content["memory"]["total"],
+        "memory": content["memory"]["peak"],
         "memory_limit": cluster.memory,
         "shares": shares,
-        "binding": binding(content["memory"]["total"], cluster, shares),
+        "binding": binding(content["memory"]["peak"], cluster, shares),
         "speedups": speedups(parts, cluster, zero_stage),
     }
 

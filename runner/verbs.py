@@ -66,6 +66,12 @@ VERBS = {
         "runner.jobs.calibrate:run",
         argument="calibrate.file",
     ),
+    "diff": Verb(
+        "compare two plans: operators that are sliced otherwise, and what that changes",
+        "run diff runs/a/plan.json runs/b",
+        "runner.jobs.diff:run",
+        composed=False,
+    ),
     "doctor": Verb(
         "check that this machine and installation can run",
         "run doctor",
