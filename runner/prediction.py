@@ -12,6 +12,8 @@ from typing import Any
 
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.step import step_cost
+from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
@@ -23,18 +25,19 @@ TRAINING = 3
 
 @dataclass(frozen=True)
 class Part:
-    """A graph with its plan and program: the whole model, or a stage of a pipeline. Times are those of a step of
-    `parts` micro-batches."""
+    """A graph with its plan and program: the whole model, or a stage of a pipeline; `updating` is how a step goes on
+    after backward, with all micro-batches of the step."""
 
     graph: OperatorGraph
     plan: Plan
     program: Program
-    parts: int
+    updating: Updating
 
-    def costs(self, cluster: Cluster, zero_stage: int) -> dict[str, OperatorCost]:
-        return operator_costs(
-            self.graph, self.plan, self.program, cluster, zero_stage=zero_stage, accumulate=self.parts
-        )
+    def costs(self, cluster: Cluster) -> dict[str, OperatorCost]:
+        return operator_costs(self.graph, self.plan, self.program, cluster, self.updating)
+
+    def seconds(self, cluster: Cluster) -> float:
+        return step_cost(self.graph, self.plan, self.program, cluster, self.updating).total
 
     def products(self) -> float:
         """Flops of the step's products over all devices, recompute not counted."""
@@ -43,7 +46,7 @@ class Part:
             sharding = rule_of(operator, self.graph)
             if sharding.sums or operator.op == "scaled_dot_product_attention":
                 found += sharding.flops
-        return TRAINING * self.parts * found
+        return TRAINING * self.updating.accumulate * found
 
 
 def predict(
@@ -52,13 +55,12 @@ def predict(
     cluster: Cluster,
     *,
     ranks: int,
-    zero_stage: int,
     samples: int,
     tokens: int,
 ) -> None:
     """Add to the content of plan.json what its operators cost (`predicted`, per operator) and what the plan promises
     (`prediction`). `samples` and `tokens` are those of a step (0 tokens: the batch holds none)."""
-    costs = [part.costs(cluster, zero_stage) for part in parts]
+    costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
     for part, found in zip(parts, costs, strict=True):
         for operator in part.graph.operators:
@@ -66,7 +68,10 @@ def predict(
     seconds = content["cost"]["total"]
     dtype = next((s.spec.dtype for s in parts[0].graph.of_kind("parameter") if s.spec.floating), "float32")
     peak = cluster.peak(dtype) / cluster.fraction * ranks
-    shares = shares_of(costs)
+    shares = shares_of(costs) | {
+        "optimizer": content["cost"]["optimizer"],
+        "waiting": content["cost"].get("waiting", 0.0),
+    }
     content["prediction"] = {
         "cluster": cluster.name,
         "devices": cluster.devices,
@@ -79,7 +84,7 @@ def predict(
         "memory_limit": cluster.memory,
         "shares": shares,
         "binding": binding(content["memory"]["peak"], cluster, shares),
-        "speedups": speedups(parts, cluster, zero_stage),
+        "speedups": speedups(parts, cluster),
     }
 
 
@@ -98,21 +103,12 @@ def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
     return "memory" if memory > cluster.memory else max(shares, key=lambda name: shares[name])
 
 
-def speedups(parts: Sequence[Part], cluster: Cluster, zero_stage: int) -> dict[str, float]:
-    """How many times as fast the step would be with one rate doubled."""
-    before = slowest(parts, cluster, zero_stage)
-    return {name: before / slowest(parts, other, zero_stage) for name, other in doubled(cluster).items() if before}
-
-
-def slowest(parts: Sequence[Part], cluster: Cluster, zero_stage: int) -> float:
-    """Seconds of the slowest stage, with gradients added as far as possible while backward runs."""
-    times = []
-    for part in parts:
-        costs = part.costs(cluster, zero_stage).values()
-        gradients, backward = sum(cost.gradients for cost in costs), sum(cost.backward for cost in costs)
-        own = sum(cost.forward + cost.backward + cost.communication for cost in costs)
-        times.append(own + gradients - min(cluster.overlap * gradients, backward))
-    return max(times)
+def speedups(parts: Sequence[Part], cluster: Cluster) -> dict[str, float]:
+    """How many times as fast the slowest stage would be with one rate doubled."""
+    before = max(part.seconds(cluster) for part in parts)
+    return {
+        name: before / max(part.seconds(other) for part in parts) for name, other in doubled(cluster).items() if before
+    }
 
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
 from runner.prediction import Part, predict
 from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
-from strategies.cost.estimate import GPU, LAPTOP
+from strategies.cost.cluster import Cluster
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -44,7 +45,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if prepared.graph is None or prepared.plan is None:
         return None
     config = prepared.config
-    machine = GPU if prepared.device == "cuda" else LAPTOP
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -53,7 +54,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             programs,
             schedule_of(prepared.config),
             updating=updating_of(prepared),
-            machine=machine,
+            cluster=cluster,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
     else:
@@ -62,10 +63,10 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.plan,
             programs[0],
             updating=updating_of(prepared),
-            machine=machine,
+            cluster=cluster,
         )
     content["search"] |= {"cost": content["cost"]["total"]}
-    _predict(content, prepared, programs)
+    _predict(content, prepared, programs, cluster)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
@@ -79,7 +80,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     return content
 
 
-def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program]) -> None:
+def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program], cluster: Cluster) -> None:
     """Add what the plan promises on its cluster to the content of plan.json."""
     config = prepared.config
     assert prepared.graph is not None
@@ -87,13 +88,12 @@ def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program
     words = next(
         (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
     )
-    parts = [Part(*_part(prepared, number), program, config.parts) for number, program in enumerate(programs)]
+    updating = replace(updating_of(prepared), accumulate=config.parts)
     predict(
         content,
-        parts,
-        cluster_of(config, prepared.device, prepared.world_size),
+        [Part(*_part(prepared, number), program, updating) for number, program in enumerate(programs)],
+        cluster,
         ranks=prepared.world_size,
-        zero_stage=config.parallel.zero.stage,
         samples=config.data.batch_size,
         tokens=config.data.batch_size * words,
     )
@@ -133,13 +133,24 @@ def totals(content: dict[str, Any]) -> str:
     needed = content["memory"]
     memory = ", ".join(f"{part} {shown_bytes(needed[part])}" for part in PARTS)
     memory += f"; at most {shown_bytes(needed['peak'])} at once, in {needed['peak_in']}"
-    cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
+    cost = costs(content["cost"])
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
     if content.get("recompute"):
         lines.append(recomputed(content["recompute"]))
     if "pipeline" in content:
         lines.append(f"predicted bubble: {content['pipeline']['bubble']:.1%} of the time the stages wait")
     return "\n".join(lines)
+
+
+def costs(cost: dict[str, Any]) -> str:
+    """The seconds of a step by part; parts that take none are left out."""
+    parts = {name: cost[name] for name in ("forward", "backward", "recomputed")}
+    parts |= cost["redistributions"]
+    parts |= {"gradients beyond backward": cost["gradients_exposed"]}
+    parts |= {f"ZeRO's {kind}": seconds for kind, seconds in cost["zero"].items()}
+    parts |= {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
+    told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts.items() if seconds > 0)
+    return f"{cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {told}"
 
 
 def recomputed(entry: dict[str, Any]) -> str:

@@ -14,11 +14,10 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-from strategies.cost.by_operator import GRADIENTS
+from strategies.cost.by_operator import GRADIENTS, marginal_seconds
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import operator_seconds
-from strategies.engine.buckets import LARGEST
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program, Redistribute
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
@@ -222,11 +221,8 @@ class Neighbourhood:
             return 0.0
         size, total = _local_bytes(source.spec, layout, mesh), 0.0
         for kind in GRADIENTS[self.zero_stage]:
-            share = (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
-            with_it, without = (
-                collective_seconds(kind, share * held, axes, mesh, self.cluster) for held in (LARGEST + size, LARGEST)
-            )
-            total += with_it - without
+            sent = (2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) / ranks
+            total += marginal_seconds(kind, sent, axes, mesh, self.cluster)
         return (1 - self.cluster.overlap) * total
 
 

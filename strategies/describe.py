@@ -8,9 +8,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from strategies.cost.activations import Traced, trace
-from strategies.cost.estimate import Machine, seconds
+from strategies.cost.cluster import Cluster
 from strategies.cost.memory import memory
+from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
+from strategies.engine import zero_traffic
 from strategies.engine.buckets import predicted
 from strategies.engine.program import Program, Redistribute
 from strategies.graph import Operator, OperatorGraph
@@ -25,16 +27,16 @@ def describe(
     program: Program,
     *,
     updating: Updating,
-    machine: Machine,
+    cluster: Cluster,
     traced: Traced | None = None,
 ) -> dict[str, Any]:
-    """The content of plan.json. `updating` is how a step goes on after backward; `traced` is `trace(program, updating)`
-    if it is known."""
+    """The content of plan.json; its seconds are those of `cluster`. `updating` is how a step goes on after backward;
+    `traced` is `trace(program, updating)` if it is known."""
     by_operator: dict[str, list[Redistribute]] = {}
     for redistribution in program.redistributions:
         by_operator.setdefault(redistribution.operator, []).append(redistribution)
     traced = trace(program, updating) if traced is None else traced
-    sent = communication(program, updating.stage, updating.accumulate, traced)
+    sent = communication(program, updating, traced)
     return plan.to_json() | {
         "operators": [
             operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
@@ -52,7 +54,7 @@ def describe(
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": seconds(graph, plan, program, sent, machine, updating.accumulate),
+        "cost": step_cost(graph, plan, program, cluster, updating).to_json(),
         "communication": sent,
         "memory": memory(traced).told(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),
@@ -125,12 +127,13 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(program: Program, stage: int, accumulate: int = 1, traced: Traced | None = None) -> dict[str, int]:
+def communication(program: Program, updating: Updating, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
-    micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients at stage 0."""
+    micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients and weights as
+    stage 0 or ZeRO sends them, without the norm."""
     total: Counter[str] = Counter()
     if traced is not None and program.recompute is not None:
-        total.update({kind: accumulate * count for kind, count in traced.sent.items()})
+        total.update({kind: updating.accumulate * count for kind, count in traced.sent.items()})
     for redistribution in program.redistributions if traced is None or program.recompute is None else ():
         chains = (
             (redistribution.forward, redistribution.backward)
@@ -140,10 +143,14 @@ def communication(program: Program, stage: int, accumulate: int = 1, traced: Tra
         for chain in chains:
             for step in chain:
                 if step.kind not in LOCAL:
-                    total[step.kind] += accumulate * step.busiest(program.mesh) * redistribution.spec.item_bytes
+                    size = step.busiest(program.mesh) * redistribution.spec.item_bytes
+                    total[step.kind] += updating.accumulate * size
     if program.loss_axes:  # one double
         ranks = program.mesh.product(program.loss_axes)
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
-    if stage == 0:
+    if updating.stage == 0:
         total.update(predicted(program, measure=False))
+    else:
+        groups = updating.groups_for(program)
+        total.update(zero_traffic.predicted(program, updating.stage, updating.accumulate, groups))
     return dict(total)

@@ -1,8 +1,8 @@
 """What each operator of a plan costs one rank per step: seconds of computing, of redistributions and of adding its
 parameters' gradients, bytes sent and bytes held.
 
-A redistribution belongs to the operator that asks for it, a parameter to its first user. Invariant: the sums over all
-operators are those of the plan; nothing is counted twice.
+A redistribution belongs to the operator that asks for it, a parameter to its first user. Invariant: nothing is counted
+twice, and the seconds of computing and of gradients add up to those of the step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
 from strategies.cost.operators import operator_work, shares
+from strategies.cost.step import repeated, step_cost
+from strategies.cost.updating import Updating
+from strategies.engine.buckets import LARGEST
 from strategies.engine.program import Program
 from strategies.graph import Operator, OperatorGraph, Ref, Source
+from strategies.mesh import Mesh
 from strategies.plan import Plan
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
 from strategies.rules import rule_of
@@ -32,9 +36,10 @@ hold or have updated by parts is gathered."""
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """Seconds and bytes of one rank per step. `flops` are those of the whole operator, forward, for one micro-batch;
-    `flop_bound` says whether computing takes as long as its flops ask for. `levels` are the seconds of communication
-    by the slowest level that they cross."""
+    """Seconds and bytes of one rank per step. `backward` holds what is computed again, `gradients` the operator's share
+    of what is added or gathered for parameters and not hidden behind backward. `flops` are those of the whole operator,
+    forward, for one micro-batch; `flop_bound` says whether computing takes as long as its flops ask for. `levels` are
+    the seconds of communication by the slowest level that they cross."""
 
     forward: float
     backward: float
@@ -49,11 +54,13 @@ class OperatorCost:
 
 
 def operator_costs(
-    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, *, zero_stage: int = 0, accumulate: int = 1
+    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: Updating
 ) -> dict[str, OperatorCost]:
-    """The costs by plan name; `accumulate` is the number of micro-batches of a step."""
+    """The costs by plan name, of a step that goes on as `updating` says."""
+    zero_stage, accumulate = updating.stage, updating.accumulate
+    step = step_cost(graph, plan, program, cluster, updating)
     found, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
-    gradients = found.gradients(graph, owned, zero_stage)
+    gradients = found.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
     costs = {}
     for operator in graph.operators:
         sharding, assignment = rule_of(operator, graph), plan.operators[operator.name].assignment
@@ -69,9 +76,10 @@ def operator_costs(
         )
         flops = sharding.flops * math.prod(shares(sharding, assignment, plan.mesh).values())
         dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
+        again = work.forward if plan.recompute is not None and repeated(operator, plan.recompute) else 0.0
         costs[operator.name] = OperatorCost(
             accumulate * work.forward,
-            accumulate * work.backward,
+            accumulate * (work.backward + again),
             found.seconds.get(operator.name, 0.0),
             gradients.get(operator.name, 0.0),
             found.sent.get(operator.name, 0),
@@ -107,30 +115,27 @@ class _Communication:
                 self.sent[operator] = self.sent.get(operator, 0) + sent
                 self._cross(operator, step.axes, seconds)
 
-    def gradients(self, graph: OperatorGraph, owned: Mapping[str, list[Source]], zero_stage: int) -> dict[str, float]:
-        """Seconds by operator of adding its parameters' gradients. Gradients over the same axes are added together;
-        each takes its share of that by its bytes."""
-        sizes: dict[tuple[str, ...], dict[str, int]] = {}
+    def gradients(
+        self, graph: OperatorGraph, owned: Mapping[str, list[Source]], zero_stage: int, total: float
+    ) -> dict[str, float]:
+        """The seconds `total` divided among the operators by what their parameters would take alone."""
+        alone: dict[str, float] = {}
+        crossed: list[tuple[str, tuple[str, ...], float]] = []
         for operator in graph.operators:
             for source in owned.get(operator.name, ()):
-                if source.trainable:
-                    replicas = self.plan.tensors[source.name].replica_axes(self.mesh)
-                    axes = replicas if zero_stage else self.program.reductions.get(source.name, ())
-                    group = sizes.setdefault(axes, {})
-                    group[operator.name] = group.get(operator.name, 0) + _slice_bytes(source, self.plan)
-        found: dict[str, float] = {}
-        for axes, group in sizes.items():
-            ranks, total = self.mesh.product(axes), sum(group.values())
-            for kind in GRADIENTS[zero_stage] if ranks > 1 and total else ():
-                ways = 2 if kind == ALL_REDUCE else 1
-                seconds = collective_seconds(kind, ways * total * (ranks - 1) / ranks, axes, self.mesh, self.cluster)
-                for operator_name, size in group.items():
-                    sent = -(-ways * size * (ranks - 1) // ranks)
-                    self.sent[operator_name] = self.sent.get(operator_name, 0) + sent
-                    own = seconds * size / total
-                    self._cross(operator_name, axes, own)
-                    found[operator_name] = found.get(operator_name, 0.0) + own
-        return found
+                replicas = self.plan.tensors[source.name].replica_axes(self.mesh)
+                axes = replicas if zero_stage else self.program.reductions.get(source.name, ())
+                ranks, size = self.mesh.product(axes), _slice_bytes(source, self.plan)
+                for kind in GRADIENTS[zero_stage] if ranks > 1 and source.trainable else ():
+                    sent = -(-(2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) // ranks)
+                    self.sent[operator.name] = self.sent.get(operator.name, 0) + sent
+                    seconds = marginal_seconds(kind, sent, axes, self.mesh, self.cluster)
+                    alone[operator.name] = alone.get(operator.name, 0.0) + seconds
+                    crossed.append((operator.name, axes, seconds))
+        scale = total / sum(alone.values()) if total else 0.0
+        for name, axes, seconds in crossed:
+            self._cross(name, axes, scale * seconds)
+        return {name: scale * seconds for name, seconds in alone.items()}
 
     def _cross(self, operator: str, axes: tuple[str, ...], seconds: float) -> None:
         spread = self.cluster.spread(self.mesh, axes)
@@ -139,6 +144,12 @@ class _Communication:
                 levels = self.levels.setdefault(operator, {})
                 levels[level.name] = levels.get(level.name, 0.0) + seconds
                 return
+
+
+def marginal_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds that `sent` bytes add to a collective that carries many tensors."""
+    with_it, without = (collective_seconds(kind, size, axes, mesh, cluster) for size in (LARGEST + sent, LARGEST))
+    return with_it - without
 
 
 def _slice_bytes(source: Source, plan: Plan) -> int:

@@ -86,6 +86,15 @@ class Cluster:
                 return level.link
         return self.levels[-1].link
 
+    def between(self, first: int, second: int, kind: str) -> Link:
+        """The link over which two devices exchange messages of one kind, such as the sends of a pipeline."""
+        units = self.devices
+        for level in self.levels:
+            units //= level.size
+            if first // units != second // units:
+                return level.of(kind)
+        return self.levels[-1].of(kind)
+
     def spread(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, ...]:
         """Per level, among how many units a group along `axes` is spread: (4, 2) are 4 nodes with 2 ranks each. Where
         groups differ, the most of any; the product is at least the size of the group."""

@@ -17,6 +17,7 @@ table in NCCL's src/graph/tuning.cc, which counts rounds per level in the same w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
 from strategies.mesh import Mesh
@@ -29,6 +30,18 @@ Crossed = tuple[tuple[int, Link], ...]
 def chain_seconds(chain: Chain, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of a redistribution of a tensor with elements of `item_bytes`."""
     return sum(step_seconds(step, item_bytes, mesh, cluster) for step in chain)
+
+
+def joined_seconds(steps: Sequence[tuple[Step, int]], mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of several steps with the same collective over the same axes, called once for all of them; each with the
+    bytes of an element."""
+    seconds = sum(step_seconds(step, item_bytes, mesh, cluster) for step, item_bytes in steps)
+    first = steps[0][0]
+    if len(steps) > 1 and first.kind not in LOCAL:
+        sizes = [step.busiest(mesh) * item_bytes for step, item_bytes in steps]
+        seconds -= sum(collective_seconds(first.kind, size, first.axes, mesh, cluster) for size in sizes)
+        seconds += collective_seconds(first.kind, sum(sizes), first.axes, mesh, cluster)
+    return seconds
 
 
 def step_seconds(step: Step, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:

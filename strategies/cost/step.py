@@ -6,43 +6,38 @@ ZeRO's collectives and the optimizer. Bytes are those that `strategies.describe.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds, step_seconds
+from strategies.cost.collectives import collective_seconds, joined_seconds
 from strategies.cost.operators import operator_work
+from strategies.cost.optimizer import needed
+from strategies.cost.updating import Updating
 from strategies.engine import zero_traffic
 from strategies.engine.buckets import Bucket, buckets, sent
 from strategies.engine.program import Fused, Program, Redistribute
-from strategies.engine.updates import CHOSEN, Cut, learning, local_elements, parameters
+from strategies.engine.updates import learning, local_elements, parameters
 from strategies.graph import ITEM_BYTES, Operator, OperatorGraph
 from strategies.plan import Plan, Recompute
 from strategies.redistribution import ALL_REDUCE, LOCAL
 from strategies.rules import rule_of
 
+COPIES = "copies"
+"""Where plan.json tells the seconds of steps that send nothing."""
 MASTER = 4
 """Bytes of an element where the optimizer works: fp32, whatever the model's dtype."""
 
 
 @dataclass(frozen=True)
-class Training:
-    """How a step trains beside its plan: ZeRO `stage`, the optimizer's `states` per parameter element, `accumulate`
-    micro-batches, how gradients are `cut` into buckets and whether they are added while backward runs (`overlap`)."""
-
-    stage: int = 0
-    states: float = 2.0
-    accumulate: int = 1
-    cut: Cut = CHOSEN
-    overlap: bool = True
-
-
-@dataclass(frozen=True)
 class StepCost:
-    """Seconds of one rank. `forward`, `backward`, `recomputed` and `redistributions` (by collective) are of all
-    micro-batches of a step; `gradients` is the whole time of adding them, `exposed` what backward does not hide."""
+    """Seconds of one rank on `cluster`. `forward`, `backward`, `recomputed` and `redistributions` (by collective) are
+    of all micro-batches of a step; `gradients` is the whole time of adding them, `exposed` what backward does not
+    hide."""
 
+    cluster: str
     forward: float
     backward: float
     recomputed: float
@@ -64,9 +59,10 @@ class StepCost:
     def total(self) -> float:
         return self.compute + self.communication + self.optimizer
 
-    def to_json(self) -> dict[str, float | dict[str, float]]:
+    def to_json(self) -> dict[str, str | float | dict[str, float]]:
         """What plan.json holds; `total` is `compute` + `communication` + `optimizer`."""
         return {
+            "cluster": self.cluster,
             "forward": self.forward,
             "backward": self.backward,
             "recomputed": self.recomputed,
@@ -81,10 +77,10 @@ class StepCost:
         }
 
 
-def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, training: Training) -> StepCost:
+def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: Updating) -> StepCost:
     """What a step of `program`, which is `plan` lowered, costs on `cluster`. Raises StrategyError if the cluster has
     fewer devices than the plan."""
-    mesh, parts = plan.mesh, training.accumulate
+    mesh, parts = plan.mesh, updating.accumulate
     forward = backward = again = 0.0
     for operator in graph.operators:
         assignment = plan.operators[operator.name].assignment
@@ -92,29 +88,29 @@ def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Clust
         forward, backward = forward + work.forward, backward + work.backward
         if plan.recompute is not None and repeated(operator, plan.recompute):
             again += work.forward
-    redistributed: Counter[str] = Counter()
+    redistributed: dict[str, float] = {}
     for instruction in program.instructions:
         if isinstance(instruction, (Redistribute, Fused)):
             repeats = plan.recompute is not None and _inside(instruction.path, plan.recompute)
             for kind, seconds in _redistribution(instruction, program, cluster, repeats).items():
-                redistributed[kind] += parts * seconds
+                redistributed[kind] = redistributed.get(kind, 0.0) + parts * seconds
     if program.loss_axes:
-        ranks = mesh.product(program.loss_axes)
-        redistributed[ALL_REDUCE] += collective_seconds(
-            ALL_REDUCE, 8 * sent([1], ranks), program.loss_axes, mesh, cluster
-        )
+        size = 8 * sent([1], mesh.product(program.loss_axes))
+        seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
+        redistributed[ALL_REDUCE] = redistributed.get(ALL_REDUCE, 0.0) + seconds
     gradients = exposed = 0.0
-    if training.stage == 0:
-        gradients, exposed = _gradients(buckets(program, training.cut), program, cluster, training, backward)
+    if updating.stage == 0:
+        gradients, exposed = _gradients(buckets(program, updating.cut), program, cluster, updating.overlap, backward)
     return StepCost(
+        cluster.name,
         parts * forward,
         parts * backward,
         parts * again,
-        dict(redistributed),
+        redistributed,
         gradients,
         exposed,
-        _zero(program, cluster, training),
-        optimizer_seconds(program, cluster, training),
+        _zero(program, cluster, updating),
+        optimizer_seconds(program, cluster, updating),
     )
 
 
@@ -129,76 +125,62 @@ def _inside(path: tuple[str, ...], recompute: Recompute) -> bool:
 
 def _redistribution(
     instruction: Redistribute | Fused, program: Program, cluster: Cluster, repeats: bool
-) -> Counter[str]:
-    """Seconds by collective for one micro-batch; local steps count as copies. Calls of fused ones are made once."""
+) -> dict[str, float]:
+    """Seconds by collective for one micro-batch; local steps are `copies`. Fused ones are one call."""
     parts = instruction.parts if isinstance(instruction, Fused) else (instruction,)
-    recompute = program.recompute
-    found: Counter[str] = Counter()
+    recompute, mesh = program.recompute, program.mesh
     ways = [[part.forward for part in parts]]
     if instruction.differentiable:
         ways.append([part.backward for part in parts])
     if repeats and recompute is not None and not recompute.keeps_communication:
         ways.append([part.forward for part in parts])
+    found: dict[str, float] = {}
     for chains in ways:
         for steps in zip(*chains, strict=True):
-            first, mesh = steps[0], program.mesh
-            seconds = sum(
-                step_seconds(step, part.spec.item_bytes, mesh, cluster) for step, part in zip(steps, parts, strict=True)
-            )
-            if len(steps) > 1 and first.kind not in LOCAL:
-                sizes = [step.busiest(mesh) * part.spec.item_bytes for step, part in zip(steps, parts, strict=True)]
-                seconds -= sum(collective_seconds(first.kind, size, first.axes, mesh, cluster) for size in sizes)
-                seconds += collective_seconds(first.kind, sum(sizes), first.axes, mesh, cluster)
-            found["copies" if first.kind in LOCAL else first.kind] += seconds
+            sized = [(step, part.spec.item_bytes) for step, part in zip(steps, parts, strict=True)]
+            kind = COPIES if steps[0].kind in LOCAL else steps[0].kind
+            found[kind] = found.get(kind, 0.0) + joined_seconds(sized, mesh, cluster)
     return found
 
 
 def _gradients(
-    parts: Iterable[Bucket], program: Program, cluster: Cluster, training: Training, backward: float
+    parts: Iterable[Bucket], program: Program, cluster: Cluster, overlap: bool, backward: float
 ) -> tuple[float, float]:
     """Seconds of adding all gradients, and how much of that backward of the last micro-batch does not hide: at least
     the last bucket, which is complete when backward ends."""
-    times = [
-        collective_seconds(
-            ALL_REDUCE,
-            sent([one.elements], program.mesh.product(one.axes)) * ITEM_BYTES[one.dtype],
-            one.axes,
-            program.mesh,
-            cluster,
-        )
-        + 4 * one.elements * ITEM_BYTES[one.dtype] / cluster.memory_bandwidth * (len(one.names) > 1)
-        for one in parts
-    ]  # joined to one tensor and taken apart again
+    times = []
+    for one in parts:
+        item_bytes, ranks = ITEM_BYTES[one.dtype], program.mesh.product(one.axes)
+        size = sent([one.elements], ranks) * item_bytes
+        seconds = collective_seconds(ALL_REDUCE, size, one.axes, program.mesh, cluster)
+        if len(one.names) > 1:  # joined to one tensor
+            seconds += 2 * one.elements * item_bytes / cluster.memory_bandwidth
+        times.append(seconds)
     total = sum(times)
-    if not times or not training.overlap:
+    if not times or not overlap:
         return total, total
     return total, max(total - min(cluster.overlap * total, backward), times[-1])
 
 
-def _zero(program: Program, cluster: Cluster, training: Training) -> dict[str, float]:
+def _zero(program: Program, cluster: Cluster, updating: Updating) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective."""
-    found: Counter[str] = Counter()
-    for call in zero_traffic.calls(program, training.stage, training.accumulate):
+    found: dict[str, float] = {}
+    for call in zero_traffic.calls(program, updating.stage, updating.accumulate, updating.groups_for(program)):
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
-        found[call.kind] += call.count * seconds
-    return dict(found)
+        found[call.kind] = found.get(call.kind, 0.0) + call.count * seconds
+    return found
 
 
-def optimizer_seconds(program: Program, cluster: Cluster, training: Training) -> float:
+def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) -> float:
     """Seconds of the optimizer's own work: it reads gradient, parameter and states, and writes parameter and states."""
+    states = needed(updating.factory, torch.float32).kept / MASTER
     moved, count, names = 0.0, 0, set(learning(program))
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
-            elements = local_elements(program, source) / (replicas if training.stage else 1)
-            moved += elements * max(MASTER, source.spec.item_bytes) * (3 + 2 * training.states)
+            elements = local_elements(program, source) / (replicas if updating.stage else 1)
+            moved += elements * max(MASTER, source.spec.item_bytes) * (3 + 2 * states)
             count += 1
-    calls = count if training.stage == 0 else min(count, 1)
-    return (
-        moved / cluster.memory_bandwidth
-        + cluster.launch * (calls > 0)
-        + cluster.view * calls * (2 + 3 * training.states)
-    )
-
-
-__all__ = ["StepCost", "Training", "chain_seconds", "optimizer_seconds", "repeated", "step_cost"]
+    calls = count if updating.stage == 0 else min(count, 1)  # ZeRO works on flat tensors
+    own = cluster.launch * bool(calls) + cluster.view * calls * (2 + 3 * states)
+    return own + moved / cluster.memory_bandwidth

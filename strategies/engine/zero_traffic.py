@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strategies.engine.buckets import sent
 from strategies.engine.program import Program
 from strategies.engine.units import units
-from strategies.engine.updates import learning, local_elements, parameters
+from strategies.engine.updates import Groups, learning, local_elements, parameters
 from strategies.graph import Source
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -34,11 +33,9 @@ class Calls:
     count: int
 
 
-def calls(
-    program: Program, stage: int, accumulate: int = 1, groups: Sequence[Sequence[str]] | None = None
-) -> tuple[Calls, ...]:
-    """What one rank calls per optimizer step. `groups` are the names of the optimizer's parameter groups; None is one
-    group of all that learn.
+def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> tuple[Calls, ...]:
+    """What one rank calls per optimizer step. `groups` are the optimizer's parameter groups; None is one group of
+    all that learn.
 
     Stages 1 and 2, per replica group: an all-reduce of all gradients (after every micro-batch at stage 2) and, per
     parameter group, an all-gather of the new weights, which are padded to equal parts. Stage 3, per micro-batch: a
@@ -48,7 +45,9 @@ def calls(
     if stage == 0:
         return ()
     learns = set(learning(program))
-    named = [[name for name in one if name in learns] for one in groups] if groups is not None else [list(learns)]
+    named = (
+        [[name for name in one["names"] if name in learns] for one in groups] if groups is not None else [list(learns)]
+    )
     by_replicas: dict[tuple[str, ...], list[Source]] = {}
     for source in parameters(program):
         axes = program.layouts[source.id].replica_axes(program.mesh)
@@ -92,9 +91,7 @@ def _gathered(program: Program, learns: set[str]) -> list[tuple[str, ...]]:
     return found
 
 
-def predicted(
-    program: Program, stage: int, accumulate: int = 1, groups: Sequence[Sequence[str]] | None = None
-) -> dict[str, int]:
+def predicted(program: Program, stage: int, accumulate: int = 1, groups: Groups | None = None) -> dict[str, int]:
     """Bytes that one rank sends per optimizer step for gradients and weights, by collective, without the norm."""
     found: Counter[str] = Counter()
     for one in calls(program, stage, accumulate, groups):

@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from strategies.cost.activations import trace
-from strategies.cost.estimate import Machine
+from strategies.cost.cluster import Cluster
 from strategies.cost.memory import memory, under_way
 from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine.program import Program
 from strategies.engine.stages import BROADCAST, SEND
-from strategies.layout import Layout
 from strategies.pipeline.cutting import Stage
 from strategies.pipeline.schedule import Schedule, bubble, held, makespan
 from strategies.plan import Plan
@@ -32,7 +31,7 @@ def describe_stages(
     schedule: Schedule,
     *,
     updating: Updating,
-    machine: Machine,
+    cluster: Cluster,
 ) -> dict[str, Any]:
     """The content of plan.json. `programs` are those of the stages, `updating.accumulate` is how many times the
     schedule runs per step; the rest is as for `strategies.describe`."""
@@ -40,7 +39,7 @@ def describe_stages(
     within = replace(updating, accumulate=parts)
     traces = [trace(program, within) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, updating=within, machine=machine, traced=traced)
+        describe(stage.graph, stage.plan, program, updating=within, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
@@ -50,10 +49,17 @@ def describe_stages(
             own[kind] = own.get(kind, 0) + count
         sent.append(own)
         memories.append(under_way(memory(traced), held(actions)).told())
-    times = [one["cost"]["total"] for one in told]
-    even = times if any(times) else [1.0] * len(stages)  # nothing to compare
-    slowest = told[times.index(max(times))]["cost"]
-    total = makespan(schedule, [time / (3 * parts) for time in times]) * updating.accumulate
+    own_times, costs = [], []
+    for one, stage in zip(told, stages, strict=True):
+        cost, sends = one["cost"], _send_seconds(stage, stages, cluster, parts)
+        after = cost["gradients_exposed"] + cost["optimizer"]  # once per step, when the schedule is done
+        own_times.append(cost["total"] + sends - after)
+        costs.append(cost | {"send": sends, "communication": cost["communication"] + sends})
+    even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
+    slowest = costs[own_times.index(max(own_times))]
+    busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
+    after = slowest["gradients_exposed"] + slowest["optimizer"]
+    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * updating.accumulate
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():
@@ -65,7 +71,7 @@ def describe_stages(
             for operator in one["operators"]
         ],
         "parameters": parameters,
-        "cost": slowest | {"waiting": total - slowest["total"], "total": total},
+        "cost": slowest | {"waiting": total - busy, "total": total},
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
         "memory": max(memories, key=lambda one: one["peak"]),
         "unsliced": [where for one in told for where in one["unsliced"]],
@@ -80,24 +86,41 @@ def describe_stages(
     }
 
 
+def _send_seconds(stage: Stage, stages: Sequence[Stage], cluster: Cluster, parts: int) -> float:
+    """Seconds per step in which a rank of `stage` sends values on and gradients back. Stage 0 has the first ranks."""
+    ranks = stage.plan.mesh.size
+    first, seconds = stage.number * ranks, 0.0
+    for count, peer in zip(_sent(stage, stages), (stage.number + 1, stage.number - 1), strict=True):
+        if count:
+            link = cluster.between(first, peer * ranks, SEND)
+            seconds += parts * (link.call + link.latency + count / link.bandwidth)
+    return seconds
+
+
+def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Bytes of one micro-batch that a rank of `stage` sends on as values, and back as gradients."""
+    graph, mesh = stage.graph, stage.plan.mesh
+    ahead = back = 0
+    if stage.number < len(stages) - 1:
+        for ref, layout in zip(graph.outputs, stage.sends, strict=True):
+            spec = graph.specs[ref]
+            ahead += math.prod(layout.local_shape(spec.shape, mesh)) * spec.item_bytes
+    for source in graph.sources:
+        if source.id in stage.receives and source.trainable:
+            local = stage.plan.inputs[source.name].local_shape(source.spec.shape, mesh)
+            back += math.prod(local) * source.spec.item_bytes
+    return ahead, back
+
+
 def _between(stage: Stage, stages: Sequence[Stage], parts: int) -> dict[str, int]:
     """Bytes per step that a rank of `stage` sends to other stages, by collective."""
     graph, mesh = stage.graph, stage.plan.mesh
-
-    def size(layout: Layout, shape: Sequence[int], item_bytes: int) -> int:
-        return math.prod(layout.local_shape(shape, mesh)) * item_bytes
-
-    found = {SEND: 0, ALL_REDUCE: 0, BROADCAST: 0}
+    found = {SEND: parts * sum(_sent(stage, stages)), ALL_REDUCE: 0, BROADCAST: 0}
     if stage.number == len(stages) - 1:
         found[BROADCAST] = 8  # the loss, a double
-    else:
-        for ref, layout in zip(graph.outputs, stage.sends, strict=True):
-            found[SEND] += parts * size(layout, graph.specs[ref].shape, graph.specs[ref].item_bytes)
     for source in graph.sources:
-        if source.id in stage.receives and source.trainable:
-            found[SEND] += parts * size(stage.plan.inputs[source.name], source.spec.shape, source.spec.item_bytes)
-        elif source.name in stage.holders:
+        if source.name in stage.holders and source.id not in stage.receives:
             n, item_bytes = len(stage.holders[source.name]), max(source.spec.item_bytes, 4)  # added in fp32
-            elements = size(stage.plan.tensors[source.name], source.spec.shape, 1)
+            elements = math.prod(stage.plan.tensors[source.name].local_shape(source.spec.shape, mesh))
             found[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * item_bytes
     return {kind: count for kind, count in found.items() if count}

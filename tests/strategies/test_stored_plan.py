@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.cost.estimate import LAPTOP
+from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine.lowering import lower
 from strategies.errors import StrategyError
@@ -20,6 +20,7 @@ from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request
 from strategies.stored_plan import read_plan
+from tests.strategies.machines import cluster
 
 
 def graph_of(*layers: nn.Module, rows: int = 8) -> OperatorGraph:
@@ -35,7 +36,7 @@ def ours(width: int = 16, rows: int = 8) -> OperatorGraph:
 def saved() -> tuple[Plan, Any]:
     graph = ours()
     plan = make_plan(graph, Request("semi_auto", 4))
-    content = describe(graph, plan, lower(graph, plan), stage=0, states=0, machine=LAPTOP)
+    content = describe(graph, plan, lower(graph, plan), updating=Updating(0, torch.optim.SGD), cluster=cluster(4))
     return plan, json.loads(json.dumps(content))
 
 

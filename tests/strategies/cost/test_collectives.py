@@ -11,7 +11,7 @@ from strategies.cost.collectives import chain_seconds, collective_seconds, step_
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, chain
-from tests.strategies.cost.test_cluster import GPU, NODE, cluster
+from tests.strategies.machines import GPU, NODE, cluster
 
 MESH = Mesh((("dp", 4), ("tp", 8)))
 MACHINE = cluster(4, 8)

@@ -10,7 +10,7 @@ from strategies.cost.operators import operator_seconds, operator_work
 from strategies.graph import Operator, OperatorGraph
 from strategies.mesh import Mesh
 from strategies.rules import rule_of
-from tests.strategies.cost.test_cluster import cluster
+from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 
 MESH, MACHINE = Mesh((("dp", 2), ("tp", 4))), cluster(8)
