@@ -41,9 +41,9 @@ def promise(content: dict[str, Any]) -> str:
     used = f"{told['ranks']} of {told['devices']}" if told["ranks"] < told["devices"] else str(told["ranks"])
     lines = [f"on {used} devices of {told['cluster']}: {shown_seconds(told['seconds'])} per step"]
     if told["seconds"]:
-        lines[0] += f", {_rate(told['samples_per_second'])} samples/s"
+        lines[0] += f", {shown_rate(told['samples_per_second'])} samples/s"
         if told["tokens_per_second"]:
-            lines[0] += f", {_rate(told['tokens_per_second'])} tokens/s"
+            lines[0] += f", {shown_rate(told['tokens_per_second'])} tokens/s"
         lines[0] += f", {told['mfu']:.1%} of peak flops (MFU)"
     total = sum(told["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in told["shares"].items() if seconds)
@@ -76,15 +76,17 @@ def _cells(found: Sums) -> tuple[str, ...]:
     return (*seconds, *map(shown_bytes, (found.sent, found.parameters, found.results)))
 
 
-def _rate(rate: float) -> str:
+def shown_rate(rate: float) -> str:
+    """Samples or tokens per second."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def shown_seconds(seconds: float) -> str:
     """Seconds in the unit in which they are read best."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.1f} us"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= (0.1 if unit == "ms" else 1.0) * size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us" if seconds else "0 ms"
 
 
 def shown_bytes(count: float) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from runner.schema import Config
 from runner.stored import read_content
 from strategies import plan_cache
+from strategies.cost.cluster import Cluster
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import make_plan
@@ -22,8 +23,10 @@ from strategies.rules import rule_of
 from strategies.stored_plan import read_plan
 
 
-def planned(config: Config, graph: OperatorGraph, request: Request, say: Callable[[str], None]) -> Plan:
-    """The plan of `graph`; `search["loaded_from"]` says where it was found, if it was not made now.
+def planned(
+    config: Config, graph: OperatorGraph, request: Request, cluster: Cluster, say: Callable[[str], None]
+) -> Plan:
+    """The plan of `graph` for `cluster`; `search["loaded_from"]` says where it was found, if it was not made now.
 
     Raises ConfigError for a file that cannot be read, StrategyError for one that does not fit and for a request that
     the planner refuses.
@@ -33,7 +36,7 @@ def planned(config: Config, graph: OperatorGraph, request: Request, say: Callabl
     folder = cache_folder(config.parallel.plan_cache)
     if folder is None:
         return make_plan(graph, request)
-    key = plan_cache.key_of(graph, request)
+    key = plan_cache.key_of(graph, request, cluster)
     if (found := plan_cache.load(folder, key, say)) is not None:
         return _loaded(found, "the plan cache")
     plan = make_plan(graph, request)

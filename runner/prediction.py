@@ -16,6 +16,7 @@ from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
+from strategies.mesh import Mesh
 from strategies.plan import Plan
 from strategies.rules import rule_of
 
@@ -58,13 +59,16 @@ def predict(
     samples: int,
     tokens: int,
 ) -> None:
-    """Add to the content of plan.json what its operators cost (`predicted`, per operator) and what the plan promises
-    (`prediction`). `samples` and `tokens` are those of a step (0 tokens: the batch holds none)."""
+    """Add to the content of plan.json what its operators cost (`predicted`, per operator), where their operands come
+    from (`inputs`), and what the plan promises (`prediction`). `samples` and `tokens` are those of a step (0 tokens:
+    the batch holds none)."""
     costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
     for part, found in zip(parts, costs, strict=True):
         for operator in part.graph.operators:
-            next(entries)["predicted"] = asdict(found[operator.name])
+            entry = next(entries)
+            entry["inputs"] = [part.graph.by_id[ref.id].name for ref in operator.operands]
+            entry["predicted"] = asdict(found[operator.name])
     seconds = content["cost"]["total"]
     dtype = next((s.spec.dtype for s in parts[0].graph.of_kind("parameter") if s.spec.floating), "float32")
     peak = cluster.peak(dtype) / cluster.fraction * ranks
@@ -76,6 +80,7 @@ def predict(
         "cluster": cluster.name,
         "devices": cluster.devices,
         "ranks": ranks,
+        "axes": {axis: crossed(parts[0].plan.mesh, axis, cluster) for axis in parts[0].plan.mesh.names},
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
@@ -86,6 +91,12 @@ def predict(
         "binding": binding(content["memory"]["peak"], cluster, shares),
         "speedups": speedups(parts, cluster),
     }
+
+
+def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:
+    """The slowest level of the cluster that neighbours along an axis of the mesh cross; None for one rank."""
+    spread = zip(cluster.levels, cluster.spread(mesh, (axis,)), strict=True)
+    return next((level.name for level, peers in spread if peers > 1), None)
 
 
 def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:

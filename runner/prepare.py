@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from runner import communication, optimizers, pretrained, targets
 from runner.building import DTYPES, captured_from_shapes, objective
+from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules, offload_of
@@ -211,7 +212,8 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
-        plan = planned(config, graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)), say)
+        request = request_of(config, world_size // (config.parallel.pipeline.stages or 1))
+        plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
         stages = _stages(config, graph, plan)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
+from runner.page import page
 from runner.prediction import Part, predict
 from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
 from strategies.cost.cluster import Cluster
@@ -99,11 +100,19 @@ def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program
     )
 
 
+def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:
+    """Write report.html beside plan.json. Returns its path."""
+    file = run_dir / "report.html"
+    config = prepared.config
+    file.write_text(page(content, f"{config.model.target}, parallel.mode={config.parallel.mode}"), encoding="utf-8")
+    return file
+
+
 def headline(prepared: Prepared, run_dir: Path) -> str:
     """What is about to run, and where."""
     config = prepared.config
     ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} on {prepared.device}"
-    lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {_shown(run_dir)}"]
+    lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {shown(run_dir)}"]
     if prepared.graph is not None and prepared.plan is not None:
         plan = prepared.plan
         origins = Counter(operator.origin for operator in plan.operators.values())
@@ -194,5 +203,6 @@ def _shapes(shapes: list[list[int]]) -> str:
     return "(" + ", ".join(f"({','.join(map(str, shape))})" for shape in shapes) + ")"
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """A path as seen from where the command was given."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -19,6 +19,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(report.headline(prepared, run_dir))
     if content is None:
         return None
+    report.write_page(content, prepared, run_dir)
     if told is not None:
         print(told)
         return None

@@ -21,5 +21,6 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(layer_table(content))
     print(report.totals(content))
     print(promise(content))
+    print(f"report: {report.shown(report.write_page(content, prepared, run_dir))}")
     seconds: float = content["cost"]["total"]
     return seconds
