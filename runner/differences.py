@@ -30,9 +30,8 @@ def differences(one: Content, other: Content) -> str:
             key = (_pattern(name), before, after)
             changed[key] = changed.get(key, 0) + 1
     count = sum(changed.values())
-    lines.append(
-        f"operators: {count} of {len(both)} are sliced otherwise" if count else f"operators: all {len(both)} alike"
-    )
+    told_count = f"{count} of {len(both)} are sliced otherwise" if count else f"all {len(both)} are sliced alike"
+    lines.append(f"operators: {told_count}")
     for (name, before, after), number in changed.items():
         times = f" (x {number})" if number > 1 else ""
         lines += [f"  {name}{times}", f"    first   {before.strip()}", f"    second  {after.strip()}"]
