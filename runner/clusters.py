@@ -7,11 +7,12 @@ as there are ranks.
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from runner.schema import Config
-from runner.sections.cluster import NODE, ClusterForm, LevelForm, Machine, Rate
+from runner.sections.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
 from strategies.cost.cluster import Cluster, Level, Link
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
@@ -41,6 +42,13 @@ def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
     (title, level), *_ = machine.levels.items()
     larger = level.model_copy(update={"size": max(level.size, world_size)})
     return described(name, machine.model_copy(update={"levels": {title: larger}}))
+
+
+def from_description(file: Path) -> Cluster:
+    """What a file, such as one of `run calibrate`, describes. Raises ConfigError."""
+    form = ClusterForm.model_validate(from_file({"name": "", "nodes": None, "file": str(file), "machine": None}))
+    assert form.machine is not None
+    return described(form.name, form.machine)
 
 
 def described(name: str, machine: Machine) -> Cluster:
