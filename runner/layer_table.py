@@ -55,9 +55,13 @@ def next_better(told: dict[str, Any]) -> list[str]:
     """What would make the plan fit or, if it does, faster."""
     lines = []
     if told["memory"] > told["memory_limit"]:
+        options = [
+            f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= told['memory_limit'] else ''}"
+            for keys, needed in told["shrunk"].items()
+        ]
         lines.append(
             f"it does not fit: {shown_bytes(told['memory'])} per rank, and a device has "
-            f"{shown_bytes(told['memory_limit'])}; shrink it with parallel.zero.stage, parallel.recompute or more ranks"
+            f"{shown_bytes(told['memory_limit'])}; {', '.join(options) or 'take more ranks, or slice parameters'}"
         )
     elif told["seconds"]:
         gains = sorted(told["speedups"].items(), key=lambda entry: -entry[1])

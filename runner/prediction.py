@@ -6,18 +6,23 @@ cluster; nothing is measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from strategies.cost.activations import trace
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.memory import memory
 from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh
 from strategies.plan import Plan
+from strategies.recompute import recomputed
+from strategies.request import WantedRecompute
 from strategies.rules import rule_of
 
 TRAINING = 3
@@ -90,6 +95,7 @@ def predict(
         "shares": shares,
         "binding": binding(content["memory"]["peak"], cluster, shares),
         "speedups": speedups(parts, cluster),
+        "shrunk": shrunk(content, parts) if content["memory"]["peak"] > cluster.memory else {},
     }
 
 
@@ -112,6 +118,30 @@ def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:
 def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
     """The limit that binds: the memory of a device if the plan needs more, else what takes most of the time."""
     return "memory" if memory > cluster.memory else max(shares, key=lambda name: shares[name])
+
+
+def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
+    """Bytes that a rank would need at most with more ZeRO, with full recompute, and with both, by the keys that ask for
+    it. ZeRO divides what replicas hold alike; recompute is counted as memory is. Pipelines have neither."""
+    if len(parts) > 1:
+        return {}
+    (part,), memory_now = parts, content["memory"]
+    sizes = [(math.prod(one["local_shape"]), one["replica_group_size"]) for one in content["parameters"].values()]
+    share = 1 - sum(size / replicas for size, replicas in sizes) / sum(size for size, _ in sizes)
+    found, freed, zero = {}, 0, ""
+    for stage in range(part.updating.stage + 1, 4):
+        freed += int(share * memory_now[("optimizer", "gradients", "parameters")[stage - 1]])
+        zero = f"parallel.zero.stage={stage}"
+        found[zero] = memory_now["peak"] - freed
+    if part.plan.recompute is None:
+        rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
+        again = recomputed(part.graph, rules, WantedRecompute("full"))
+        if again.modules:
+            peak = memory(trace(replace(part.program, recompute=again), part.updating)).peak
+            found["parallel.recompute=full"] = peak
+            if zero:
+                found[f"parallel.recompute=full {zero}"] = peak - freed
+    return found
 
 
 def speedups(parts: Sequence[Part], cluster: Cluster) -> dict[str, float]:

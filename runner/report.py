@@ -111,15 +111,17 @@ def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Pa
 def headline(prepared: Prepared, run_dir: Path) -> str:
     """What is about to run, and where."""
     config = prepared.config
-    ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} on {prepared.device}"
+    only_described = config.cluster.machine is not None and config.job.name in ("plan", "explain")
+    where = f"as described by cluster={config.cluster.name}" if only_described else f"on {prepared.device}"
+    ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} {where}"
     lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {shown(run_dir)}"]
     if prepared.graph is not None and prepared.plan is not None:
         plan = prepared.plan
         origins = Counter(operator.origin for operator in plan.operators.values())
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
-        where = plan.search.get("loaded_from")
-        found = f"loaded from {where}" if where else f"found in {plan.search['seconds']:.2f} s"
+        loaded = plan.search.get("loaded_from")
+        found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
         lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"

@@ -122,9 +122,9 @@ def test_names_cannot_break_out(content):
 
 def test_a_plan_that_does_not_fit_says_so(content):
     other = json.loads(json.dumps(content))
-    other["prediction"] |= {"memory_limit": 1000, "binding": "memory"}
+    other["prediction"] |= {"memory_limit": 1000, "binding": "memory", "shrunk": {"parallel.zero.stage=3": 900}}
     told = " ".join(check(page(other, "small")).texts)
-    assert "it does not fit: " in told and "of 1000 B are needed at once" in told
+    assert "; parallel.zero.stage=3 would need 900 B and fit" in told and "of 1000 B are needed at once" in told
 
 
 def test_a_pipeline_has_a_report(start):

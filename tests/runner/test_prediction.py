@@ -49,7 +49,20 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
     plan = plan_of(start, small)
     assert plan["prediction"]["binding"] == "memory"
     out = capsys.readouterr().out
-    assert "it does not fit: " in out and "and a device has 95.4 MiB; shrink it with parallel.zero.stage" in out
+    assert "it does not fit: " in out and "and a device has 95.4 MiB; parallel.zero.stage=1 would need " in out
+    shrunk = plan["prediction"]["shrunk"]
+    zero = [shrunk[f"parallel.zero.stage={stage}"] for stage in (1, 2, 3)]
+    assert plan["prediction"]["memory"] > zero[0] > zero[1] > zero[2]
+    assert shrunk["parallel.recompute=full parallel.zero.stage=3"] < shrunk["parallel.recompute=full"]
+
+
+def test_what_would_fit_is_what_it_takes(start):
+    limit = "cluster.machine.memory=6.0e8"
+    told = plan_of(start, limit)["prediction"]
+    assert told["memory"] > 6e8 > told["shrunk"]["parallel.recompute=full"]
+    recomputed = plan_of(start, limit, "parallel.recompute=full")["prediction"]
+    assert recomputed["memory"] == told["shrunk"]["parallel.recompute=full"]
+    assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
 
 
 def test_slow_links_bind_and_faster_ones_help(start, capsys):
