@@ -223,7 +223,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def calibrated(file: Path, ranks: int, seconds: float) -> None:
     """Write the description of this machine to `file`."""
     from runner.jobs.calibrate import described
-    from strategies.cost.fitting import fit
+    from strategies.cost.laws import fit
 
     measured = launch.run_ranks(
         "runner.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent, device="cpu",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.worker import RankContext
-from strategies.cost.fitting import SEND, Call, Copy, Product
+from strategies.cost.laws import SEND, Call, Copy, Product
 from strategies.engine.communicator import all_gather, reduce_scatter
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 

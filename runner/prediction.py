@@ -137,7 +137,7 @@ def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
         again = recomputed(part.graph, rules, WantedRecompute("full"))
         if again.modules:
-            peak = memory(trace(replace(part.program, recompute=again), part.updating)).peak
+            peak = memory(trace(replace(part.program, recompute=again), part.updating), part.updating).peak
             found["parallel.recompute=full"] = peak
             if zero:
                 found[f"parallel.recompute=full {zero}"] = peak - freed

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
+from runner.memory_limit import updating_of
 from runner.page import page
 from runner.prediction import Part, predict
-from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
+from runner.prepare import Prepared, lowered, schedule_of, stage_program
 from strategies.cost.cluster import Cluster
 from strategies.describe import describe
 from strategies.engine import ir
@@ -47,6 +47,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         return None
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
+    updating = updating_of(config, prepared.graph, prepared.device)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -54,7 +55,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.stages,
             programs,
             schedule_of(prepared.config),
-            updating=updating_of(prepared),
+            updating=updating,
             cluster=cluster,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
@@ -63,7 +64,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.graph,
             prepared.plan,
             programs[0],
-            updating=updating_of(prepared),
+            updating=updating,
             cluster=cluster,
         )
     content["search"] |= {"cost": content["cost"]["total"]}
@@ -89,7 +90,7 @@ def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program
     words = next(
         (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
     )
-    updating = replace(updating_of(prepared), accumulate=config.parts)
+    updating = updating_of(config, prepared.graph, prepared.device)
     predict(
         content,
         [Part(*_part(prepared, number), program, updating) for number, program in enumerate(programs)],

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
+from runner.folders import remove_if_unused
 from runner.schema import Config
 
 if TYPE_CHECKING:
     from runner.calibration import Measured
-    from strategies.cost.fitting import Fit
+    from strategies.cost.laws import Fit
 
 
 def run(config: Config, run_dir: Path) -> float | None:
@@ -32,7 +33,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         )
     launch.warm()
     from runner.prepare import device_of
-    from strategies.cost.fitting import fit
+    from strategies.cost.laws import fit
 
     device, ranks = device_of(config)
     print(f"calibrate: {ranks} ranks on {device}, about {config.calibrate.seconds:g} seconds", flush=True)
@@ -48,6 +49,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         )
     except KeyboardInterrupt:
         shutil.rmtree(run_dir / "ranks", ignore_errors=True)
+        remove_if_unused(run_dir)
         raise
     try:
         found = fit(measured.products, measured.copies, measured.calls)

@@ -1,137 +1,177 @@
-"""From measured times to the constants of a described machine.
+"""Which layers to compute again in backward so that a plan keeps a limit of memory at the least extra time.
 
-Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative.
-Errors are relative, so that short calls count as much as long ones. Invariant: the law that is fitted is the one that
-`strategies.cost.collectives` prices with.
+Every repeated layer is stored, computed again where that is cheap, or computed again whole. What each way stores is
+traced once for all layers; how many layers of each kind (those that cost and save the same) are treated in which way is
+a knapsack, solved exactly by keeping what no other choice beats in both time and bytes. Collectives inside are kept in
+all layers or repeated in all: both are solved. Invariant: the plan that is returned was traced as a whole and keeps the
+limit. Within a kind the first layers are computed again before later ones: their second run comes when what later
+layers stored is gone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
+from strategies.cost.activations import stored_in, trace
+from strategies.cost.cluster import Cluster
+from strategies.cost.limit import over
+from strategies.cost.memory import Memory, memory
+from strategies.cost.step import step_cost
+from strategies.cost.updating import Updating
+from strategies.engine.program import Program
+from strategies.errors import StrategyError
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan, Recompute
+from strategies.recompute import layers, recomputed
+from strategies.request import WantedRecompute
+from strategies.rules import rule_of
 
-from strategies.cost.cluster import Link
-from strategies.redistribution import ALL_REDUCE
-
-SEND = "send"
-Numbers = npt.NDArray[np.float64]
-REPEATS, STEP, FURTHEST = 40, 0.9, 100.0
-"""Steps of the fit, the largest step of a logarithm, and by how much a fitted time may be too short to begin with."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product of matrices of `dtype`, on every rank at once."""
-
-    dtype: str
-    flops: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Reading and writing `bytes` in all, on every rank at once."""
-
-    bytes: int
-    seconds: float
+Way = Literal["full", "selective"]
+Handling = Literal["keep", "recompute"]
+WAYS: tuple[Way, ...] = ("full", "selective")
+HANDLINGS: tuple[Handling, ...] = ("recompute", "keep")
+Ways = Mapping[Way, tuple[float, int]]
+"""Extra seconds per step and bytes that are stored less, for one layer."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective among groups of `ranks` in which each rank sends `bytes`, in all groups at once."""
+class Choice:
+    """How many layers of each kind are treated in each way: extra seconds per step and bytes that are saved."""
 
-    kind: str
-    ranks: int
-    bytes: int
-    seconds: float
+    time: float
+    saves: int
+    counts: Mapping[tuple[str, Way], int]
+
+
+def best_of(found: Iterable[Choice]) -> list[Choice]:
+    """Those that no other beats in both, by rising time."""
+    kept: list[Choice] = []
+    for one in sorted(found, key=lambda choice: (choice.time, -choice.saves)):
+        if not kept or one.saves > kept[-1].saves:
+            kept.append(one)
+    return kept
+
+
+def choices(layers: int, kind: str, ways: Ways) -> list[Choice]:
+    """What may be done with `layers` layers of one kind; `ways` gives seconds and bytes of one layer."""
+    found = []
+    for full in range(layers + 1 if "full" in ways else 1):
+        for cheap in range(layers - full + 1 if "selective" in ways else 1):
+            counts: dict[tuple[str, Way], int] = {(kind, "full"): full, (kind, "selective"): cheap}
+            parts = [(count, ways[way]) for (_, way), count in counts.items() if count]
+            time, saves = sum(n * one[0] for n, one in parts), sum(n * one[1] for n, one in parts)
+            found.append(Choice(time, saves, counts))
+    return best_of(found)
+
+
+def together(one: Sequence[Choice], other: Sequence[Choice]) -> list[Choice]:
+    """What may be done with the layers of both."""
+    return best_of(Choice(a.time + b.time, a.saves + b.saves, {**a.counts, **b.counts}) for a in one for b in other)
 
 
 @dataclass(frozen=True)
-class Error:
-    """How far fitted times are from measured ones, relative to these."""
+class Fitting:
+    """`plan` computes nothing again; `lowered` makes a plan's program. Of `wanted` only `operators` is not used."""
 
-    middle: float
-    worst: float
+    graph: OperatorGraph
+    plan: Plan
+    wanted: WantedRecompute
+    updating: Updating
+    cluster: Cluster
+    lowered: Callable[[Plan], Program]
 
+    def within(self, limit: int) -> Plan:
+        """The plan with the recompute that keeps `limit` bytes per rank; without any if none is needed.
 
-@dataclass(frozen=True)
-class Fit:
-    """`flops` by dtype, `memory_bandwidth`, `links` by kind of collective; `errors` by what was fitted."""
+        Raises StrategyError if even computing again all that may be is not enough.
+        """
+        needed = self._needed(self.plan)
+        if needed.peak <= limit:
+            return self.plan
+        paths = layers(self.graph, self.wanted.modules)
+        stored = stored_in(self.lowered(self.plan), self.updating, paths)
+        found: list[tuple[float, Plan]] = []
+        for handling in HANDLINGS if self.wanted.communication is None else (self.wanted.communication,):
+            kinds = self._kinds(paths, stored, handling)
+            frontier = [Choice(0.0, 0, {})]
+            for kind, members in kinds.items():
+                frontier = together(frontier, choices(len(members), members[0], dict(kind)))
+            ordered = {members[0]: members for members in kinds.values()}
+            enough = [one for one in frontier if one.saves >= needed.peak - limit] or frontier[-1:]
+            first = self._first([self._with(one.counts, ordered, handling) for one in enough], limit)
+            found += [] if first is None else [(self._time(first), first)]
+        if found:
+            return min(found, key=lambda one: one[0])[1]
+        least = self._needed(self._all(paths))
+        raise StrategyError(over(least, limit, self.updating, recomputes=True, all_of_it=True))
 
-    flops: Mapping[str, float]
-    memory_bandwidth: float
-    links: Mapping[str, Link]
-    errors: Mapping[str, Error]
+    def _first(self, plans: Sequence[Plan], limit: int) -> Plan | None:
+        """The first of `plans`, which store less and less, that keeps `limit`. Likely it is the very first; but a layer
+        that is computed again needs room for all that it does not store."""
+        low, high, middle, found = 0, len(plans) - 1, 0, None
+        while low <= high:
+            if self._needed(plans[middle]).peak <= limit:
+                high, found = middle - 1, plans[middle]
+            else:
+                low = middle + 1
+            middle = (low + high) // 2
+        return found
 
+    def _needed(self, plan: Plan) -> Memory:
+        return memory(trace(self.lowered(plan), self.updating), self.updating)
 
-def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
-    """The constants of what was measured. Raises ValueError where times do not grow with the size."""
-    errors: dict[str, Error] = {}
-    flops: dict[str, float] = {}
-    by_dtype: dict[str, list[Product]] = {}
-    for product in products:
-        by_dtype.setdefault(product.dtype, []).append(product)
-    for dtype, found in by_dtype.items():
-        rows, seconds = [[1.0, one.flops] for one in found], [one.seconds for one in found]
-        (_, per_flop), errors[f"matmul {dtype}"] = nonnegative(rows, seconds)
-        flops[dtype] = _rate(per_flop, f"products of {dtype}")
-    measured = list(copies)
-    (_, per_byte), errors["memory"] = nonnegative([[1.0, one.bytes] for one in measured], [c.seconds for c in measured])
-    bandwidth = _rate(per_byte, "copies")
-    links: dict[str, Link] = {}
-    by_kind: dict[str, list[Call]] = {}
-    for call in calls:
-        by_kind.setdefault(call.kind, []).append(call)
-    for kind, group in by_kind.items():
-        rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
-        (call_, latency, per_byte), errors[kind] = nonnegative(rows, [one.seconds for one in group])
-        links[kind] = Link(_rate(per_byte, kind), latency, call_)
-    return Fit(flops, bandwidth, links, errors)
+    def _time(self, plan: Plan) -> float:
+        """Seconds of a step."""
+        return step_cost(self.graph, plan, self.lowered(plan), self.cluster, self.updating).total
 
+    def _all(self, paths: Sequence[str]) -> Plan:
+        handling = self.wanted.communication or "recompute"
+        return self._with({(path, "full"): 1 for path in paths}, {path: [path] for path in paths}, handling)
 
-def rounds(kind: str, ranks: int) -> int:
-    """Rounds of messages of one collective on a machine of one level, as a ring or directly to every peer."""
-    if kind == SEND:
-        return 1
-    return (ranks - 1) * (2 if kind == ALL_REDUCE else 1)
+    def _kinds(
+        self, paths: Sequence[str], stored: Mapping[str, int], handling: Handling
+    ) -> dict[tuple[tuple[Way, tuple[float, int]], ...], list[str]]:
+        """Layers that cost and save the same, in order, by what the ways cost and save; a way that saves nothing is
+        left out."""
+        alone = {path: [path] for path in paths}
+        less: dict[Way, dict[str, int]] = {}
+        for way in WAYS:
+            plan = self._with({(path, way): 1 for path in paths}, alone, handling)
+            less[way] = stored_in(self.lowered(plan), self.updating, paths)
+        time = self._time(self.plan)
+        found: dict[tuple[tuple[Way, tuple[float, int]], ...], list[str]] = {}
+        for path in paths:
+            ways: list[tuple[Way, tuple[float, int]]] = []
+            for way in WAYS:
+                saves = stored[path] - less[way][path]
+                if saves > 0:
+                    slower = self._time(self._with({(path, way): 1}, alone, handling)) - time
+                    ways.append((way, (round(max(slower, 0.0), 9), saves)))
+            found.setdefault(tuple(ways), []).append(path)
+        return found
 
-
-def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
-    """Constants, none below zero, for which rows x constants is near `seconds`, too long counting as much as too short:
-    least squares of the logarithms, each step of which is linear around what was found before. A time that is far off
-    (something else ran) pulls no harder than one that is off by a factor of 2.5."""
-    table, times = np.array(rows, dtype=float), np.array(seconds)
-    constants = _least_squares(table, times, 1 / times)
-    for _ in range(REPEATS):
-        found = np.maximum(table @ constants, times / FURTHEST)
-        wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
-        constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
-    off = np.abs(table @ constants / times - 1)
-    return [float(one) for one in constants], Error(float(np.median(off)), float(off.max()))
-
-
-def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:
-    """The best of all choices of constants that are zero."""
-    count, best, least = table.shape[1], np.zeros(table.shape[1]), math.inf
-    weighted, wanted = table * weights[:, None], times * weights
-    scale = np.abs(weighted).max(axis=0)
-    scale[scale == 0] = 1.0
-    for used in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
-        part = weighted[:, used] / scale[used]
-        found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
-        left = float(((part @ found - wanted) ** 2).sum())
-        if (found >= 0).all() and left < least * (1 - 1e-9):
-            best, least = np.zeros(count), left
-            best[used] = found / scale[used]
-    return best
-
-
-def _rate(per_unit: float, what: str) -> float:
-    if per_unit <= 0:
-        raise ValueError(f"the times of {what} do not grow with their size; measure longer, or on a quieter machine")
-    return 1 / per_unit
+    def _with(
+        self, counts: Mapping[tuple[str, Way], int], kinds: Mapping[str, Sequence[str]], handling: Handling
+    ) -> Plan:
+        """The plan with so many layers computed again: of each kind the first ones whole, then those that are cheap."""
+        paths: dict[Way, list[str]] = {way: [] for way in WAYS}
+        for kind, members in kinds.items():
+            left = list(members)
+            for way in WAYS:
+                count = counts.get((kind, way), 0)
+                paths[way] += left[:count]
+                left = left[count:]
+        if not any(paths.values()):
+            return self.plan
+        shardings = {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
+        slices = self.wanted.slice_inputs
+        parts = [
+            recomputed(self.graph, shardings, WantedRecompute(way, tuple(paths[way]), handling, slices))
+            for way in WAYS
+            if paths[way]
+        ]
+        modules = tuple(path for part in parts for path in part.modules)
+        kept = tuple(name for part in parts for name in part.kept)
+        return replace(self.plan, recompute=Recompute(modules, kept, handling == "keep", slices))

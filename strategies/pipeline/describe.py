@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from strategies.cost.activations import trace
@@ -33,13 +32,11 @@ def describe_stages(
     updating: Updating,
     cluster: Cluster,
 ) -> dict[str, Any]:
-    """The content of plan.json. `programs` are those of the stages, `updating.accumulate` is how many times the
-    schedule runs per step; the rest is as for `strategies.describe`."""
-    parts = updating.accumulate * len(schedule[0]) // 2
-    within = replace(updating, accumulate=parts)
-    traces = [trace(program, within) for program in programs]
+    """The content of plan.json. `programs` are those of the stages; the rest is as for `strategies.describe`."""
+    parts = updating.accumulate
+    traces = [trace(program, updating) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, updating=within, cluster=cluster, traced=traced)
+        describe(stage.graph, stage.plan, program, updating=updating, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
@@ -48,7 +45,7 @@ def describe_stages(
         for kind, count in _between(stage, stages, parts).items():
             own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(under_way(memory(traced), held(actions)).told())
+        memories.append(under_way(memory(traced, updating), held(actions)).told())
     own_times, costs = [], []
     for one, stage in zip(told, stages, strict=True):
         cost, sends = one["cost"], _send_seconds(stage, stages, cluster, parts)
@@ -59,7 +56,7 @@ def describe_stages(
     slowest = costs[own_times.index(max(own_times))]
     busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
     after = slowest["gradients_exposed"] + slowest["optimizer"]
-    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * updating.accumulate
+    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * (2 * parts // len(schedule[0]))
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():

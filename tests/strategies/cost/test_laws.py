@@ -8,7 +8,7 @@ import pytest
 
 from strategies.cost.cluster import RING, Cluster, Level, Link
 from strategies.cost.collectives import collective_seconds
-from strategies.cost.fitting import SEND, Call, Copy, Product, fit, nonnegative
+from strategies.cost.laws import SEND, Call, Copy, Product, fit, nonnegative
 from strategies.mesh import Mesh
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 
