@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from runner.building import build_loss
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.eager import hybrid_inputs, loss_of
 from runner.errors import ConfigError
 from runner.execution import Execution, whole
 from runner.precision import DTYPES, cast
-from runner.prepare import Prepared, build_loss, evaluation_rows
+from runner.prepare import Prepared, evaluation_rows
 from runner.scores import Scores, scores
 from runner.worker import RankContext
 from strategies.engine.stages import StageRunner

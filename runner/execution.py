@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from runner import eager, pipelining
-from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, lowered_evaluation, objective, options_of
+from runner.building import objective
+from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, lowered_evaluation, options_of
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights

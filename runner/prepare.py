@@ -8,7 +8,6 @@ ends as one paragraph (exit code 2).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,16 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, copies, huggingface, optimizers, pipelining, pretrained, targets
+from runner import communication, copies, optimizers, pipelining, pretrained, targets
+from runner.building import captured_from_shapes, objective
+from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.memory_limit import check_stages, within_limit
 from runner.offloading import check_modules
-from runner.precision import AUTOCAST, DTYPES, cast, check_half
+from runner.planning import planned
+from runner.precision import DTYPES, cast, check_half
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
-from strategies.capture import LossFunction, Objective, capture, run_once
+from strategies.capture import Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -39,7 +41,7 @@ from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
 from strategies.pipeline.cutting import Stage
 from strategies.plan import Plan
-from strategies.planner import follow, make_plan
+from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
 WEIGHTS = "initial.pt"
@@ -110,59 +112,6 @@ def evaluation_rows(config: Config) -> int:
     return config.evaluate.batch_size or micro_rows(config)
 
 
-def build_model(config: Config) -> nn.Module:
-    """The user's model, from the seed, in the precision of training."""
-    torch.manual_seed(config.train.seed)
-    model = huggingface.build(config.model)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
-    for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
-        model.get_parameter(name).requires_grad_(False)
-    return model.to(DTYPES[config.train.precision])
-
-
-def build_loss(config: Config) -> nn.Module | None:
-    """The loss as a module: an instance of a class, or a plain function with its keyword arguments bound."""
-    if config.loss.target is None:
-        return None
-    function = targets.resolve(config.loss.target, "loss.target")
-    if not inspect.isclass(function):
-        return LossFunction(function, dict(config.loss.args))
-    loss = targets.call(function, config.loss.args, config.loss.target, "loss")
-    module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
-    return module.to(DTYPES[config.train.precision])
-
-
-def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The batch entries that only the loss takes: the last of a tuple, or what `forward` does not take by name."""
-    if config.loss.target is None:
-        return ()
-    if all(name.isdigit() for name in names):
-        if len(names) < 2:
-            raise ConfigError(
-                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
-                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
-                "returns its loss."
-            )
-        return (names[-1],)
-    taken = [name for name in names if targets.accepts(model.forward, name)]
-    left = tuple(name for name in names if name not in taken)
-    if not left:
-        raise ConfigError(
-            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
-            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
-        )
-    return left
-
-
-def objective(config: Config, names: Sequence[str]) -> Objective:
-    """The user's model and loss as one module, eager and untouched."""
-    model = build_model(config)
-    targeted = target_names(config, model, names)
-    return Objective(model, build_loss(config), names, targeted, AUTOCAST.get(config.train.precision))
-
-
 def device_of(config: Config) -> tuple[str, int]:
     """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
     machine = config.cluster.machine
@@ -231,10 +180,16 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    step = objective(config, names)
+    only_planned = config.job.name in ("plan", "explain") and config.parallel.mode not in ("stand_alone", "hybrid")
+    if only_planned:
+        evaluating = None
+        step, captured, tensors = captured_from_shapes(config, names, tensors, say)
+    else:
+        step, captured = objective(config, names), None
     _check_training(config, step.model)
     check_modules(config, step.model)
-    check_half(config, step, tensors, device)
+    if not only_planned:
+        check_half(config, step, tensors, device)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
@@ -255,11 +210,12 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         own = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
     else:
-        captured = capture(step, tensors, training=True)
+        captured = captured or capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         pipelining.check_ranks(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // pipelining.groups_of(config)))
+        request = request_of(config, world_size // pipelining.groups_of(config))
+        plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
         of_step = partial(copies.of_step, config, step, tensors, graph)
         in_step = of_step(plan)
         stages = pipelining.stages_of(config, *in_step, options_of(config))

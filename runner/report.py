@@ -10,8 +10,12 @@ from typing import Any
 
 from runner import pipelining
 from runner.clusters import cluster_of
+from runner.layer_table import shown_bytes
 from runner.memory_limit import updating_of
+from runner.page import page
+from runner.prediction import Part, predict
 from runner.prepare import Prepared, lowered, options_of
+from strategies.cost.cluster import Cluster
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -67,6 +71,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         )
     content["copies"] = _copies(prepared)
     content["search"] |= {"cost": content["cost"]["total"]}
+    _predict(content, prepared, programs, cluster)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
@@ -94,19 +99,48 @@ def _copies(prepared: Prepared) -> dict[str, Any]:
     return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": whole}
 
 
+def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program], cluster: Cluster) -> None:
+    """Add what the plan promises on its cluster to the content of plan.json."""
+    config = prepared.config
+    assert prepared.graph is not None
+    batch = prepared.graph.of_kind("input")
+    words = next(
+        (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
+    )
+    updating = updating_of(config, prepared.graph, prepared.device)
+    predict(
+        content,
+        [Part(*_part(prepared, number), program, updating) for number, program in enumerate(programs)],
+        cluster,
+        ranks=prepared.world_size,
+        samples=config.data.batch_size,
+        tokens=config.data.batch_size * words,
+    )
+
+
+def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:
+    """Write report.html beside plan.json. Returns its path."""
+    file = run_dir / "report.html"
+    config = prepared.config
+    file.write_text(page(content, f"{config.model.target}, parallel.mode={config.parallel.mode}"), encoding="utf-8")
+    return file
+
+
 def headline(prepared: Prepared, run_dir: Path) -> str:
     """What is about to run, and where."""
     config = prepared.config
-    ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} on {prepared.device}"
-    lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {_shown(run_dir)}"]
+    only_described = config.cluster.machine is not None and config.job.name in ("plan", "explain")
+    where = f"as described by cluster={config.cluster.name}" if only_described else f"on {prepared.device}"
+    ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} {where}"
+    lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {shown(run_dir)}"]
     if prepared.graph is not None and prepared.plan is not None:
         plan = prepared.plan
         origins = Counter(operator.origin for operator in plan.operators.values())
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
-        lines.append(
-            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
-        )
+        loaded = plan.search.get("loaded_from")
+        found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
+        lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
         ]
@@ -125,10 +159,10 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
 
 def totals(content: dict[str, Any]) -> str:
     """Predicted bytes, memory and time."""
-    sent = ", ".join(f"{kind} {_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
+    sent = ", ".join(f"{kind} {shown_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
     needed = content["memory"]
-    memory = ", ".join(f"{part} {_bytes(needed[part])}" for part in PARTS)
-    memory += f"; at most {_bytes(needed['peak'])} at once, in {needed['peak_in']}"
+    memory = ", ".join(f"{part} {shown_bytes(needed[part])}" for part in PARTS)
+    memory += f"; at most {shown_bytes(needed['peak'])} at once, in {needed['peak_in']}"
     cost = costs(content["cost"])
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
     if content["copies"]["count"] > 1:
@@ -169,8 +203,8 @@ def recomputed(entry: dict[str, Any]) -> str:
     collectives = "collectives kept" if entry["keeps_communication"] else "collectives repeated"
     return (
         f"recomputed in backward: {', '.join(entry['modules'])}{kept}, {collectives}: "
-        f"{_bytes(entry['stored_bytes'])} stored between forward and backward instead of "
-        f"{_bytes(entry['stored_bytes_without'])}, {_bytes(entry['sent_again_bytes'])} sent again"
+        f"{shown_bytes(entry['stored_bytes'])} stored between forward and backward instead of "
+        f"{shown_bytes(entry['stored_bytes_without'])}, {shown_bytes(entry['sent_again_bytes'])} sent again"
     )
 
 
@@ -195,7 +229,7 @@ def table(content: dict[str, Any]) -> str:
             for way in ("forward", "backward"):
                 for step in entry[way]:
                     lines.append(
-                        f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {_bytes(step['bytes'])}"
+                        f"    {whom}, {way}: {step['step']}, rank 0 with {step['group']}, {shown_bytes(step['bytes'])}"
                     )
         lines.append(show(row))
     return "\n".join(lines)
@@ -211,13 +245,6 @@ def _shapes(shapes: list[list[int]]) -> str:
     return "(" + ", ".join(f"({','.join(map(str, shape))})" for shape in shapes) + ")"
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """A path as seen from where the command was given."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

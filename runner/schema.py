@@ -184,6 +184,10 @@ class Calibrate(Section):
     seconds: Annotated[Positive, Field(description="How long to measure.")]
 
 
+class Explain(Section):
+    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
+
+
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -209,6 +213,7 @@ class Config(Section):
     cluster: ClusterForm
     launch: Launch
     verify: Verify
+    explain: Explain
     calibrate: Calibrate
     report: Report
     job: Job

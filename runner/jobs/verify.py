@@ -149,7 +149,7 @@ def _reference(config: Config) -> Config:
         "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none",
         "memory_limit": None, "dump_ir": False,
         "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
-        "place": {}, "copies": 1,
+        "place": {}, "copies": 1, "plan": None,
         "offload": {
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},

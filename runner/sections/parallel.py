@@ -56,6 +56,8 @@ class Parallel(Section):
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]
     pipeline: Pipeline
+    plan: Annotated[str | None, Field(min_length=1, description="A plan.json, or the folder of the run that wrote it.")]
+    plan_cache: Annotated[str | None, Field(min_length=1, description="The folder of found plans; auto, or null.")]
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -131,11 +133,12 @@ class Parallel(Section):
             "set_data_parallel": bool(self.set_data_parallel) and not searched,
             "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
             "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
+            "plan": self.plan is not None and self.mode in ("stand_alone", "hybrid"),
         }
         for name, unused in given.items():
             if unused:
                 key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
-                others = "data_parallel, semi_auto" if name == "place" else "semi_auto"
+                others = "data_parallel, semi_auto" if name in ("place", "plan") else "semi_auto"
                 raise refusal(
                     f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
                     f"auto, or drop it with {key}={nothing}.",
