@@ -17,8 +17,9 @@ from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.memory import memory
 from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
+from strategies.describe import in_model, told_operators
 from strategies.engine.program import Program
-from strategies.graph import OperatorGraph
+from strategies.graph import Operator, OperatorGraph, Ref
 from strategies.mesh import Mesh
 from strategies.plan import Plan
 from strategies.recompute import recomputed
@@ -45,6 +46,13 @@ class Part:
     def seconds(self, cluster: Cluster) -> float:
         return step_cost(self.graph, self.plan, self.program, cluster, self.updating).total
 
+    def maker(self, ref: Ref) -> str:
+        """The model's name of the operator or source that a value comes from."""
+        found = self.graph.by_id[ref.id]
+        while isinstance(found, Operator) and self.plan.operators[found.name].origin == "copies":
+            found = self.graph.by_id[found.operands[0].id]
+        return in_model(found) if isinstance(found, Operator) else found.name
+
     def products(self) -> float:
         """Flops of the step's products over all devices, recompute not counted."""
         found = 0.0
@@ -70,10 +78,14 @@ def predict(
     costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
     for part, found in zip(parts, costs, strict=True):
+        together: dict[str, OperatorCost] = {}
         for operator in part.graph.operators:
+            name, one = in_model(operator), found[operator.name]
+            together[name] = one + together[name] if name in together else one
+        for operator in told_operators(part.graph, part.plan):
             entry = next(entries)
-            entry["inputs"] = [part.graph.by_id[ref.id].name for ref in operator.operands]
-            entry["predicted"] = asdict(found[operator.name])
+            entry["inputs"] = [part.maker(ref) for ref in operator.operands]
+            entry["predicted"] = asdict(together[in_model(operator)])
     seconds = content["cost"]["total"]
     dtype = next((s.spec.dtype for s in parts[0].graph.of_kind("parameter") if s.spec.floating), "float32")
     peak = cluster.peak(dtype) / cluster.fraction * ranks

@@ -40,9 +40,8 @@ def describe(
     sent = communication(program, updating, traced)
     return plan.to_json() | {
         "operators": [
-            operator_entry(graph, plan, operator, by_operator.get(_in_model(operator), []))
-            for operator in graph.operators
-            if plan.operators[operator.name].origin != "copies" and (operator.share is None or not operator.share.index)
+            operator_entry(graph, plan, operator, by_operator.get(in_model(operator), []))
+            for operator in told_operators(graph, plan)
         ],
         "parameters": {
             source.name: {
@@ -87,7 +86,7 @@ def operator_entry(
     counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
     used = mesh.product(sharding.used(chosen.assignment))
     return {
-        "name": _in_model(operator),
+        "name": in_model(operator),
         "module": operator.module,
         "op": operator.op,
         "source": operator.source,
@@ -106,7 +105,16 @@ def operator_entry(
     }
 
 
-def _in_model(operator: Operator) -> str:
+def told_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
+    """The operators of the model; of those that are there once per copy of the batch, the first copy's."""
+    return [
+        operator
+        for operator in graph.operators
+        if plan.operators[operator.name].origin != "copies" and (operator.share is None or not operator.share.index)
+    ]
+
+
+def in_model(operator: Operator) -> str:
     return operator.name if operator.share is None else operator.share.name
 
 

@@ -52,6 +52,21 @@ class OperatorCost:
     flop_bound: bool
     levels: Mapping[str, float]
 
+    def __add__(self, other: OperatorCost) -> OperatorCost:
+        """Of two copies of one operator, which have its parameters together."""
+        return OperatorCost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.communication + other.communication,
+            self.gradients + other.gradients,
+            self.sent + other.sent,
+            max(self.parameters, other.parameters),
+            self.results + other.results,
+            self.flops + other.flops,
+            self.flop_bound,
+            {key: self.levels.get(key, 0.0) + other.levels.get(key, 0.0) for key in {**self.levels, **other.levels}},
+        )
+
 
 def operator_costs(
     graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: Updating
