@@ -26,7 +26,7 @@ class Meter:
 
     def __enter__(self) -> Meter:
         if self._live is not None:
-            self._live.__enter__()
+            self._live.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -96,7 +96,8 @@ class Communicator:
 
     def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Begin to add up `tensor` over `group`, in place."""
-        return dist.all_reduce(tensor, group=group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+        return work
 
     def sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         """Add up `tensor` over `group`, in place."""

@@ -299,7 +299,7 @@ class ZeroUpdates:
             found += [zero.grad_partitions_flat_buffer] if self._stage == 3 else [zero.temp_grad_buffer_for_cpu_offload]
             found += [] if self._stage == 3 else zero.param_buffer_of_bit16_for_cpu_offload_groups
         if self._offload.parameters == "host":
-            found += [parameter.ds_tensor for parameter in self._parameters.values()]
+            found += [getattr(parameter, "ds_tensor") for parameter in self._parameters.values()]  # noqa: B009
         return [one for tensor in found for one in (tensor, tensor.grad) if one is not None]
 
     def _pieces(self) -> list[int]:
