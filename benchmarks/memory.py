@@ -24,18 +24,25 @@ from runner import cli, config, launch
 from runner.jobs import train
 from runner.origins import Origins
 
-GPT = "+recipe=gpt parallel=data_parallel parallel.mesh=null ~parallel.strategies +parallel.strategies={} world_size=2"
+PLAIN = "parallel=data_parallel parallel.mesh=null ~parallel.strategies +parallel.strategies={} world_size=2"
+OTHER = f"{PLAIN} parallel.dataset_strategy=data_parallel"
+GPT = f"+recipe=gpt {PLAIN}"
+COLUMNS, ROWS = "[[2,1,1],[1,2]]", "[[2,1,2],[2,1]]"
+SLICED = {
+    **{f"layers.*.attention.{name}_proj.matmul": COLUMNS for name in "qkv"},
+    "layers.*.attention.o_proj.matmul": ROWS,
+    "layers.*.feed_forward.up_proj.matmul": COLUMNS,
+    "layers.*.feed_forward.down_proj.matmul": ROWS,
+}
 MODELS = {
     "gpt": f"{GPT} model.args.width=128",
-    "gpt, sliced 2 x 2": "+recipe=gpt world_size=4 model.args.width=128 parallel.mesh={dp:2,tp:2} "
-    "parallel.strategies={layers.*.attention.[qkv]_proj.matmul:[[2,1,1],[1,2]],"
-    "layers.*.attention.o_proj.matmul:[[2,1,2],[2,1]],layers.*.feed_forward.up_proj.matmul:[[2,1,1],[1,2]],"
-    "layers.*.feed_forward.down_proj.matmul:[[2,1,2],[2,1]]}",
+    "gpt, sliced 2 x 2": "+recipe=gpt world_size=4 model.args.width=128 parallel.mesh={dp:2,tp:2} ~parallel.strategies "
+    f"+parallel.strategies={{{','.join(f'{path}:{slices}' for path, slices in SLICED.items())}}}",
     "gpt, deep": f"{GPT} model.args.layers=6",
     "gpt, wide": f"{GPT} model.args.width=384 model.args.heads=6 data.batch_size=4",
-    "llama": "+recipe=llama parallel=data_parallel parallel.mesh=null world_size=2",
-    "vit": "+recipe=vit parallel=data_parallel parallel.mesh=null world_size=2",
-    "resnet": "+recipe=resnet parallel=data_parallel parallel.mesh=null world_size=2 data.batch_size=32",
+    "llama": f"+recipe=llama {OTHER}",
+    "vit": f"+recipe=vit {OTHER}",
+    "resnet": f"+recipe=resnet {OTHER} data.batch_size=32",
 }
 STEPS = "train.epochs=null train.steps=3 checkpoint.at_end=false evaluate.metric=null evaluate.every=null"
 ZERO = [f"parallel.zero.stage={stage}" for stage in range(4)]
@@ -56,7 +63,7 @@ PAIRS: list[tuple[str, str]] = [
     ("gpt", f"{ZERO[3]} {STATES} parallel.offload.parameters=host"),
     ("gpt", "optimizer.target=torch.optim.SGD"),
     ("gpt", "parallel.comm_overlap=false"),
-    ("gpt", f"{FULL} parallel.place={{layers.*.feed_forward:host}}"),
+    ("gpt", f"{FULL} +parallel.place={{layers.*.feed_forward:host}}"),
     *(("gpt, sliced 2 x 2", zero) for zero in ZERO),
     ("gpt, sliced 2 x 2", FULL),
     ("gpt, sliced 2 x 2", "parallel.recompute.operators=full parallel.recompute.slice_inputs=true"),

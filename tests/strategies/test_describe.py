@@ -102,7 +102,10 @@ def test_keys_that_scripts_rely_on() -> None:
     assert cost["compute"] == cost["forward"] + cost["backward"] + cost["recomputed"]
     assert cost["communication"] == sum(cost["redistributions"].values()) + cost["gradients_exposed"]
     assert content["memory"]["parameters"] == (8 * 16 + 4 * 16) * 8
-    assert content["memory"]["total"] == sum(value for key, value in content["memory"].items() if key != "total")
+    memory = content["memory"]
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    assert memory["total"] == sum(memory[part] for part in parts)
+    assert memory["held"] < memory["peak"] == memory["peaks"][memory["peak_in"]] <= 2 * memory["total"]
     assert content["unsliced"] == []
 
 
