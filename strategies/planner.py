@@ -21,6 +21,7 @@ from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
+from strategies.search.recursive import bisect
 
 
 def make_plan(graph: OperatorGraph, request: Request) -> Plan:
@@ -109,6 +110,8 @@ class _Planning:
         for operand in dataset if isinstance(dataset, tuple) else ():
             if not isinstance(operand, NamedDims):
                 matrices.append(list(operand))
+        if self.request.mode == "auto":
+            matrices += [[units] for units in self.request.machine.units(world)]
         sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
         matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
         used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
@@ -263,6 +266,10 @@ class _Planning:
 
     def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         if self.request.mode == "auto":
+            if self.request.search == "recursive_programming":
+                return {
+                    id: (found, True) for id, found in bisect(problem, self.request.machine, self.meshing.fixed).items()
+                }
             return propagate(problem, self.meshing)
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:
@@ -283,7 +290,8 @@ class _Planning:
             return "configured"
         if operator in self.marked:
             return "data_parallel"
-        return "propagated" if reached else "default"
+        found: Origin = "propagated" if self.request.search == "sharding_propagation" else "searched"
+        return found if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
         """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError

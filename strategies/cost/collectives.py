@@ -33,7 +33,7 @@ def chain_seconds(chain: Chain, item_bytes: int, mesh: Mesh, cluster: Cluster) -
 
 def step_seconds(step: Step, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of one step, with the copies that put slices in the order in which the collective sends them."""
-    copied = 2 * _copied(step, mesh) * item_bytes
+    copied = 2 * copied_elements(step, mesh) * item_bytes
     local = cluster.launch + copied / cluster.memory_bandwidth if copied else 0.0
     if step.kind in LOCAL:
         return local
@@ -102,7 +102,7 @@ def _direct(sent: float, crossed: Crossed) -> float:
     return rounds + slowest
 
 
-def _copied(step: Step, mesh: Mesh) -> int:
+def copied_elements(step: Step, mesh: Mesh) -> int:
     """Elements that a rank copies beside sending: slices along any dim but the first are not contiguous."""
     before = math.prod(step.before.local_shape(step.shape, mesh))
     after = math.prod(step.after.local_shape(step.shape, mesh))

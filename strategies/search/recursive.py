@@ -13,10 +13,11 @@ for Parallelization" (Euro-Par 2021), which halves by operators' weights; a roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from strategies.cost.cluster import Cluster
-from strategies.mesh import Mesh
+from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds
@@ -24,33 +25,36 @@ from strategies.search.pricing import Pricing
 from strategies.search.problem import Problem
 from strategies.search.rounds import Rounds
 
-SWEEPS = 3
+SWEEPS = 2
 """How often everything is decided again, at most."""
 GAIN = 1e-3
 """A sweep that gains less, relative to the total, is the last one."""
+MOST_AXES = 6
+"""With more axes than these nothing is decided again: the rounds are the work that pays."""
 
 
-def bisect(problem: Problem, cluster: Cluster) -> dict[str, Assignment]:
-    """An assignment for every operator by id, whose sum of seconds is small."""
+def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dict[str, Assignment]:
+    """An assignment for every operator by id, whose sum of seconds is small. `axes` are the runs of mesh axes that are
+    sliced with as one, outermost first: those that a user named, else every axis by itself."""
     alike = classes(problem)
     rounds = Rounds(Pricing(problem, cluster, direct_seconds), alike)
     total = 0.0
-    for axis in problem.mesh.names:
-        total = rounds.decide((axis,), staying=False)
-    for _ in range(SWEEPS):
+    axes = [run for run in axes if run] or [(axis,) for axis in problem.mesh.names]
+    for run in axes:
+        total = rounds.decide(run, staying=False)
+    for _ in range(SWEEPS if len(axes) <= MOST_AXES else 0):
         before = total
-        for run in _runs(problem.mesh):
+        for run in _runs(axes):
             total = rounds.decide(run, staying=True)
         if total > before * (1 - GAIN):
             break
-    return {operator.id: rounds.chosen[number] for operator in problem.graph.operators for number in [alike.of[operator.id]]}
+    return {id: rounds.chosen[number] for id, number in alike.of.items()}
 
 
-def _runs(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """Every axis, then all axes before and all axes behind every place."""
-    names = mesh.names
-    yield from ((axis,) for axis in names)
-    for place in range(1, len(names)):
-        yield names[:place]
-        yield names[place:]
-    yield names
+def _runs(axes: Sequence[Axes]) -> Iterator[Axes]:
+    """Every axis, then all axes before and all axes behind every place, and all."""
+    yield from axes
+    for place in range(1, len(axes)):
+        yield tuple(chain.from_iterable(axes[:place]))
+        yield tuple(chain.from_iterable(axes[place:]))
+    yield tuple(chain.from_iterable(axes))

@@ -1,7 +1,8 @@
 """One decision for all operators at once: along given mesh axes, which loop of every class of operators they slice.
 
-Everything but these axes stays as it is, so an operator has few choices: one per loop that can be cut, to leave the axes
-idle, and to stay. The cheapest choice of all is found by elimination, so the total never rises where staying is allowed.
+Everything but these axes stays as it is, so an operator has few choices: one per loop that can be cut, to leave the
+axes idle, and to stay. The cheapest choice of all is found by elimination, so the total never rises where staying is
+allowed.
 Layouts are numbered, and prices are remembered by number: alike tensors between alike layouts are priced once.
 """
 
@@ -186,7 +187,8 @@ class Rounds:
     def _add(tables: dict[tuple[int, ...], Table], variables: tuple[int, ...], table: Table) -> None:
         """Add a table; a class that occurs twice in it has one choice."""
         key = tuple(sorted(set(variables)))
-        found = np.einsum(table, [key.index(v) for v in variables], list(range(len(key))))
+        letters = "".join("abc"[key.index(v)] for v in variables)
+        found: Table = np.einsum(f"{letters}->{'abc'[: len(key)]}", table)
         tables[key] = tables[key] + found if key in tables else found
 
     def _tied(self) -> list[tuple[int, int, Source, tuple[int, int]]]:
