@@ -21,7 +21,7 @@ from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds
-from strategies.search.pricing import Pricing
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.rounds import Rounds
 

@@ -17,7 +17,7 @@ from strategies.layout import Layout
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.classes import Classes
 from strategies.search.minplus import Table, cheapest
-from strategies.search.pricing import Pricing
+from strategies.search.prices import Pricing
 
 Way = tuple[int, int]
 """The numbers of the layouts in which a use wants a value and returns its gradient (-1: there is none)."""

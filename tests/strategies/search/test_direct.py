@@ -10,7 +10,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import chain, elements
 from strategies.search.direct import direct_chain, direct_seconds
-from strategies.search.pricing import engine_seconds
+from strategies.search.prices import engine_seconds
 from tests.strategies.search.problems import all_layouts, node, nodes
 
 MESH, SHAPE = Mesh((("a", 2), ("b", 2), ("c", 2))), (8, 8, 8)

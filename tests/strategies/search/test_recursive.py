@@ -22,7 +22,7 @@ from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted
 from strategies.rules import rule_of
-from strategies.search.pricing import Pricing
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.recursive import bisect
 from tests.strategies.search.problems import gpt, llama, nodes, prime_mesh, problem, shaped

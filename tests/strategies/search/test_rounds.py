@@ -14,7 +14,7 @@ from strategies.graph import OperatorGraph
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds
-from strategies.search.pricing import Pricing
+from strategies.search.prices import Pricing
 from strategies.search.rounds import Rounds
 from tests.strategies.search.problems import gpt, llama, node, nodes, prime_mesh, problem, shaped, tokens
 
