@@ -182,7 +182,7 @@ def device_of(config: Config) -> tuple[str, int]:
     return "cpu", wanted or 8
 
 
-def request_of(config: Config, world_size: int, device: str = "cpu") -> Request:
+def request_of(config: Config, world_size: int) -> Request:
     """The planner's request, from the config."""
     parallel = config.parallel
 
@@ -203,7 +203,6 @@ def request_of(config: Config, world_size: int, device: str = "cpu") -> Request:
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
-        cluster_of(config, device, world_size),
     )
 
 
@@ -259,7 +258,8 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1), device))
+        request = request_of(config, world_size // (config.parallel.pipeline.stages or 1))
+        plan = make_plan(graph, request, cluster_of(config, device, world_size))
         stages = _stages(config, graph, plan)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from strategies.addressing import Configured, configured, in_module
+from strategies.cost.cluster import Cluster, one_level
 from strategies.errors import StrategyError, closest
 from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
@@ -24,16 +25,16 @@ from strategies.search.propagation import propagate
 from strategies.search.recursive import bisect
 
 
-def make_plan(graph: OperatorGraph, request: Request) -> Plan:
-    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the
-    mesh or one another."""
+def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
+    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Raises
+    StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
     check(request)
-    return _Planning(graph, without_idle_axes(request)).plan()
+    return _Planning(graph, without_idle_axes(request), cluster or one_level(request.world_size)).plan()
 
 
 class _Planning:
-    def __init__(self, graph: OperatorGraph, request: Request) -> None:
-        self.graph, self.request = graph, request
+    def __init__(self, graph: OperatorGraph, request: Request, cluster: Cluster) -> None:
+        self.graph, self.request, self.cluster = graph, request, cluster
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
@@ -111,7 +112,7 @@ class _Planning:
             if not isinstance(operand, NamedDims):
                 matrices.append(list(operand))
         if self.request.mode == "auto":
-            matrices += [[units] for units in self.request.machine.units(world)]
+            matrices += [[units] for units in self.cluster.units(world)]
         sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
         matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
         used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
@@ -267,9 +268,7 @@ class _Planning:
     def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         if self.request.mode == "auto":
             if self.request.search == "recursive_programming":
-                return {
-                    id: (found, True) for id, found in bisect(problem, self.request.machine, self.meshing.fixed).items()
-                }
+                return {id: (found, True) for id, found in bisect(problem, self.cluster, self.meshing.fixed).items()}
             return propagate(problem, self.meshing)
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:

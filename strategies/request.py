@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from strategies.cost.cluster import Cluster, one_level
 from strategies.errors import StrategyError, closest
 
 SEARCHES = ("sharding_propagation", "recursive_programming")
@@ -70,8 +69,7 @@ class WantedRecompute:
 
 @dataclass(frozen=True)
 class Request:
-    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. Searches
-    take their prices from `cluster`."""
+    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs."""
 
     mode: Mode
     world_size: int
@@ -82,12 +80,6 @@ class Request:
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
     recompute: WantedRecompute | None = None
-    cluster: Cluster | None = None
-
-    @property
-    def machine(self) -> Cluster:
-        """The cluster that strategies are priced on: as given, or one level of fast devices."""
-        return self.cluster or one_level(self.world_size)
 
 
 def check(request: Request) -> None:

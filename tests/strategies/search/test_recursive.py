@@ -38,7 +38,7 @@ def text(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def searched(model: Model, world_size: int, **options: Any) -> Plan:
-    return make_plan(model.graph, Request("auto", world_size, "recursive_programming", cluster=LINKED, **options))
+    return make_plan(model.graph, Request("auto", world_size, "recursive_programming", **options), LINKED)
 
 
 MODELS = {
@@ -97,7 +97,7 @@ def test_the_mesh_has_the_boundaries_of_the_levels() -> None:
     )
     with torch.device("meta"):
         graph = shaped(FFN([48, 96, 96, 48]), nn.MSELoss(), torch.zeros(96, 48), torch.zeros(96, 48))
-    plan = make_plan(graph, Request("auto", 24, "recursive_programming", cluster=machine))
+    plan = make_plan(graph, Request("auto", 24, "recursive_programming"), machine)
     assert set(accumulate(tuple(size for _, size in plan.mesh.axes))) <= {3, 6, 12, 24}
     assert machine.units(24) == (3,) and machine.units(8) == () and machine.units(12) == ()
 
