@@ -269,7 +269,7 @@ class _Planning:
         if self.request.mode == "auto":
             if self.request.search == "recursive_programming":
                 return {id: (found, True) for id, found in bisect(problem, self.cluster, self.meshing.fixed).items()}
-            return propagate(problem, self.meshing)
+            return propagate(problem, self.meshing, self.cluster)
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:
             assignment = problem.fixed.get(operator.id)

@@ -76,24 +76,25 @@ class Pricing:
 
     def total(self, chosen: Mapping[str, Assignment]) -> float:
         """Seconds of a step with these assignments (by operator)."""
+        work = sum(self.worked(operator, chosen[operator.id]) for operator in self.problem.graph.operators)
+        return work + sum(self.carried(ref, chosen) for ref in self.problem.graph.users)
+
+    def carried(self, ref: Ref, chosen: Mapping[str, Assignment]) -> float:
+        """Seconds to carry a value to all of its uses and their gradients back; of a parameter, with adding these."""
         graph, shardings = self.problem.graph, self.problem.shardings
-        seconds = sum(self.worked(operator, chosen[operator.id]) for operator in graph.operators)
-        for ref, uses in graph.users.items():
-            source, spec = graph.by_id[ref.id], graph.specs[ref]
-            learns = ref in graph.trained
-            ways = dict.fromkeys(
-                (
-                    shardings[user.id].operand_layouts(chosen[user.id])[position],
-                    shardings[user.id].gradient_layouts(chosen[user.id])[position] if learns else None,
-                )
-                for user, position in uses
+        source, spec = graph.by_id[ref.id], graph.specs[ref]
+        learns = ref in graph.trained
+        ways = dict.fromkeys(
+            (
+                shardings[user.id].operand_layouts(chosen[user.id])[position],
+                shardings[user.id].gradient_layouts(chosen[user.id])[position] if learns else None,
             )
-            if isinstance(source, Source) and source.kind == "parameter":
-                seconds += self.parameter(list(ways), spec)
-                continue
-            have = self.layout(ref, chosen)
-            seconds += sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
-        return seconds
+            for user, position in graph.users[ref]
+        )
+        if isinstance(source, Source) and source.kind == "parameter":
+            return self.parameter(list(ways), spec)
+        have = self.layout(ref, chosen)
+        return sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
 
     def layout(self, ref: Ref, chosen: Mapping[str, Assignment]) -> Layout:
         """How a value that is no parameter lies."""

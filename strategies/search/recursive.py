@@ -13,10 +13,12 @@ for Parallelization" (Euro-Par 2021), which halves by operators' weights; a roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from strategies.cost.cluster import Cluster
+from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
@@ -36,19 +38,39 @@ MOST_AXES = 6
 def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dict[str, Assignment]:
     """An assignment for every operator by id, whose sum of seconds is small. `axes` are the runs of mesh axes that are
     sliced with as one, outermost first: those that a user named, else every axis by itself."""
-    alike = classes(problem)
+    alike, runs = classes(problem), _units(problem.mesh, axes)
     rounds = Rounds(Pricing(problem, cluster, direct_seconds), alike)
-    total = 0.0
-    axes = [run for run in axes if run] or [(axis,) for axis in problem.mesh.names]
-    for run in axes:
-        total = rounds.decide(run, staying=False)
-    for _ in range(SWEEPS if len(axes) <= MOST_AXES else 0):
+    for run in runs:
+        rounds.decide(run, staying=False)
+    if len(runs) <= MOST_AXES:
+        _decide_again(rounds, runs)
+    return {id: rounds.chosen[number] for id, number in alike.of.items()}
+
+
+def refine(
+    problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment], axes: Sequence[Axes] = ()
+) -> dict[str, Assignment]:
+    """`chosen`, with other strategies where they make the whole cheaper; configured operators stay."""
+    alike = classes(problem, chosen)
+    rounds = Rounds(Pricing(problem, cluster, direct_seconds), alike)
+    rounds.start([chosen[head.id] for head in alike.heads])
+    _decide_again(rounds, _units(problem.mesh, axes))
+    return {id: rounds.chosen[number] for id, number in alike.of.items()}
+
+
+def _units(mesh: Mesh, axes: Sequence[Axes]) -> list[Axes]:
+    return [run for run in axes if run] or [(axis,) for axis in mesh.names]
+
+
+def _decide_again(rounds: Rounds, axes: Sequence[Axes]) -> None:
+    """Sweeps over all axes and runs of them, until one gains little."""
+    total = math.inf
+    for _ in range(SWEEPS):
         before = total
         for run in _runs(axes):
             total = rounds.decide(run, staying=True)
         if total > before * (1 - GAIN):
-            break
-    return {id: rounds.chosen[number] for id, number in alike.of.items()}
+            return
 
 
 def _runs(axes: Sequence[Axes]) -> Iterator[Axes]:

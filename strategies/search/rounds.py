@@ -43,6 +43,10 @@ class Rounds:
         self._tables: dict[Hashable, Table] = {}
         self._worked: dict[tuple[int, Hashable], float] = {}
 
+    def start(self, chosen: Sequence[Assignment]) -> None:
+        """Go on from these assignments of the classes, over the whole mesh."""
+        self.chosen, self.decided = list(chosen), frozenset(self.mesh.names)
+
     def decide(self, axes: tuple[str, ...], *, staying: bool) -> float:
         """Slice with `axes` (a run of neighbours) what costs least. Returns the seconds of the whole, repeated layers
         counted as often as they occur."""
