@@ -148,17 +148,23 @@ class _Search:
             return 0
         if partial:
             return self.unit * (self.product(partial) - 2) // self.ranks + self.slice
+        return self.missing(dims)
+
+    def missing(self, dims: Dims) -> int:
+        """Elements of its slice of the target that a rank at least does not hold, on average."""
         now = frozenset(axis for dim in dims for axis in dim)
-        kept = self.unit
+        cut = 1
         for have, want in zip(dims, self.pattern.after, strict=True):
+            if have == want:
+                cut *= self.product(have)
+                continue
             same = common(have, want)
             mine, other = have[same:], want[same:]
-            cut, wanted = self.product(mine), self.product(other)
             if self.wanted.isdisjoint(mine) or now.isdisjoint(other):  # positions that know nothing of one another
-                kept = kept // (self.product(have[:same]) * cut * wanted)
+                cut *= self.product(have) * self.product(other)
             else:
-                kept = kept // (self.product(have[:same]) * max(cut, wanted))
-        return max(self.slice - kept, 0)
+                cut *= self.product(have[:same]) * max(self.product(mine), self.product(other))
+        return max(self.slice - self.unit // cut, 0)
 
     def exchange(self, now: State) -> Move:
         same = {axis for x, y in zip(now[0], self.pattern.after, strict=True) for axis in x[: common(x, y)]}
@@ -166,6 +172,10 @@ class _Search:
         return Move(EXCHANGE, self.sorted(axes - same), 0, 0, self.pattern.after, now[1])
 
     def exchanged(self, now: State) -> int:
+        """What the busiest rank sends in an exchange from here. Where in no dim both layouts cut on, all ranks send the
+        same, and no rank receives what it has."""
+        if all(common(x, y) == min(len(x), len(y)) for x, y in zip(now[0], self.pattern.after, strict=True)):
+            return self.missing(now[0])
         length = self.ranks
         sent = exchange_elements(
             self.pattern.mesh, now[0], self.pattern.after, (length,) * len(now[0]), self.exchange(now).axes
