@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.cluster import ClusterForm
 from runner.sections.parallel import Parallel
 from runner.sections.section import Arguments, Count, Glob, Positive, Section, refusal
 
@@ -35,7 +36,7 @@ def _metric(name: str) -> str:
 Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 
-Verb = Literal["train", "plan", "verify", "explain"]
+Verb = Literal["train", "plan", "verify", "explain", "calibrate"]
 
 
 class OptionallyBuilt(Section):
@@ -126,6 +127,7 @@ class Train(Section):
     clip: Positive | None
     random: Literal["fast", "exact"]
     compile: StrictBool
+    measure_memory: StrictBool
     resume: Annotated[str | None, Field(description="null, auto (the newest checkpoint of the run) or a path.")]
     log_every: Count
 
@@ -165,6 +167,11 @@ class Verify(Section):
     reference: OptionallyBuilt
 
 
+class Calibrate(Section):
+    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
+    seconds: Annotated[Positive, Field(description="How long to measure.")]
+
+
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -187,8 +194,10 @@ class Config(Section):
     evaluate: Evaluate
     checkpoint: Checkpoint
     parallel: Parallel
+    cluster: ClusterForm
     launch: Launch
     verify: Verify
+    calibrate: Calibrate
     report: Report
     job: Job
 
@@ -338,6 +347,14 @@ class Config(Section):
                     key,
                     first,
                 )
+        machine, ranks = self.cluster.machine, prod(known[0][1]) * (stages or 1) if known else 1
+        if machine is not None and ranks > machine.devices:
+            raise refusal(
+                f"{known[0][0]} = {_shown(known[0][1])} needs {ranks} devices, but cluster = "
+                f"{self.cluster.name!r} has {machine.devices}; choose a larger cluster (cluster.nodes) or fewer ranks.",
+                known[0][0],
+                "cluster.nodes",
+            )
         if known:
             check_counts(self.parallel.operands(), prod(known[0][1]))
         return self

@@ -50,8 +50,8 @@ class Cluster:
 
     Of one device: `flops` per second by dtype, `memory` in bytes, `memory_bandwidth` in bytes per second (read plus
     written), `launch` seconds per operator that computes, `view` per operator that only renames its elements. `overlap`
-    is the share of backward during which gradients can be added at the same time without slowing it; `algorithms` are
-    what the collectives choose among.
+    is the share of adding gradients that can hide behind backward; `algorithms` are what the collectives choose among;
+    `fraction` is the share that `flops` are of the data sheet's.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Cluster:
     view: float = 0.0
     overlap: float = 0.0
     algorithms: tuple[str, ...] = (RING, TREE, HIERARCHICAL)
+    fraction: float = 1.0
 
     @cached_property
     def devices(self) -> int:

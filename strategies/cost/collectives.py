@@ -5,8 +5,8 @@ Per rank, of a group of n ranks where B bytes are sent (as `Step.busiest` counts
 
 * ring: all-gather and reduce-scatter take n - 1 rounds, all-reduce twice as many. Every unit of a level sends over the
   links of all its members at once, so a level's bandwidth is that of a link times the group's members in a unit.
-* tree: an all-reduce up and down a chain in the innermost units and binary trees over the others, two trees with half
-  of the tensor each; rounds grow with the logarithm, and each rank sends the whole tensor up and down.
+* tree: an all-reduce up and down chains in the innermost units and binary trees over the others, two trees with half of
+  the tensor each; rounds grow with the logarithm, and each rank sends the whole tensor up and down.
 * hierarchical: one ring per level after the other; the outer ones carry what is left of the tensor.
 * all-to-all and exchange: one message per peer; what leaves a unit goes over its members' own links.
 
@@ -52,7 +52,7 @@ def collective_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh
     ways = 2 if kind == ALL_REDUCE else 1
     found = [ways * _ring(sent / ways, crossed)] if RING in cluster.algorithms else []
     if TREE in cluster.algorithms and kind == ALL_REDUCE:
-        found.append(2 * _tree(sent / 2, crossed))
+        found.append(2 * _tree(sent / 2, crossed, chained=len(cluster.levels) > 1 and spread[-1] > 1))
     if HIERARCHICAL in cluster.algorithms and len(crossed) > 1:
         found.append(ways * _hierarchical(sent / ways, crossed))
     return call + min(found)
@@ -71,14 +71,14 @@ def _ring(sent: float, crossed: Crossed) -> float:
     return seconds + sent / min(link.bandwidth * _members(crossed, i) for i, (_, link) in enumerate(crossed))
 
 
-def _tree(sent: float, crossed: Crossed) -> float:
-    """`sent` is what a ring sends one way, (n - 1) / n of the tensor."""
+def _tree(sent: float, crossed: Crossed, *, chained: bool) -> float:
+    """`sent` is what a ring sends one way, (n - 1) / n of the tensor; `chained`: the last level crossed has chains."""
     ranks = math.prod(count for count, _ in crossed)
     whole = sent * ranks / (ranks - 1)
     seconds = 0.0
     for position, (count, link) in enumerate(crossed):
-        inner = position == len(crossed) - 1 and len(crossed) > 1
-        seconds += (count - 1 if inner else math.ceil(math.log2(count))) * link.latency
+        chain_here = chained and position == len(crossed) - 1
+        seconds += (count - 1 if chain_here else math.ceil(math.log2(count))) * link.latency
     return seconds + whole / min(link.bandwidth * _members(crossed, i) for i, (_, link) in enumerate(crossed))
 
 
