@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
+from runner.clusters import cluster_of
 from runner.errors import ConfigError
 from runner.offloading import check_modules, offload_of
 from runner.schema import Config
@@ -258,7 +259,8 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         _check_stages(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
+        request = request_of(config, world_size // (config.parallel.pipeline.stages or 1))
+        plan = make_plan(graph, request, cluster_of(config, device, world_size))
         stages = _stages(config, graph, plan)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number

@@ -61,7 +61,8 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             updating=updating_of(prepared),
             machine=machine,
         )
-    content["search"] |= {"cost": content["cost"]["total"]}
+    if content["search"]["cost"] is None:
+        content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
@@ -86,7 +87,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         lines.append(
-            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
+            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s{_certificate(plan)}"
         )
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -101,6 +102,14 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             f"ranks; {pipeline.schedule} over {pipeline.parts} micro-batches"
         )
     return "\n".join(lines)
+
+
+def _certificate(plan: Plan) -> str:
+    """What a search knows about the plan that it found."""
+    if plan.search.get("gap") is None:
+        return ""
+    cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
+    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
 
 
 def totals(content: dict[str, Any]) -> str:

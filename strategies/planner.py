@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from strategies.addressing import Configured, configured, in_module
+from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError, closest
 from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
@@ -19,20 +20,21 @@ from strategies.request import NamedDims, Operand, Request, check, operands, wit
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.search.exact import Found, search
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
 
 
-def make_plan(graph: OperatorGraph, request: Request) -> Plan:
-    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the
+def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
+    """The plan of a training graph; searches that price plans do so on `cluster`. Raises StrategyError for strategies that do not fit the mode, the model, the
     mesh or one another."""
     check(request)
-    return _Planning(graph, without_idle_axes(request)).plan()
+    return _Planning(graph, without_idle_axes(request), cluster).plan()
 
 
 class _Planning:
-    def __init__(self, graph: OperatorGraph, request: Request) -> None:
-        self.graph, self.request = graph, request
+    def __init__(self, graph: OperatorGraph, request: Request, cluster: Cluster | None) -> None:
+        self.graph, self.request, self.cluster = graph, request, cluster
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
@@ -53,7 +55,15 @@ class _Planning:
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
         problem = replace(bare, fixed=fixed, outputs=outputs)
-        searched = self._search(problem)
+        certificate: dict[str, float | None] = {"cost": None, "lower_bound": None}
+        shared: Mapping[Ref, Layout] = {}
+        if self.request.mode == "auto" and self.request.search == "dynamic_programming":
+            best = self._cheapest(problem)
+            searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
+            shared = best.tensors
+            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap}
+        else:
+            searched = self._search(problem)
         operators = {
             operator.name: OperatorPlan(
                 searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
@@ -61,16 +71,16 @@ class _Planning:
             for operator in self.graph.operators
         }
         tensors = self._tensors(operators)
+        tensors |= {source.name: shared[ref] for source in self.graph.sources if (ref := Ref(source.id)) in shared}
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        search = {
+        told = {
             "algorithm": algorithm,
             "seconds": round(time.perf_counter() - started, 4),
-            "cost": None,
-            "lower_bound": None,
+            **certificate,
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
-        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, told), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
 
     def _operator(self, id: str) -> Operator:
@@ -276,6 +286,13 @@ class _Planning:
             found[operator.id] = assignment, False
         return found
 
+    def _cheapest(self, problem: Problem) -> Found:
+        if self.cluster is None:
+            raise StrategyError(
+                "parallel.search = dynamic_programming prices plans, and nothing says on which machine; name a cluster."
+            )
+        return search(problem, self.cluster)
+
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:
             return "no rule"
@@ -283,6 +300,8 @@ class _Planning:
             return "configured"
         if operator in self.marked:
             return "data_parallel"
+        if self.request.search == "dynamic_programming" and self.request.mode == "auto":
+            return "searched"
         return "propagated" if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:

@@ -589,8 +589,8 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing configured": ({"mode": "auto"}, "none is configured"),
     "later search": (
-        {"mode": "auto", "search": "dynamic_programming"},
-        "^parallel.search = 'dynamic_programming' is not available",
+        {"mode": "auto", "search": "recursive_programming"},
+        "^parallel.search = 'recursive_programming' is not available",
     ),
     "no plan": ({"mode": "hybrid"}, "^parallel.mode = hybrid has no plan"),
     "no device": ({"world_size": 0}, "^world_size = 0"),
