@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from runner import communication, huggingface, optimizers, pretrained, targets
-from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.clusters import cluster_of
+from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.offloading import check_modules, offload_of
 from runner.schema import Config

@@ -87,7 +87,8 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         lines.append(
-            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s{_certificate(plan)}"
+            f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
+            f"{_certificate(plan)}"
         )
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"

@@ -180,7 +180,8 @@ class _Search:
         sent = exchange_elements(
             self.pattern.mesh, now[0], self.pattern.after, (length,) * len(now[0]), self.exchange(now).axes
         )
-        return sent * self.unit // length ** len(now[0])
+        shares: int = length ** len(now[0])
+        return sent * self.unit // shares
 
     def moves(self, state: State) -> Iterator[tuple[Move, int]]:
         """Every step from `state` that leads towards the target, and what the busiest rank sends."""
@@ -286,4 +287,4 @@ def _weighted(dim: Axes, sizes: dict[str, int], own: dict[str, Integers]) -> Int
 
 
 def _overlap(starts: Integers, stops: Integers, begin: Integers, end: Integers) -> Integers:
-    return np.maximum(np.minimum(stops, end) - np.maximum(starts, begin), 0)
+    return np.asarray(np.maximum(np.minimum(stops, end) - np.maximum(starts, begin), 0))

@@ -26,8 +26,8 @@ from strategies.search.propagation import propagate
 
 
 def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
-    """The plan of a training graph; searches that price plans do so on `cluster`. Raises StrategyError for strategies that do not fit the mode, the model, the
-    mesh or one another."""
+    """The plan of a training graph; searches that price plans do so on `cluster`. Raises StrategyError for strategies
+    that do not fit the mode, the model, the mesh or one another."""
     check(request)
     return _Planning(graph, without_idle_axes(request), cluster).plan()
 

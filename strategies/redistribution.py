@@ -21,20 +21,15 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count, product
 
-from strategies.chains import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    EXCHANGE,
-    LOCAL,
-    PAD,
-    REDUCE_SCATTER,
-    SLICE,
-    Pattern,
-    common,
-    exchange_elements,
-    pattern_chain,
-)
+from strategies.chains import ALL_GATHER as ALL_GATHER
+from strategies.chains import ALL_REDUCE as ALL_REDUCE
+from strategies.chains import ALL_TO_ALL as ALL_TO_ALL
+from strategies.chains import EXCHANGE as EXCHANGE
+from strategies.chains import LOCAL as LOCAL
+from strategies.chains import PAD as PAD
+from strategies.chains import REDUCE_SCATTER as REDUCE_SCATTER
+from strategies.chains import SLICE as SLICE
+from strategies.chains import Pattern, common, exchange_elements, pattern_chain
 from strategies.errors import StrategyError
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh

@@ -66,7 +66,8 @@ class Parallel(Section):
     def _search_available(cls, search: Any) -> Any:
         if search in LATER_SEARCHES:
             raise refusal(
-                f"parallel.search = {search!r} comes later; for now there are sharding_propagation and dynamic_programming.",
+                f"parallel.search = {search!r} comes later; for now there are sharding_propagation and "
+                "dynamic_programming.",
                 "parallel.search",
             )
         return search

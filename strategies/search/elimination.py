@@ -50,7 +50,7 @@ class Rest:
 
 
 def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = ()) -> Rest:
-    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in increasing order. Raises TooWide."""
+    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide."""
     waiting = dict(enumerate(tables))
     at: dict[int, set[int]] = {variable: set() for variable in sizes}
     for number, table in waiting.items():

@@ -6,7 +6,6 @@ lower bound is the least sum of the network; the cost is what the plan found cos
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import eliminate
 from strategies.search.network import Building
+from strategies.search.pricing import plan_seconds
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
 
@@ -45,4 +45,6 @@ def search(problem: Problem, cluster: Cluster) -> Found:
     rest.complete(found)
     picks = [found[v] for v in range(len(network.sizes))]
     bound = float(rest.table.seconds)
-    return Found(building.assignments(picks), building.tensors(picks), bound, bound)
+    assignments, tensors = building.assignments(picks), building.tensors(picks)
+    cost = bound if network.exact else plan_seconds(building.menu, assignments, tensors, problem)
+    return Found(assignments, tensors, cost, bound)

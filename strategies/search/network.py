@@ -2,7 +2,7 @@
 
 Every operator is a variable; so is every parameter with several uses (its layout, and over which axes its gradient is
 added). A value that two or three operators use may be redistributed once for several of them: a variable says for which
-layout. Invariant: the sum of the tables is what the engine's plan costs on the cluster. Only where a value has more uses
+layout. Invariant: the sum of the tables is what the plan costs on the cluster. Only where a value has more uses
 (`exact` is False) the sum is a lower bound: each use pays its share as if all wanted the same.
 
 Variables stand in the order of the program, and equal tables are one object, so repeated layers look the same.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain as chained
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.options import Choices, Menu, Side
+from strategies.search.options import Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
@@ -110,6 +109,7 @@ class Building:
         if isinstance(source, Source) and source.kind == "parameter":
             key = ("parameter", source.trainable, self.graph.specs[ref], *map(self._kind, self._uses(ref)))
             shared = self._remember(key, lambda: SharedParameter(self.menu, source, self._uses(ref), self.choices))
+            self.network.exact &= sum(not gradient for _, _, gradient in self._uses(ref)) < 2
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
         elif len(self.graph.users[ref]) <= MOST_SHARING:
             given, pairs = self._given(ref), self._pairs(ref)
@@ -127,7 +127,9 @@ class Building:
 
     def _uses(self, ref: Ref) -> list[tuple[Operator, int, bool]]:
         trained = ref in self.graph.trained
-        return [(user, position, trained and user.id in self.graph.returning) for user, position in self.graph.users[ref]]
+        return [
+            (user, position, trained and user.id in self.graph.returning) for user, position in self.graph.users[ref]
+        ]
 
     def _kind(self, use: tuple[Operator, int, bool]) -> tuple[int, int, bool]:
         return id(self.choices[use[0].id]), use[1], use[2]
@@ -138,7 +140,8 @@ class Building:
         if isinstance(node, Operator):
             return self.choices[ref.id].given[ref.index]
         layout = self.problem.inputs[node.name] if node.kind == "input" else Layout.replicated(len(node.spec.shape))
-        return self._remember(("source", layout), lambda: Side(self.transfers.rows_of([layout]), self.one))
+        side: Side = self._remember(("source", layout), lambda: Side(self.transfers.rows_of([layout]), self.one))
+        return side
 
     def _pairs(self, ref: Ref) -> list[Pair]:
         given, spec = self._given(ref), self.graph.specs[ref]
@@ -180,8 +183,10 @@ class Building:
                     self.network.tables.append(Table((variable, self.variables[user.id]), seconds))
             elif not (isinstance(source, Source) and source.kind == "parameter"):
                 self._value(ref)
-        for ref in chained(self.graph.outputs, (ref for _, ref in self.graph.updates)):
-            self._whole(ref)
+        for ref in self.graph.outputs:
+            self._whole(ref, ref in self.graph.trained)
+        for _, ref in self.graph.updates:
+            self._whole(ref, False)
 
     def _value(self, ref: Ref) -> None:
         producer, pairs = self.variables.get(ref.id), self._pairs(ref)
@@ -196,7 +201,8 @@ class Building:
         share = 1.0 if len(users) <= MOST_SHARING else 1.0 / len(users)
         for user, pair in zip(users, pairs, strict=True):
             seconds = self._remember(
-                ("use", id(pair), share), lambda pair=pair: share * pair.seconds[np.ix_(given.of_option, pair.of_option)]
+                ("use", id(pair), share),
+                lambda pair=pair: share * pair.seconds[np.ix_(given.of_option, pair.of_option)],
             )
             self._add((producer, user), seconds)
 
@@ -215,15 +221,18 @@ class Building:
             named = tuple(dict.fromkeys(named))
         self.network.tables.append(Table(named, seconds))
 
-    def _whole(self, ref: Ref) -> None:
+    def _whole(self, ref: Ref, gradient: bool) -> None:
         """What leaves the graph is whole on every rank."""
         node = self.graph.by_id[ref.id]
         if isinstance(node, Source):
             return
         given, spec = self._given(ref), self.graph.specs[ref]
         rows = self.transfers.rows_of([Layout.replicated(len(spec.shape))])
-        seconds = self.transfers.seconds(given.rows, rows, spec)[given.of_option, 0]
-        self._add((self.variables[ref.id],), seconds)
+        seconds = self.transfers.seconds(given.rows, rows, spec)[:, 0]
+        if gradient:
+            whole = Rows(given.rows.dims, np.zeros_like(given.rows.partial))
+            seconds = seconds + self.transfers.seconds(rows, whole, spec)[0]
+        self._add((self.variables[ref.id],), seconds[given.of_option])
 
 
 def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:

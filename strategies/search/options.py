@@ -14,12 +14,14 @@ import numpy as np
 
 from strategies.cost.collectives import chain_seconds, collective_seconds
 from strategies.cost.operators import operator_seconds
+from strategies.cost.step import MASTER
+from strategies.engine.buckets import LARGEST, PARTS, SMALLEST
 from strategies.engine.emitter import Emitter
 from strategies.engine.program import PLAIN, Instruction, Options, Redistribute
 from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.plan import OperatorPlan
-from strategies.redistribution import ALL_REDUCE, chain
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.search.problem import Problem
 from strategies.search.transfers import PARTIAL, WHOLE, Integers, Rows, Seconds, Transfers
@@ -56,6 +58,10 @@ class Menu:
         self.axes = transfers.axes
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
+        learned = [source.spec for source in problem.graph.sources if source.trainable]
+        total = sum(spec.elements * max(spec.item_bytes, MASTER) for spec in learned)
+        self.bucket = min(max(total // PARTS, SMALLEST), LARGEST)
+        """Bytes of a bucket of gradients."""
 
     def of(self, operator: Operator) -> Choices:
         key = self._signature(operator)
@@ -153,33 +159,52 @@ class Menu:
             found += [self._inside(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and self.alone(ref) and ref in graph.trained:
-                found += self.reductions(side.rows, graph.specs[ref])[side.of_option]
+                found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
         after = problem.outputs.get(operator.id)
         if after is not None:
             natural = sharding.result_layouts(assignments[0])
             for number, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
-                found += self._chain(have, then, spec.shape, spec.item_bytes)
+                found += self.chain_seconds(have, then, spec)
                 if trained and Ref(operator.id, number) in graph.trained:
-                    found += self._chain(then.whole, have.whole, spec.shape, spec.item_bytes)
+                    found += self.chain_seconds(then.whole, have.whole, spec)
         return found
 
-    def reductions(self, rows: Rows, spec: TensorSpec) -> Seconds:
-        """Seconds in which the gradient of a parameter is added over the axes over which its layouts are partial.
-        Gradients of less than 32 bits are added in 32."""
-        found, mesh = np.zeros(len(rows)), self.problem.mesh
-        for index in range(len(rows)):
-            layout = self.transfers.layout(rows, index)
-            axes = mesh.sorted(layout.partial)
-            ranks = mesh.product(axes)
-            if ranks > 1:
-                local = math.prod(layout.local_shape(spec.shape, mesh)) * max(spec.item_bytes, 4)
-                sent = 2 * local * (ranks - 1) / ranks
-                found[index] = collective_seconds(ALL_REDUCE, sent, axes, mesh, self.transfers.cluster)
-        return found
+    def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
+        """`parameter_seconds` of many layouts."""
+        return np.array([self.parameter_seconds(self.transfers.layout(rows, i), spec) for i in range(len(rows))])
 
-    def _chain(self, before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int) -> float:
+    def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter: of adding its gradient, as part of a bucket, over the axes over
+        which `layout` is partial, what backward does not hide; and of the optimizer's own work."""
+        problem, mesh, cluster = self.problem, self.problem.mesh, self.transfers.cluster
+        elements, wide = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
+        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth
+        axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
+        ranks = mesh.product(axes)
+        if ranks == 1:
+            return work
+
+        def carried(kind: str, item_bytes: int) -> float:
+            whole = self.bucket * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
+            return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
+
+        if problem.stage == 0:
+            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide)
+        if problem.stage == 3:
+            return work / ranks + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
+        return work / ranks + carried(ALL_REDUCE, MASTER) + carried(ALL_GATHER, spec.item_bytes)
+
+    def chain_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        """Seconds of one redistribution."""
         mesh = self.problem.mesh
-        return chain_seconds(chain(before, after, shape, mesh), item_bytes, mesh, self.transfers.cluster)
+        return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
+
+    def own_seconds(self, operator: Operator, assignment: Assignment) -> float:
+        """Seconds that an operator takes under an assignment, whatever its neighbours do."""
+        sharding = self.problem.shardings[operator.id]
+        one = np.zeros(1, dtype=np.int64)
+        returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
+        return float(self._own(operator, sharding, [assignment], returned)[0])
 
     def _talks(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""

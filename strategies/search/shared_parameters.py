@@ -36,14 +36,16 @@ class SharedParameter:
         options = [
             (layout, frozenset(added))
             for layout in layouts
-            for replicas in [layout.replica_axes(self.mesh) if source.trainable else ()]
+            for replicas in [layout.replica_axes(self.mesh) if any(gradient for _, _, gradient in uses) else ()]
             for size in range(len(replicas) + 1)
             for added in combinations(replicas, size)
         ]
         self.layouts = [layout for layout, _ in options]
-        self.own: Seconds = menu.reductions(
-            menu.transfers.rows_of([Layout(layout.dims, added) for layout, added in options]), self.spec
-        )
+        rows = menu.transfers.rows_of([Layout(layout.dims, added) for layout, added in options])
+        learns = any(gradient for _, _, gradient in uses)
+        self.own: Seconds = menu.parameters(rows, self.spec) if learns else np.zeros(len(options))
+        self.share = 1.0 / max(sum(not gradient for _, _, gradient in uses), 1)
+        """Uses without a gradient share what they want in common: each pays its part."""
         self.uses = [self._use(options, choices[user.id], position, gradient) for user, position, gradient in uses]
 
     def _use(
@@ -53,7 +55,7 @@ class SharedParameter:
         stored = transfers.rows_of(self.layouts)
         found = transfers.seconds(stored, wanted.rows, self.spec)[:, wanted.of_option]
         if not gradient:
-            return found
+            return np.asarray(self.share * found)
         back = np.empty((len(options), len(returned.rows)))
         for column in range(len(returned.rows)):
             layout = transfers.layout(returned.rows, column)
