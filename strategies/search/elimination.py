@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from strategies.search.network import Table
+from strategies.search.cells import Table, table
 from strategies.search.transfers import Seconds
 
 LARGEST = 2**28
@@ -53,8 +53,8 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
     """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide."""
     waiting = dict(enumerate(tables))
     at: dict[int, set[int]] = {variable: set() for variable in sizes}
-    for number, table in waiting.items():
-        for variable in table.variables:
+    for number, one in waiting.items():
+        for variable in one.variables:
             at[variable].add(number)
 
     def neighbours(variable: int) -> list[int]:
@@ -82,23 +82,23 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         steps.append(Eliminated(variable, tuple(around), total.argmin(-1).astype(np.int32)))
         used = at.pop(variable)
         alive.discard(variable)
-        waiting[fresh] = Table(tuple(around), total.min(-1))
+        waiting[fresh] = table(tuple(around), total.min(-1))
         for v in around:
             at[v] = (at[v] - used) | {fresh}
             if v in alive:
                 heapq.heappush(heap, (entries(v), v))
         fresh += 1
     order = tuple(sorted(kept))
-    return Rest(Table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
+    return Rest(table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
 
 
 def combined(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
     """The sum of tables, one array dim per variable of `order`."""
     total = np.zeros([sizes[v] for v in order])
-    for table in sorted(tables, key=lambda table: table.seconds.size):
-        places = [order.index(v) for v in table.variables]
+    for one in sorted(tables, key=lambda one: one.seconds.size):
+        places = [order.index(v) for v in one.variables]
         shape = [1] * len(order)
         for place in places:
             shape[place] = sizes[order[place]]
-        total += table.seconds.transpose(np.argsort(places)).reshape(shape)
+        total += one.seconds.transpose(np.argsort(places)).reshape(shape)
     return total

@@ -13,8 +13,9 @@ from strategies.cost.cluster import Cluster
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.elimination import eliminate
+from strategies.search.folding import solve
 from strategies.search.network import Building
+from strategies.search.options import Menu
 from strategies.search.pricing import plan_seconds
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
@@ -38,13 +39,16 @@ class Found:
 
 def search(problem: Problem, cluster: Cluster) -> Found:
     """The cheapest plan."""
-    building = Building(problem, Transfers(problem.mesh, cluster))
-    network = building.network
-    rest = eliminate(dict(enumerate(network.sizes)), network.tables)
-    found: dict[int, int] = {}
-    rest.complete(found)
-    picks = [found[v] for v in range(len(network.sizes))]
-    bound = float(rest.table.seconds)
+    menu = Menu(problem, Transfers(problem.mesh, cluster))
+    building = Building(problem, menu)
+    while True:
+        picks, bound = solve(building.network)
+        if building.settle(picks):
+            continue
+        underpaid = building.underpaid(picks)
+        if underpaid <= building.split:
+            break
+        building = Building(problem, menu, building.split | underpaid)
     assignments, tensors = building.assignments(picks), building.tensors(picks)
-    cost = bound if network.exact else plan_seconds(building.menu, assignments, tensors, problem)
-    return Found(assignments, tensors, cost, bound)
+    cost = plan_seconds(menu, assignments, tensors, problem)
+    return Found(assignments, tensors, cost, min(bound, cost))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from strategies.search.cells import Network, Table, table
 from strategies.search.elimination import Rest, eliminate
-from strategies.search.network import Network, Table
 from strategies.search.transfers import Integers, Seconds
 
 SHORTEST = 3
@@ -41,12 +41,12 @@ class Folded:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.attached: list[list[Table]] = [[] for _ in network.sizes]
-        for table in network.tables:
-            self.attached[max(table.variables)].append(table)
+        for one in network.tables:
+            self.attached[max(one.variables)].append(one)
         self.sizes = dict(enumerate(network.sizes))
         self.powers: list[Power] = []
         self._search(0, len(network.sizes))
-        self.tables = [table for variable in self.sizes for table in self.attached[variable]]
+        self.tables = [one for variable in self.sizes for one in self.attached[variable]]
         self.tables += [power.table for power in self.powers]
 
     def complete(self, picks: dict[int, int]) -> None:
@@ -73,7 +73,7 @@ class Folded:
 
 def find_run(attached: Sequence[Sequence[Table]], sizes: Sequence[int], low: int, high: int) -> Run | None:
     """The run between two variables that saves most; None where nothing is repeated."""
-    names = [(sizes[v], *(id(table.seconds) for table in attached[v])) for v in range(low, high)]
+    names = [(sizes[v], *(id(one.cell) for one in attached[v])) for v in range(low, high)]
     seen: dict[tuple[int, ...], int] = {}
     distances: Counter[int] = Counter()
     for position, name in enumerate(names):
@@ -101,7 +101,7 @@ def _alike(attached: Sequence[Sequence[Table]], sizes: Sequence[int], variable: 
     if sizes[variable] != sizes[variable + period] or len(first) != len(second):
         return False
     return all(
-        a.seconds is b.seconds and all(y in (x, x + period) for x, y in zip(a.variables, b.variables, strict=True))
+        a.cell is b.cell and all(y in (x, x + period) for x, y in zip(a.variables, b.variables, strict=True))
         for a, b in zip(first, second, strict=True)
     )
 
@@ -110,13 +110,14 @@ def _placed(
     attached: Sequence[Sequence[Table]], sizes: Sequence[int], first: int, period: int, length: int, high: int
 ) -> Run | None:
     """The run within a stretch of repeated variables whose blocks touch least of one another."""
-    later = {v for one in range(first + length, high) for table in attached[one] for v in table.variables}
-    later |= {v for one in range(high, len(attached)) for table in attached[one] for v in table.variables}
+    later = {
+        v for variable in range(first + length, len(attached)) for one in attached[variable] for v in one.variables
+    }
     best, least = None, math.inf
     for start in range(first, first + period):
         count = (first + length - start) // period
         last = start + (count - 1) * period
-        if count < SHORTEST or any(start <= v < last for v in later) or any(v >= last + period for v in ()):
+        if count < SHORTEST or any(start <= v < last for v in later):
             continue
         inward, outside, fits = set(), set(), True
         for place in range(period):
@@ -129,7 +130,8 @@ def _placed(
                         inward.add(y - start)
                         fits &= y >= start
         entering = {start - period + place for place in inward}
-        touched = {v for one in range(start + count * period, first + length) for t in attached[one] for v in t.variables}
+        rest = range(start + count * period, first + length)
+        touched = {v for variable in rest for table in attached[variable] for v in table.variables}
         if not fits or entering & outside or min(entering, default=0) < 0 or any(start <= v < last for v in touched):
             continue
         width = math.prod(sizes[start + place] for place in inward) * math.prod(sizes[v] for v in outside)
@@ -150,7 +152,7 @@ class Power:
         own = range(start, start + period)
         kept = tuple(dict.fromkeys((*run.outside, *self.entering, *self.leaving)))
         self.rest: Rest = eliminate(
-            {v: sizes[v] for v in (*kept, *own)}, [table for v in own for table in attached[v]], kept
+            {v: sizes[v] for v in (*kept, *own)}, [one for v in own for one in attached[v]], kept
         )
         order = [self.rest.table.variables.index(v) for v in (*run.outside, *self.entering, *self.leaving)]
         self.shape = [sizes[start + place] for place in run.inward]
@@ -167,7 +169,7 @@ class Power:
             self.joints.append(joint)
         variables = (*run.outside, *self.entering, *self.ending)
         seconds = total.reshape(*self.before, *self.shape, *self.shape)
-        self.table = Table(variables, seconds)
+        self.table = table(variables, seconds)
 
     def complete(self, picks: dict[int, int]) -> None:
         """Adds the options of all blocks' variables, from those of the table's."""
@@ -216,11 +218,11 @@ def product(left: Seconds, right: Seconds) -> tuple[Seconds, Integers]:
     return best, middle
 
 
-def solve(sizes: Mapping[int, int], network: Network) -> tuple[list[int], float]:
+def solve(network: Network) -> tuple[list[int], float]:
     """The best option of every variable of a network, and what they cost."""
     folded = Folded(network)
     rest = eliminate(folded.sizes, folded.tables)
     picks: dict[int, int] = {}
     rest.complete(picks)
     folded.complete(picks)
-    return [picks[v] for v in range(len(sizes))], float(rest.table.seconds)
+    return [picks[v] for v in range(len(network.sizes))], float(rest.table.seconds)

@@ -2,8 +2,8 @@
 
 A layout is a row of numbers: per dim the number of its tuple of axes (for axes in the order of the mesh, a bit per
 axis), and the bits of the axes over which it is partial. Pairs of rows that ask for the same pattern of collectives
-are found with numpy, and each pattern's chain is searched for once. Invariant: the seconds are those of the chain that
-the engine executes, for whatever is asked.
+are found with numpy, and each pattern's chain is searched for once. Invariant: seconds that are settled are those
+of the chain that the engine executes; all others are not above them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LARGE, LOCAL, Step, chain
+from strategies.search.bounds import Bounds
 
 Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -41,10 +42,26 @@ class Rows:
         return len(self.partial)
 
 
-class Transfers:
-    """The prices of one mesh on one cluster."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Pairs of layouts of a tensor: the `names` of their patterns, each with a pair that has it (`rows`, `columns`) and
+    a lower bound of its seconds (-1: none, it has to be priced); `inverse` [before, after] tells every pair's."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+    before: Rows
+    after: Rows
+    spec: TensorSpec
+    names: list[tuple[int, ...]]
+    rows: Integers
+    columns: Integers
+    inverse: Integers
+    lower: Seconds
+
+
+class Transfers:
+    """The prices of one mesh on one cluster. Up to `few` patterns are priced at once; of more, only those that are
+    settled, and the others have lower bounds."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, few: int = 64) -> None:
         self.mesh, self.cluster = mesh, cluster
         self.axes = tuple(name for name, size in mesh.axes if size > 1)
         self.numbers: dict[tuple[str, ...], int] = {}
@@ -56,7 +73,9 @@ class Transfers:
         self.steps: dict[tuple[object, ...], int] = {}
         self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
         self.priced: dict[float, list[float]] = {}
-        self.known: dict[tuple[object, ...], Seconds] = {}
+        self.asked: dict[tuple[object, ...], Asked] = {}
+        self.bounds = Bounds(mesh, cluster, self.axes)
+        self.few = few
 
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
@@ -90,16 +109,17 @@ class Transfers:
         return Layout(tuple(self.tuples[number] for number in rows.dims[index]), partial)
 
     def seconds(self, before: Rows, after: Rows, spec: TensorSpec) -> Seconds:
-        """[before, after]: seconds of the redistribution of a tensor like `spec` between every two layouts."""
-        key = (
-            before.dims.tobytes(), before.partial.tobytes(), after.dims.tobytes(), after.partial.tobytes(), spec.shape,
-            spec.item_bytes,
-        )  # fmt: skip
-        if key not in self.known:
-            self.known[key] = self._seconds(before, after, spec)
-        return self.known[key]
+        """[before, after]: seconds of the redistribution of a tensor like `spec` between every two layouts; where they
+        are not settled yet, a lower bound."""
+        key = self._key(before, after, spec)
+        if key not in self.asked:
+            self.asked[key] = self._asked(before, after, spec)
+        return self._current(self.asked[key])
 
-    def _seconds(self, before: Rows, after: Rows, spec: TensorSpec) -> Seconds:
+    def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
+        return id(before), id(after), spec.shape, spec.item_bytes
+
+    def _asked(self, before: Rows, after: Rows, spec: TensorSpec) -> Asked:
         count = (len(before), len(after))
         parts, kinds = [], self._kinds(before, after, spec.shape)
         for dim, kind in enumerate(kinds):
@@ -109,15 +129,38 @@ class Transfers:
         parts += [np.broadcast_to(before.partial[:, None], count), np.broadcast_to(after.partial[None, :], count)]
         flat = [np.broadcast_to(part, count).ravel() for part in parts]
         _, first, inverse = np.unique(_joined(flat), return_index=True, return_inverse=True)
-        patterns = np.empty(len(first), dtype=np.int64)
-        for position, pair in enumerate(first):
-            key = tuple(int(part[pair]) for part in flat)
-            if key not in self.patterns:
-                self._search(key, before, after, divmod(int(pair), count[1]), spec.shape)
-            patterns[position] = self.patterns[key]
+        names = list(zip(*(part[first].tolist() for part in flat), strict=True))
+        rows, columns = np.divmod(first, count[1])
+        ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
+        if ordered and not after.partial.any() and len(names) > self.few:
+            lower = self.bounds.seconds(
+                before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
+            )
+        else:
+            lower = np.full(len(names), -1.0)
+        return Asked(before, after, spec, names, rows, columns, inverse.reshape(count), lower)
+
+    def _current(self, asked: Asked) -> Seconds:
+        """The seconds as far as they are known: priced, or bounded from below."""
+        prices, found = self._prices(asked.spec), asked.lower.copy()
+        for position, name in enumerate(asked.names):
+            if found[position] < 0 or name in self.patterns:
+                if name not in self.patterns:
+                    self._search(name, asked, position)
+                    prices = self._prices(asked.spec)
+                found[position] = sum(prices[step] for step in self.chains[self.patterns[name]])
+        return np.asarray(found[asked.inverse])
+
+    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> bool:
+        """Prices one pair. Whether it was only bounded so far, and too low."""
+        asked = self.asked[self._key(before, after, spec)]
+        position = int(asked.inverse[row, column])
+        if asked.names[position] in self.patterns:
+            return False
+        self._search(asked.names[position], asked, position)
         prices = self._prices(spec)
-        found = np.array([sum(prices[step] for step in self.chains[pattern]) for pattern in patterns])
-        return found[inverse].reshape(count)
+        price = sum(prices[step] for step in self.chains[self.patterns[asked.names[position]]])
+        return bool(price > asked.lower[position] * (1 + 1e-12))
 
     def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> list[int]:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
@@ -131,21 +174,27 @@ class Transfers:
             return [math.gcd(extent, self.mesh.size) for extent in shape]
         return [self.mesh.size + 1 + extent for extent in shape]
 
-    def _search(
-        self, key: tuple[int, ...], before: Rows, after: Rows, pair: tuple[int, int], shape: tuple[int, ...]
-    ) -> None:
+    def _search(self, name: tuple[int, ...], asked: Asked, position: int) -> None:
+        shape = asked.spec.shape
         elements, numbers = math.prod(shape), []
-        for step in chain(self.layout(before, pair[0]), self.layout(after, pair[1]), shape, self.mesh):
+        before = self.layout(asked.before, int(asked.rows[position]))
+        after = self.layout(asked.after, int(asked.columns[position]))
+        for step in chain(before, after, shape, self.mesh):
             local = [math.prod(layout.local_shape(shape, self.mesh)) for layout in (step.before, step.after)]
             sent = step.busiest(self.mesh)
-            name = (step.kind, step.axes, step.dim > 0, *(part / elements for part in (*local, sent)))
+            told: tuple[object, ...] = (
+                step.kind,
+                step.axes,
+                step.dim > 0,
+                *(part / elements for part in (*local, sent)),
+            )
             if step.kind in LOCAL:
-                name = (step.kind, *name[2:])
-            if name not in self.steps:
-                self.steps[name] = len(self.shown)
+                told = (step.kind, *told[2:])
+            if told not in self.steps:
+                self.steps[told] = len(self.shown)
                 self.shown.append((step, elements))
-            numbers.append(self.steps[name])
-        self.patterns[key] = len(self.chains)
+            numbers.append(self.steps[told])
+        self.patterns[name] = len(self.chains)
         self.chains.append(numbers)
 
     def _prices(self, spec: TensorSpec) -> list[float]:

@@ -20,6 +20,7 @@ from strategies.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
 from strategies.search.exact import Found, search
 from strategies.search.network import Building
+from strategies.search.options import Menu
 from strategies.search.pricing import plan_seconds
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
@@ -77,7 +78,7 @@ def executed_seconds(problem: Problem, found: Found, bucket: float) -> float:
         if isinstance(one, Redistribute):
             total += chain_seconds(one.forward, one.spec.item_bytes, mesh, CLUSTER)
             total += chain_seconds(one.backward, one.spec.item_bytes, mesh, CLUSTER) if one.differentiable else 0
-    menu = Building(problem, Transfers(mesh, CLUSTER)).menu
+    menu = Menu(problem, Transfers(mesh, CLUSTER))
     for source in graph.of_kind("parameter"):
         used = any(user.id in graph.returning for user, _ in graph.users[Ref(source.id)])
         if source.trainable and used:
@@ -87,7 +88,7 @@ def executed_seconds(problem: Problem, found: Found, bucket: float) -> float:
 
 
 def combinations(problem: Problem) -> list[dict[str, object]]:
-    menu = Building(problem, Transfers(problem.mesh, CLUSTER)).menu
+    menu = Menu(problem, Transfers(problem.mesh, CLUSTER))
     ids = [operator.id for operator in problem.graph.operators]
     options = [menu.of(operator).assignments for operator in problem.graph.operators]
     if math.prod(map(len, options)) > 1500:
@@ -97,7 +98,7 @@ def combinations(problem: Problem) -> list[dict[str, object]]:
 
 def cheapest(problem: Problem) -> float | None:
     """The least cost over all assignments, and all layouts of parameters that are used often; None for too many."""
-    building = Building(problem, Transfers(problem.mesh, CLUSTER))
+    building = Building(problem, Menu(problem, Transfers(problem.mesh, CLUSTER)))
     layouts = [(ref, dict.fromkeys(shared.layouts)) for ref, (_, shared) in building.parameters.items()]
     every = combinations(problem)
     if not every or len(every) * math.prod(len(found) for _, found in layouts) > 6000:
