@@ -23,11 +23,12 @@ from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.offloading import check_modules
+from runner.offloading import check_modules, offload_of
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
 from strategies.capture import LossFunction, Objective, capture, run_once
+from strategies.cost.updating import Updating
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -391,6 +392,24 @@ def schedule_of(config: Config) -> Schedule:
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
     return Options(config.train.random == "exact")
+
+
+def updating_of(prepared: Prepared) -> Updating:
+    """How a step goes on after backward, for the prediction of its memory."""
+    config, graph = prepared.config, prepared.graph
+    sources = [source for source in graph.of_kind("parameter")] if graph is not None else []
+    names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
+    return Updating(
+        config.parallel.zero.stage,
+        optimizers.optimizer_factory(config.optimizer),
+        optimizers.parameter_groups(names, trainable, config.optimizer),
+        config.train.accumulate,
+        communication.cut(config),
+        communication.overlapped(config) and not prepared.stages,
+        communication.zero_options(config).get("reduce_bucket_size"),
+        offload_of(config, None),
+        prepared.device,
+    )
 
 
 def digest(*parts: object) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runner.prepare import Prepared, lowered, schedule_of, stage_program
+from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
 from strategies.cost.estimate import GPU, LAPTOP
 from strategies.describe import describe
 from strategies.engine import ir
@@ -16,8 +16,8 @@ from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import describe_stages
 from strategies.plan import Plan
 
-STATES = {"SGD": 1.0, "Adam": 2.0, "AdamW": 2.0, "RMSprop": 1.0, "Adagrad": 1.0}
-"""States per parameter element of common optimizers; others are taken for two."""
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+"""Of plan.json's `memory`, in the order in which they are told."""
 
 
 def programs_of(prepared: Prepared) -> list[Program]:
@@ -41,8 +41,6 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if prepared.graph is None or prepared.plan is None:
         return None
     config = prepared.config
-    optimizer = config.optimizer.target.rpartition(".")[2]
-    states = STATES.get(optimizer, 2.0) if optimizer != "SGD" or config.optimizer.args.get("momentum") else 0.0
     machine = GPU if prepared.device == "cuda" else LAPTOP
     programs = programs_of(prepared)
     if prepared.stages:
@@ -51,9 +49,8 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.stages,
             programs,
             schedule_of(prepared.config),
-            states=states,
+            updating=updating_of(prepared),
             machine=machine,
-            accumulate=config.train.accumulate,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
     else:
@@ -61,13 +58,11 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.graph,
             prepared.plan,
             programs[0],
-            stage=config.parallel.zero.stage,
-            states=states,
+            updating=updating_of(prepared),
             machine=machine,
-            accumulate=config.train.accumulate,
-            device=prepared.device,
         )
-    content["search"] |= {"cost": content["cost"]["total"]}
+    if content["search"]["cost"] is None:
+        content["search"] |= {"cost": content["cost"]["total"]}
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
         for rank in range(prepared.world_size):
@@ -93,6 +88,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         lines.append(
             f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
+            f"{_certificate(plan)}"
         )
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -109,10 +105,20 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
+def _certificate(plan: Plan) -> str:
+    """What a search knows about the plan that it found."""
+    if plan.search.get("gap") is None:
+        return ""
+    cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
+    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+
+
 def totals(content: dict[str, Any]) -> str:
     """Predicted bytes, memory and time."""
     sent = ", ".join(f"{kind} {_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
-    memory = ", ".join(f"{part} {_bytes(count)}" for part, count in content["memory"].items())
+    needed = content["memory"]
+    memory = ", ".join(f"{part} {_bytes(needed[part])}" for part in PARTS)
+    memory += f"; at most {_bytes(needed['peak'])} at once, in {needed['peak_in']}"
     cost = ", ".join(f"{part} {seconds * 1e3:.2f} ms" for part, seconds in content["cost"].items())
     lines = [f"sent per step and rank: {sent}", f"memory per rank: {memory}", f"estimated time per step: {cost}"]
     if content.get("recompute"):

@@ -127,6 +127,7 @@ class Train(Section):
     clip: Positive | None
     random: Literal["fast", "exact"]
     compile: StrictBool
+    measure_memory: StrictBool
     resume: Annotated[str | None, Field(description="null, auto (the newest checkpoint of the run) or a path.")]
     log_every: Count
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random as python_random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
+from runner.metering import Meter
 from runner.metrics import Metrics
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
@@ -58,9 +59,10 @@ class Job:
 
 
 class Trainer:
-    """One rank's training run."""
+    """One rank's training run, measured by `meter` if there is one."""
 
-    def __init__(self, rank: RankContext, job: Job) -> None:
+    def __init__(self, rank: RankContext, job: Job, meter: Meter | None = None) -> None:
+        self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
         program = int(self.prepared.digest[:15], 16)
@@ -130,13 +132,16 @@ class Trainer:
         with _metrics(self, first) as metrics, _found_in_training():
             for step in range(first, self.prepared.steps + 1):
                 started, moved = time.perf_counter(), self._moved()
+                if self.meter is not None:
+                    self.meter.begin()
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss = self._micro_batches(step)
                 if not numpy.isfinite(loss):
                     raise FloatingPointError(
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
                     )
-                self.updates.reduce()
+                with self._phase("update"):
+                    self.updates.reduce()
                 if self.config.train.compile and step == first:  # every graph of training has been compiled
                     _agree(
                         compiled.order(),
@@ -146,9 +151,10 @@ class Trainer:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
-                norm = self.updates.update(
-                    measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
-                )
+                with self._phase("update"):
+                    norm = self.updates.update(
+                        measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
+                    )
                 self._schedule(step)
                 if metrics is not None:
                     seconds = time.perf_counter() - started
@@ -178,30 +184,44 @@ class Trainer:
             "sent": dict(self.execution.communicator.sent),
             "steps": self.prepared.steps,
             "offload": change({}, self._moved()),
+            "memory": None if self.meter is None else self._measured(),
         }
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """What `Meter` tells of every rank (collective)."""
+        assert self.meter is not None
+        found: list[Any] = [None] * self.rank.world_size
+        dist.all_gather_object(found, self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
+        return found
 
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
-        rows, total = self.order.rows(step - 1), torch.zeros((), dtype=torch.float64, device=self.rank.device)
+        with self._aside():
+            rows = self.order.rows(step - 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
         def forward(micro: int, received: Sequence[Tensor] = ()) -> Any:
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
-            entries = [
-                _placed(tensor, self.rank.device)
-                for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
-            ]
+            with self._aside():
+                entries = [
+                    _placed(tensor, self.rank.device)
+                    for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
+                ]
             key = mix(self.config.train.seed, step, micro)
             return self.execution.forward(self.updates.module, [*entries, *received], key)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
         for turn in range(self.config.train.accumulate):
             if runner is None:
-                loss = forward(turn)
-                self.updates.backward(loss)
+                with self._phase("forward"):
+                    loss = forward(turn)
+                with self._phase("backward"):
+                    self.updates.backward(loss)
                 total += loss.detach().double()
             else:
                 assert isinstance(self.updates, BucketedUpdates)
-                total += runner.step(partial(_after, forward, turn * parts), self.updates)
+                with self._phase("backward"):
+                    total += runner.step(partial(_after, forward, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
         if axes:
             dist.all_reduce(total, group=communicator.group(axes))
@@ -210,6 +230,12 @@ class Trainer:
         if runner is not None:
             runner.peers.share_loss(total)
         return float(total) / self.config.parts / self.execution.loss_divisor
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.phase(name)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.aside()
 
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:
@@ -353,4 +379,7 @@ def _agree(number: int, otherwise: str) -> None:
 
 def train(rank: RankContext, job: Job) -> dict[str, Any]:
     """The entry of a rank."""
-    return Trainer(rank, job).run()
+    if not job.prepared.config.train.measure_memory:
+        return Trainer(rank, job).run()
+    with Meter(rank.device) as meter:
+        return Trainer(rank, job, meter).run()

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from strategies.cost.activations import Traced, trace
-from strategies.cost.estimate import Machine, memory, seconds
+from strategies.cost.estimate import Machine, seconds
+from strategies.cost.memory import memory
+from strategies.cost.updating import Updating
 from strategies.engine.buckets import predicted
 from strategies.engine.program import Program, Redistribute
 from strategies.graph import Operator, OperatorGraph
@@ -22,20 +24,17 @@ def describe(
     plan: Plan,
     program: Program,
     *,
-    stage: int,
-    states: float,
+    updating: Updating,
     machine: Machine,
-    accumulate: int = 1,
-    device: str = "cpu",
+    traced: Traced | None = None,
 ) -> dict[str, Any]:
-    """The content of plan.json. `stage` is the ZeRO stage, `states` the optimizer's states per parameter element,
-    `accumulate` the number of micro-batches of a step, `device` the kind on which it runs."""
+    """The content of plan.json. `updating` is how a step goes on after backward; `traced` is `trace(program, updating)`
+    if it is known."""
     by_operator: dict[str, list[Redistribute]] = {}
     for redistribution in program.redistributions:
         by_operator.setdefault(redistribution.operator, []).append(redistribution)
-    again = None if program.recompute is None else trace(program, device)
-    sent = communication(program, stage, accumulate, again)
-    stored = None if again is None else again.activations
+    traced = trace(program, updating) if traced is None else traced
+    sent = communication(program, updating.stage, updating.accumulate, traced)
     return plan.to_json() | {
         "operators": [
             operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
@@ -53,18 +52,18 @@ def describe(
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": seconds(graph, plan, program, sent, machine, accumulate),
+        "cost": seconds(graph, plan, program, sent, machine, updating.accumulate),
         "communication": sent,
-        "memory": memory(graph, plan, program, stage=stage, states=states, activations=stored),
-        "recompute": None if again is None else recompute_entry(plan, program, again, device),
+        "memory": memory(traced).told(),
+        "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }
 
 
-def recompute_entry(plan: Plan, program: Program, traced: Traced, device: str) -> dict[str, Any]:
+def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: Updating) -> dict[str, Any]:
     """What is computed again, and the bytes that a rank stores for one micro-batch with and without that."""
     assert plan.recompute is not None
-    without = trace(replace(program, recompute=None, replicas={}), device)
+    without = trace(replace(program, recompute=None, replicas={}), updating)
     return asdict(plan.recompute) | {
         "stored_bytes": traced.activations,
         "stored_bytes_without": without.activations,
@@ -130,9 +129,9 @@ def communication(program: Program, stage: int, accumulate: int = 1, traced: Tra
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
     micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients at stage 0."""
     total: Counter[str] = Counter()
-    if traced is not None:
+    if traced is not None and program.recompute is not None:
         total.update({kind: accumulate * count for kind, count in traced.sent.items()})
-    for redistribution in program.redistributions if traced is None else ():
+    for redistribution in program.redistributions if traced is None or program.recompute is None else ():
         chains = (
             (redistribution.forward, redistribution.backward)
             if redistribution.differentiable

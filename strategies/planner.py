@@ -20,6 +20,7 @@ from strategies.request import NamedDims, Operand, Request, check, operands, wit
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.search.exact import search
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
 from strategies.search.recursive import bisect
@@ -55,7 +56,15 @@ class _Planning:
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
         problem = replace(bare, fixed=fixed, outputs=outputs)
-        searched = self._search(problem)
+        certificate: dict[str, float | None] = {"cost": None, "lower_bound": None}
+        shared: Mapping[Ref, Layout] = {}
+        if self.request.mode == "auto" and self.request.search == "dynamic_programming":
+            best = search(problem, self.cluster)
+            searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
+            shared = best.tensors
+            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap}
+        else:
+            searched = self._search(problem)
         operators = {
             operator.name: OperatorPlan(
                 searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
@@ -63,16 +72,16 @@ class _Planning:
             for operator in self.graph.operators
         }
         tensors = self._tensors(operators)
+        tensors |= {source.name: shared[ref] for source in self.graph.sources if (ref := Ref(source.id)) in shared}
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        search = {
+        told = {
             "algorithm": algorithm,
             "seconds": round(time.perf_counter() - started, 4),
-            "cost": None,
-            "lower_bound": None,
+            **certificate,
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
-        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, told), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
 
     def _operator(self, id: str) -> Operator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(Path(folder).absolute()), "marks": marks, "offload": offload}
         result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
+    if result["memory"] is not None:
+        print(memory_of(result["memory"], run_dir), flush=True)
     print(ending(result, run_dir), flush=True)
     loss: float = result["loss"]
     return loss
@@ -41,3 +44,14 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
     here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"
+
+
+def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
+    """Write memory.json: what each rank's tensors took, beside what the plan predicts. Returns a line about it."""
+    plan = run_dir / "plan.json"
+    predicted = json.loads(plan.read_text())["memory"] if plan.exists() else None
+    content = {"predicted": predicted, "measured": measured}
+    (run_dir / "memory.json").write_text(json.dumps(content, indent=2) + "\n")
+    most = max(measured, key=lambda one: one["peak"])
+    told = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
+    return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{told}"

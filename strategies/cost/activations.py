@@ -1,38 +1,65 @@
-"""What one rank stores between forward and backward, and what its program sends: counted by running the program once on
-tensors that have shapes and no numbers.
+"""What one rank stores between forward and backward, what its program sends, and how its memory goes up and down in a
+step: found out by running the step once on tensors that have shapes and no numbers.
 
-Invariant: the rank's real module is run, so what autograd saves, what recomputed modules keep and where their second
-run ends are what they will be in training.
+Invariant: the rank's real module is run, and at stage 0 its real sum of gradients, so what autograd saves, what
+recomputed modules keep, where their second run ends and when gradients come and go are what they will be in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
+from strategies.cost.gathering import Gathered, gather_late
+from strategies.cost.live import Live
+from strategies.cost.optimizer import Need, needed
+from strategies.cost.sharded import Sharded, Standing, groups_of
+from strategies.cost.updating import Updating
+from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import build
 from strategies.engine.program import Program
+from strategies.engine.updates import learning
 from strategies.graph import Source
+from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Step
+
+NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Shapes that depend on numbers, such as how many tokens an expert gets, and operators that no shape is known of."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Of one micro-batch. `activations`: bytes that are stored when forward is done. `sent`: bytes that the busiest
-    rank sends, by collective."""
+    """Of one micro-batch: `activations`, bytes that autograd has stored when forward is done, and `sent`, bytes that
+    the busiest rank sends, by collective. Of a step: what `stands` from step to step, what one forward leaves
+    (`kept`), what all backwards leave (`gradients`), and by phase the most above what stands (`peaks`)."""
 
     activations: int
     sent: dict[str, int]
+    stands: Standing
+    kept: int
+    gradients: int
+    peaks: dict[str, int]
 
 
 class _Shaped(Communicator):
     """Collectives that return tensors of the right shape and count what the busiest rank would send."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh, 0)
 
     def _step(self, step: Step) -> Carrier:
         if step.kind in LOCAL:
@@ -45,59 +72,163 @@ class _Shaped(Communicator):
 
         return run
 
+    def group(self, axes: Iterable[str]) -> Any:
+        return None
+
+    def own_group(self, axes: Iterable[str]) -> Any:
+        return None
+
+    def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Nothing to wait for."""
+
 
 class Saved:
     """The distinct storages that autograd has saved, without those of `others`."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         self._others = {tensor.untyped_storage()._cdata: tensor for tensor in others}
-        self._found: dict[int, Tensor] = {}
+        self._found: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> Tensor:
-        number = tensor.untyped_storage()._cdata
-        if number not in self._others:
-            self._found.setdefault(number, tensor.detach())
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._others:
+            self._found[storage._cdata] = storage.nbytes()
         return tensor
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+        return sum(self._found.values())
 
 
 @contextmanager
 def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
-    """Counts what autograd saves inside; what it has saved stays alive with the count."""
+    """Counts what autograd saves inside, as long as the graph lives."""
     saved = Saved(others)
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
         yield saved
 
 
-def trace(program: Program, device: str) -> Traced:
-    """Forward and backward of one micro-batch on the first rank. A model whose shapes depend on numbers (how many
-    tokens an expert gets) is computed after all, on zeros."""
+def trace(program: Program, updating: Updating) -> Traced:
+    """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
+    owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
+    dtype: torch.dtype = getattr(torch, owned)
+    wide = torch.promote_types(dtype, torch.float32)
+    need = needed(updating.factory, wide, at_once=updating.device != "cpu")
     try:
         with FakeTensorMode():
-            return _traced(program, device)
-    except DataDependentOutputException:
-        return _traced(program, device)
+            return _Trace(program, updating, need).run()
+    except NEEDS_NUMBERS:
+        return _Trace(program, updating, need).run()
 
 
-def _traced(program: Program, device: str) -> Traced:
-    communicator = _Shaped(program.mesh, 0)
-    tensors: dict[str, Tensor] = {}
-    for source in program.sources:
-        own = _zeros(program, source, device)
-        tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
-    inputs = [tensors.pop(source.name) for source in program.sources if source.kind == "input"]
-    module: Callable[..., Tensor] = build(program, tensors, communicator, device)
-    with saved_tensors([*tensors.values(), *inputs]) as saved:
-        loss = module(*inputs, *([0] if program.random else []))
-    stored = saved.bytes
-    loss.backward()  # type: ignore[no-untyped-call]
-    return Traced(stored, dict(communicator.sent))
+class _Trace:
+    def __init__(self, program: Program, updating: Updating, need: Need) -> None:
+        self.program, self.updating, self.need = program, updating, need
+        self.communicator = _Shaped(program.mesh)
+        self.inputs = [source for source in program.sources if source.kind == "input"]
+        tensors: dict[str, Tensor] = {}
+        for source in program.sources:
+            if source.kind != "input":
+                own = self._zeros(source)
+                tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
+        self.tensors = tensors
+        self.gathered: list[Gathered] = []
+        self.module = build(program, tensors, self.communicator, updating.device)
+        self.held: Mapping[str, nn.Parameter] = {
+            name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
+        }
+        self.peaks = {"forward": 0, "backward": 0, "update": 0}
+        self.turns = min(updating.accumulate, 2)  # the third is as the second
 
+    def _zeros(self, source: Source) -> Tensor:
+        shape = self.program.layouts[source.id].local_shape(source.spec.shape, self.program.mesh)
+        return torch.zeros(shape, dtype=getattr(torch, source.spec.dtype), device=self.updating.device)
 
-def _zeros(program: Program, source: Source, device: str) -> Tensor:
-    shape = program.layouts[source.id].local_shape(source.spec.shape, program.mesh)
-    return torch.zeros(shape, dtype=getattr(torch, source.spec.dtype), device=device)
+    def run(self) -> Traced:
+        with Live(torch.device(self.updating.device).type) as live:
+            updates = self._updates()
+            live.see(self.tensors.values())
+            self.base = live.now
+            activations = kept = 0
+            sent: dict[str, int] = {}
+            for turn in range(self.turns):
+                found = self._forward(live, turn)
+                if not turn:
+                    activations, kept = found
+                self._backward(live, updates)
+                sent = sent or dict(self.communicator.sent)
+            with self._phase(live, "update"):
+                if isinstance(updates, BucketedUpdates):
+                    updates.reduce()
+            gradients = live.now - self.base
+        stands = self._standing(updates)
+        if isinstance(updates, Sharded):
+            update = updates.during_update()
+        else:
+            sizes = [self.held[name].numel() for name in learning(self.program)]
+            update = gradients + self.need.during(sizes)
+        self.peaks["update"] = max(self.peaks["update"], update)
+        return Traced(activations, sent, stands, kept, gradients, self.peaks)
+
+    def _updates(self) -> BucketedUpdates | Sharded | None:
+        """What takes the gradients, as far as memory asks; None where nothing learns."""
+        program, updating = self.program, self.updating
+        if not learning(program):
+            return None
+        groups = updating.groups_for(program)
+        if updating.stage:
+            flat = groups_of(program, groups, updating.stage)
+            found = Sharded(
+                program, self.held, flat, self.need,
+                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket,
+            )  # fmt: skip
+            if updating.stage == 3:
+                look_up_parameters(self.module)
+                self.gathered = gather_late(self.module)
+            return found
+        return BucketedUpdates(
+            self.module, program, _Shaped(program.mesh), updating.factory, groups,
+            accumulate=self.turns, cut=updating.cut, overlap=updating.overlap,
+        )  # fmt: skip
+
+    def _standing(self, updates: BucketedUpdates | Sharded | None) -> Standing:
+        if isinstance(updates, Sharded):
+            others = sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.held)
+            return replace(updates.standing, parameters=updates.standing.parameters + others)
+        owned = [self.held[name] for name in learning(self.program)]
+        states = sum(int(one.numel() * self.need.kept) for one in owned)
+        masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
+        return Standing(sum(tensor.nbytes for tensor in self.tensors.values()), 0, states + masters, 0)
+
+    @contextmanager
+    def _phase(self, live: Live, name: str) -> Iterator[None]:
+        live.restart()
+        yield
+        self.peaks[name] = max(self.peaks[name], live.peak - self.base)
+
+    def _forward(self, live: Live, turn: int) -> tuple[int, int]:
+        """Bytes that autograd has stored, and that are alive more than before."""
+        before = live.now
+        entries = [self._zeros(source).requires_grad_(source.trainable) for source in self.inputs]
+        with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
+            self.outputs = self.module(*entries, *([turn] if self.program.random else []))
+        kept = live.now - before
+        return kept if self.updating.stage == 3 else saved.bytes, kept  # there other hooks see what is saved
+
+    def _backward(self, live: Live, updates: BucketedUpdates | Sharded | None) -> None:
+        """Backward of the loss, or from all that a stage of a pipeline hands on."""
+        outputs, self.outputs = self.outputs, None
+        found = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
+        with self._phase(live, "backward"):
+            del outputs
+            if isinstance(updates, BucketedUpdates) and len(found) == 1 and not found[0].dim():
+                updates.backward(found[0])
+            elif isinstance(updates, BucketedUpdates):
+                updates.backward_from(found, [torch.zeros_like(one) for one in found])
+            else:
+                torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
+            for one in self.gathered:  # backward does not pass the modules that the data enters first
+                one.release()
+            if isinstance(updates, Sharded):
+                updates.finish()

@@ -26,12 +26,12 @@ Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""
 
 
-def chain_seconds(chain: Chain, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
+def chain_seconds(chain: Chain, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of a redistribution of a tensor with elements of `item_bytes`."""
     return sum(step_seconds(step, item_bytes, mesh, cluster) for step in chain)
 
 
-def step_seconds(step: Step, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
+def step_seconds(step: Step, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of one step, with the copies that put slices in the order in which the collective sends them."""
     copied = 2 * copied_elements(step, mesh) * item_bytes
     local = cluster.launch + copied / cluster.memory_bandwidth if copied else 0.0

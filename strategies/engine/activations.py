@@ -2,7 +2,8 @@
 
 Hooks around the modules that are meant take every kept tensor away by its storage, so that views of one storage travel
 once, and rebuild it with its strides: backward computes the same bits. A parameter is not taken away but looked up
-again in backward (at ZeRO stage 3 it is gathered anew by then). On a GPU copies run beside the computation on a stream
+again in backward (at ZeRO stage 3 it is gathered anew by then). Of a module that is computed again the same is done
+with what it stores: its inputs and kept results. On a GPU copies run beside the computation on a stream
 of their own; when one comes back from the host, the one that was kept before it is fetched ahead.
 """
 
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.engine.disk import Disk, Extent
 from strategies.engine.offload import Moved
+from strategies.engine.recompute import in_region
 
 
 class Activations:
@@ -42,7 +44,7 @@ class Activations:
     def _run(
         self, module: nn.Module, forward: Callable[..., Any], staying: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or in_region():
             return forward(*args, **kwargs)
         own = {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
         with saved_tensors_hooks(partial(self._take, own, set(map(_address, staying))), _bring):
@@ -51,8 +53,7 @@ class Activations:
     def _take(self, own: dict[int, nn.Parameter], staying: set[int], tensor: Tensor) -> _Kept | Tensor:
         address, storage = _address(tensor), tensor.untyped_storage()
         if address in own:
-            parameter = own[address]
-            return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
+            return _kept_of(own[address], tensor)
         if address in staying or storage.nbytes() < self.larger_than or tensor.device != self.device:
             return tensor.detach()
         key = address, tensor._version
@@ -67,6 +68,31 @@ class Activations:
         self.away -= size
         if extent is not None and self.disk is not None:
             self.disk.free(extent)
+
+
+def look_up_parameters(module: nn.Module) -> None:
+    """Let what autograd keeps of the parameters of `module` be looked up in backward: views that it keeps would hold
+    what stage 3 has gathered for forward until then."""
+    for unit in module.modules():
+        if any(parameter is not None for parameter in unit._parameters.values()):
+            unit.forward = partial(_looking_up, unit, unit.forward)
+
+
+def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or in_region():
+        return forward(*args, **kwargs)
+    own = {_address(parameter): parameter for parameter in unit._parameters.values() if parameter is not None}
+
+    def take(tensor: Tensor) -> _Kept | Tensor:
+        parameter = own.get(_address(tensor))
+        return tensor if parameter is None else _kept_of(parameter, tensor)
+
+    with saved_tensors_hooks(take, _bring):
+        return forward(*args, **kwargs)
+
+
+def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:
+    return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
 
 
 class _Away:
@@ -152,15 +178,13 @@ class _Kept:
 def _bring(kept: _Kept | Tensor) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    holder, form, offset = kept.holder, kept.form, kept.form.offset
+    holder, form = kept.holder, kept.form
     if isinstance(holder, _Away):
-        storage, device = holder.storage(), holder.home.device
-    else:
-        if not holder.numel():
-            raise RuntimeError("Backward needs a parameter that stage 3 has not gathered.")
-        storage, device, offset = holder.untyped_storage(), holder.device, offset + int(holder.storage_offset())
-    empty = torch.empty(0, dtype=form.dtype, device=device)
-    return empty.set_(storage, offset, form.shape, form.stride)
+        empty = torch.empty(0, dtype=form.dtype, device=holder.home.device)
+        return empty.set_(holder.storage(), form.offset, form.shape, form.stride)
+    if not holder.numel():
+        raise RuntimeError("Backward needs a parameter that stage 3 has not gathered.")
+    return holder.detach().as_strided(form.shape, form.stride, form.offset + int(holder.storage_offset()))
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:

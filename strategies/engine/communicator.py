@@ -94,6 +94,10 @@ class Communicator:
         assert mine is not None
         return mine
 
+    def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+        """Begin to add up `tensor` over `group`, in place."""
+        return dist.all_reduce(tensor, group=group, async_op=True)
+
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
         self.calls[kind] += 1

@@ -24,6 +24,7 @@ from strategies.engine.offload import Moved
 from strategies.engine.place import copier
 from strategies.engine.program import KEY, Copy, Fused, Instruction, Program, RankValue, Redistribute
 from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
+from strategies.engine.units import owned, unit_path
 from strategies.graph import Ref, rewrite
 from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
@@ -150,9 +151,9 @@ class _Tree:
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
         self.compiled, self.copied = compiled, Moved()
-        self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
+        self.owned = owned(program)
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
-        self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
+        self.paths = {one.id: unit_path(one, program, self.owned) for one in program.instructions}
         self.producer = {instruction.id: instruction for instruction in program.instructions}
         self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
         for instruction in program.instructions:
@@ -167,16 +168,6 @@ class _Tree:
         self.root.meta[COPIED] = self.copied
         if program.updates:
             self._store()
-
-    def _path(self, instruction: Instruction) -> tuple[str, ...]:
-        owner = ".".join(instruction.path)
-        foreign = any(
-            ref in self.owned
-            and self.owned[ref] in self.program.parameter_order
-            and self.owned[ref].rpartition(".")[0] != owner
-            for ref in instruction.operands
-        )
-        return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
     def _unit(
         self,

@@ -29,6 +29,11 @@ _running = threading.local()
 """`region`: the region that this thread runs, if it runs one."""
 
 
+def in_region() -> bool:
+    """Whether a recomputed module runs, so that it alone decides what is stored."""
+    return getattr(_running, "region", None) is not None
+
+
 @dataclass(frozen=True)
 class Hold:
     """How an input is stored that the ranks along `axes` hold too: each cuts its part, and they join them again."""

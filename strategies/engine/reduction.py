@@ -66,7 +66,9 @@ class Reduction:
             return
         alone = len(pieces) == 1
         flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
-        work = dist.all_reduce(flat, group=self._groups[bucket.axes], async_op=True)
+        for holder in holders:
+            holder.grad = None  # the bucket has it now
+        work = self._communicator.begin_sum(flat, self._groups[bucket.axes])
         elements = sent([piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes))
         self._communicator.count(ALL_REDUCE, elements, flat)
         self._running.append((work, holders, flat))

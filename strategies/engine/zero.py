@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
@@ -42,6 +43,7 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
+from strategies.engine.zero_counted import count_on
 from strategies.engine.zero_options import (
     SMALLEST_ON_DISK,
     check_parameters,
@@ -96,6 +98,8 @@ class ZeroUpdates:
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known, moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
+        if stage == 3:
+            look_up_parameters(module)
         names = _replica_groups(self._parameters, program, communicator, stage)
         optimizer = optimizer_factory(
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
@@ -113,6 +117,8 @@ class ZeroUpdates:
         with _unrecognised(optimizer), _swapping_to(self._files):
             self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
         self._zero = self._engine.optimizer
+        backend = importlib.import_module("deepspeed.comm.comm").cdb
+        self._stop_counting = count_on(backend, communicator)
         self._check_swapped()
         if offload.optimizer == "disk":
             swapper = self._zero.optimizer_swapper
@@ -306,6 +312,7 @@ class ZeroUpdates:
             moved.back += 2 * self._accumulate * sum(self._pieces())
 
     def close(self) -> None:
+        self._stop_counting()
         self._engine.destroy()
         if self._files is not None:
             self._files.disk.close()

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from strategies.cost.activations import trace
 from strategies.cost.estimate import Machine
+from strategies.cost.memory import memory, under_way
+from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine.program import Program
 from strategies.engine.stages import BROADCAST, SEND
@@ -27,31 +31,29 @@ def describe_stages(
     programs: Sequence[Program],
     schedule: Schedule,
     *,
-    states: float,
+    updating: Updating,
     machine: Machine,
-    accumulate: int = 1,
 ) -> dict[str, Any]:
-    """The content of plan.json. `programs` are those of the stages, `accumulate` is how many times the schedule runs
-    per step; the rest is as for `strategies.describe`."""
-    parts = accumulate * len(schedule[0]) // 2
+    """The content of plan.json. `programs` are those of the stages, `updating.accumulate` is how many times the
+    schedule runs per step; the rest is as for `strategies.describe`."""
+    parts = updating.accumulate * len(schedule[0]) // 2
+    within = replace(updating, accumulate=parts)
+    traces = [trace(program, within) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, stage=0, states=states, machine=machine, accumulate=parts)
-        for stage, program in zip(stages, programs, strict=True)
+        describe(stage.graph, stage.plan, program, updating=within, machine=machine, traced=traced)
+        for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
-    for one, stage, actions in zip(told, stages, schedule, strict=True):
+    for one, stage, traced, actions in zip(told, stages, traces, schedule, strict=True):
         own = dict(one["communication"])
         for kind, count in _between(stage, stages, parts).items():
             own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        activations = one["memory"]["activations"] * held(actions)
-        memories.append(one["memory"] | {"activations": activations} | {
-            "total": one["memory"]["total"] - one["memory"]["activations"] + activations
-        })  # fmt: skip
+        memories.append(under_way(memory(traced), held(actions)).told())
     times = [one["cost"]["total"] for one in told]
     even = times if any(times) else [1.0] * len(stages)  # nothing to compare
     slowest = told[times.index(max(times))]["cost"]
-    total = makespan(schedule, [time / (3 * parts) for time in times]) * accumulate
+    total = makespan(schedule, [time / (3 * parts) for time in times]) * updating.accumulate
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():
@@ -65,7 +67,7 @@ def describe_stages(
         "parameters": parameters,
         "cost": slowest | {"waiting": total - slowest["total"], "total": total},
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
-        "memory": max(memories, key=lambda memory: memory["total"]),
+        "memory": max(memories, key=lambda one: one["peak"]),
         "unsliced": [where for one in told for where in one["unsliced"]],
         "pipeline": {
             "stages": len(stages),

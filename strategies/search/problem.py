@@ -16,7 +16,8 @@ from strategies.rules.sharding import Assignment, Sharding
 @dataclass(frozen=True)
 class Problem:
     """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
-    the layouts in which configured operators hand on their results."""
+    the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
+    the optimizer keeps per parameter element."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -24,6 +25,8 @@ class Problem:
     inputs: Mapping[str, Layout]
     fixed: Mapping[str, Assignment]
     outputs: Mapping[str, tuple[Layout, ...]]
+    stage: int = 0
+    states: float = 2.0
 
     @property
     def trained(self) -> frozenset[Ref]:

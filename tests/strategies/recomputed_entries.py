@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.cost.activations import saved_tensors, trace
+from strategies.cost.updating import Updating
 from strategies.engine import weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.lowering import lower
@@ -64,7 +65,7 @@ def _step(case: Case, plan: Plan, rank: int) -> Ran:
     del saved
     loss.backward()
     gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    predicted = trace(program, "cpu")
+    predicted = trace(program, Updating())
     return Ran(loss.item(), gradients, stored, dict(communicator.sent), predicted.activations, predicted.sent)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models.quickstart import Net as Quickstart
 from runner.launch import run_ranks
 from strategies.cost.estimate import LAPTOP
+from strategies.cost.updating import Updating
 from strategies.describe import communication, describe
 from strategies.engine import weights
 from strategies.engine.buckets import predicted as predicted_gradients
@@ -62,7 +63,7 @@ def quickstart() -> tuple[Model, Plan]:
 
 
 def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
-    settings = {"stage": 0, "states": 1.0, "machine": LAPTOP} | options
+    settings = {"machine": LAPTOP, "updating": Updating(**options)}
     return json.loads(
         json.dumps(describe(model.graph, plan, lower(model.graph, plan, Options(partial_loss=True)), **settings))
     )

@@ -22,6 +22,7 @@ from runner.launch import run_ranks
 from strategies.capture import Captured, Objective, capture
 from strategies.cost.activations import saved_tensors, trace
 from strategies.cost.estimate import LAPTOP
+from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine import weights
 from strategies.engine.communicator import Communicator
@@ -94,7 +95,7 @@ def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, way):
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
     assert stored < without
-    assert stored == trace(lower(gpt.graph, plan, Options(partial_loss=True)), "cpu").activations
+    assert stored == trace(lower(gpt.graph, plan, Options(partial_loss=True)), Updating()).activations
 
 
 def test_full_recompute_stores_the_inputs_of_the_layers_and_what_is_outside(gpt):
@@ -172,7 +173,7 @@ def test_written_buffers_shared_modules_and_several_results(operators):
     for name, value in truth.items():
         assert torch.equal(again[name], value), name
     assert stored < without
-    assert stored == trace(lower(found.graph, plan, Options(partial_loss=True)), "cpu").activations
+    assert stored == trace(lower(found.graph, plan, Options(partial_loss=True)), Updating()).activations
 
 
 def test_nothing_stays_after_backward(gpt):
@@ -223,8 +224,8 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
 def test_the_plan_tells_the_bytes(gpt):
     plan = planned(gpt, WAYS["full"])
     program = lower(gpt.graph, plan, Options(partial_loss=True))
-    content = describe(gpt.graph, plan, program, stage=0, states=2.0, machine=LAPTOP)
-    without = trace(replace(program, recompute=None), "cpu")
+    content = describe(gpt.graph, plan, program, updating=Updating(), machine=LAPTOP)
+    without = trace(replace(program, recompute=None), Updating())
     entry = content["recompute"]
     assert entry["modules"] == LAYERS
     assert entry["stored_bytes"] == content["memory"]["activations"] < without.activations

@@ -1,0 +1,94 @@
+"""What a rank's tensors take during training, measured: the most in each phase of a step, and what stays between steps.
+
+On a CPU every storage that an operator sees is counted (`strategies.cost.live`), on a GPU torch's allocator is asked.
+Invariant: measuring changes no number of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.cost.live import Live, bytes_of
+
+
+class Meter:
+    """Bytes of one rank. `steps` holds one entry per step: `before` it, at the `ends` of its phases and their `peaks`,
+    each the largest of the step's micro-batches; and what the first `forward` has left more than it found."""
+
+    def __init__(self, device: str) -> None:
+        self._live = Live("cpu") if device == "cpu" else None
+        self.steps: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Meter:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated() if self._live is None else self._live.now
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._live is None else self._live.peak
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is made inside is the data's: counted when the model takes it."""
+        if self._live is None:
+            yield
+            return
+        self._live.counting = False
+        try:
+            yield
+        finally:
+            self._live.counting = True
+
+    def begin(self) -> None:
+        """A new step."""
+        self.steps.append({"before": self._now(), "kept": 0, "ends": {}, "peaks": {}})
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the current step."""
+        if self._live is None:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._live.restart()
+        step, before = self.steps[-1], self._now()
+        yield
+        step["ends"][name] = max(step["ends"].get(name, 0), self._now())
+        step["peaks"][name] = max(step["peaks"].get(name, 0), self._peak())
+        if name == "forward":
+            step["kept"] = max(step["kept"], self._now() - before)
+
+    def told(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other). What
+        is left after a phase is the least of the steps: a thread that communicates may let go of a tensor late."""
+        steps = self.steps[1:] or self.steps
+        own = {tensor.untyped_storage()._cdata for tensor in parameters}
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        held += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+        held = [tensor for tensor in held if tensor.untyped_storage()._cdata not in own]
+        before = max(step["before"] for step in steps)
+        states = bytes_of(held)
+        peaks = {name: max(step["peaks"][name] for step in steps) for name in steps[-1]["peaks"]}
+        gradients = min(step["ends"].get("backward", step["before"]) - step["before"] for step in steps)
+        where = max(peaks, key=lambda name: peaks[name])
+        return {
+            "parameters": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            "gradients": gradients,
+            "optimizer": states,
+            "activations": min(step["kept"] for step in steps),
+            "held": before,
+            "peak": peaks[where],
+            "peak_in": where,
+            "peaks": peaks,
+        }

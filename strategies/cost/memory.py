@@ -1,0 +1,66 @@
+"""Bytes of memory that a rank needs, by part, and where in a step the most are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from strategies.cost.activations import Traced
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. From step to step there are parameters and buffers of the model, gradients that a sharded
+    optimizer keeps a place for, the optimizer's states and copies of weights, and `buffers` for communication. A step
+    adds at most `activations`, of all micro-batches that are under way, and `gradients`; `peaks` are the most at one
+    moment of each phase."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    held: int
+    peaks: dict[str, int]
+
+    @property
+    def peak_in(self) -> str:
+        """The phase of the step in which the most is needed."""
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def peak(self) -> int:
+        return self.peaks[self.peak_in]
+
+    def told(self) -> dict[str, Any]:
+        """For plan.json. `total` is the sum of the parts, which are not all there at one moment."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+        }
+        total = sum(parts.values()) + self.buffers
+        more = {"buffers": self.buffers, "held": self.held, "peak": self.peak, "peak_in": self.peak_in}
+        return {**parts, **more, "peaks": dict(self.peaks), "total": total}
+
+
+def memory(traced: Traced) -> Memory:
+    """What a step needs that was `traced`."""
+    stands = traced.stands
+    return Memory(
+        stands.parameters,
+        stands.gradients + traced.gradients,
+        stands.optimizer,
+        traced.kept,
+        stands.buffers,
+        stands.total,
+        {name: stands.total + most for name, most in traced.peaks.items()},
+    )
+
+
+def under_way(one: Memory, count: int) -> Memory:
+    """Of a rank that holds the activations of `count` micro-batches at one time."""
+    more = (count - 1) * one.activations
+    peaks = {name: most + (more if name != "update" else 0) for name, most in one.peaks.items()}
+    return replace(one, activations=count * one.activations, peaks=peaks)
