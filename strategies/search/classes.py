@@ -88,12 +88,18 @@ def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) ->
     return Classes(tuple(map(tuple, order.values())), dict(edges), of)
 
 
+def repeats(problem: Problem) -> bool:
+    """Whether the model has repeated layers: some product of tensors has a twin."""
+    return any(len(members) > 1 and problem.shardings[members[0].id].sums for members in classes(problem).members)
+
+
 def _said(problem: Problem, operator: Operator) -> Hashable:
     """All that an operator's own price and choices depend on."""
     sharding = problem.shardings[operator.id]
     fixed = problem.fixed.get(operator.id)
     return (
         operator.op,
+        operator.id in problem.graph.returning,
         sharding.operands,
         sharding.results,
         tuple(sharding.sizes.items()),

@@ -5,24 +5,19 @@ Operators with the same rule, shapes and gradients share one entry, so repeated 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import operator_seconds
-from strategies.cost.step import MASTER
-from strategies.engine.buckets import LARGEST, PARTS, SMALLEST
-from strategies.engine.emitter import Emitter
-from strategies.engine.program import PLAIN, Instruction, Options, Redistribute
-from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite
+from strategies.graph import Operator, Ref, Source, TensorSpec, rewrite
 from strategies.layout import Layout
-from strategies.plan import OperatorPlan
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, chain
+from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.search.own import Own
 from strategies.search.problem import Problem
 from strategies.search.transfers import PARTIAL, WHOLE, Integers, Rows, Seconds, Transfers
 
@@ -58,10 +53,7 @@ class Menu:
         self.axes = transfers.axes
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
-        learned = [source.spec for source in problem.graph.sources if source.trainable]
-        total = sum(spec.elements * max(spec.item_bytes, MASTER) for spec in learned)
-        self.bucket = min(max(total // PARTS, SMALLEST), LARGEST)
-        """Bytes of a bucket of gradients."""
+        self.own = Own(problem, transfers.cluster)
 
     def of(self, operator: Operator) -> Choices:
         key = self._signature(operator)
@@ -155,8 +147,8 @@ class Menu:
         found = np.array(
             [operator_seconds(sharding, one, operator, graph, mesh, cluster, trained) for one in assignments]
         )
-        if sharding.local is not None and self._talks(operator, sharding):
-            found += [self._inside(operator, sharding, one) for one in assignments]
+        if sharding.local is not None and self.own.talks(operator, sharding):
+            found += [self.own.inside(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and self.alone(ref) and ref in graph.trained:
                 found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
@@ -171,28 +163,11 @@ class Menu:
 
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""
-        return np.array([self.parameter_seconds(self.transfers.layout(rows, i), spec) for i in range(len(rows))])
+        return np.array([self.own.parameter_seconds(self.transfers.layout(rows, i), spec) for i in range(len(rows))])
 
     def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
-        """Seconds of the update of a trained parameter: of adding its gradient, as part of a bucket, over the axes over
-        which `layout` is partial, what backward does not hide; and of the optimizer's own work."""
-        problem, mesh, cluster = self.problem, self.problem.mesh, self.transfers.cluster
-        elements, wide = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
-        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth
-        axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
-        ranks = mesh.product(axes)
-        if ranks == 1:
-            return work
-
-        def carried(kind: str, item_bytes: int) -> float:
-            whole = self.bucket * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
-            return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
-
-        if problem.stage == 0:
-            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide)
-        if problem.stage == 3:
-            return work / ranks + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
-        return work / ranks + carried(ALL_REDUCE, MASTER) + carried(ALL_GATHER, spec.item_bytes)
+        """Seconds of the update of a trained parameter whose gradient is partial as `layout` is."""
+        return self.own.parameter_seconds(layout, spec)
 
     def chain_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
         """Seconds of one redistribution."""
@@ -205,45 +180,3 @@ class Menu:
         one = np.zeros(1, dtype=np.int64)
         returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
         return float(self._own(operator, sharding, [assignment], returned)[0])
-
-    def _talks(self, operator: Operator, sharding: Sharding) -> bool:
-        """Whether the rule's local program communicates where some factor is sliced."""
-        for factor, size in sharding.sizes.items():
-            axes = tuple(axis for axis in self.axes if size % self.problem.mesh.sizes[axis] == 0)[:1]
-            if axes and self._emitted(operator, sharding, {factor: axes}):
-                return True
-        return False
-
-    def _inside(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
-        """Seconds of the collectives of the local program."""
-        mesh, cluster = self.problem.mesh, self.transfers.cluster
-        total = 0.0
-        for one in self._emitted(operator, sharding, assignment):
-            total += chain_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
-            if one.differentiable and operator.id in self.problem.graph.returning:
-                total += chain_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
-        return total
-
-    def _emitted(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Redistribute]:
-        assert sharding.local is not None
-        rehearsal = _Rehearsal(self.problem.graph, self.problem.mesh)
-        planned = OperatorPlan(assignment, "default")
-        emitter = Emitter(rehearsal, operator, sharding, planned, operator.args, dict(operator.kwargs))
-        sharding.local(operator, emitter)
-        return [one for one in rehearsal.instructions if isinstance(one, Redistribute)]
-
-
-@dataclass
-class _Rehearsal:
-    """The lowering of one operator alone."""
-
-    graph: OperatorGraph
-    mesh: Any
-    options: Options = PLAIN
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def fresh(self, name: str) -> str:
-        return f"{name}_{len(self.instructions)}"
-
-    def ordinal(self, operator: Operator) -> int:
-        return 0

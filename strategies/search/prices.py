@@ -1,30 +1,29 @@
 """What a choice costs in seconds: an operator by itself, a value on its way to a use, and a whole plan.
 
 A plan costs the work of every operator, every redistribution forward and backward (once per value and target, as the
-engine does it), and the sums of the parameters' gradients. These leave in large buckets while backward still runs, so
-they cost by their bytes, and only the share that backward cannot hide. Invariant: for one problem all decisions take
-their prices here.
+engine does it), and the update of every parameter. Invariant: with the engine's redistributions (`engine_seconds`) the
+total is `strategies.search.pricing`'s, except for what leaves the graph.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import operator_seconds
+from strategies.engine.lowering import left_axes
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.redistribution import ALL_REDUCE, chain
+from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment
+from strategies.search.own import Own
 from strategies.search.problem import Problem
 
 Moving = Callable[[Layout, Layout, tuple[int, ...], int, Mesh, Cluster], float]
 """Layouts before and after, shape, bytes per element, mesh, cluster -> seconds."""
-BUCKET = 25 * 2**20
-"""Bytes of one all-reduce of gradients."""
 
 
 def engine_seconds(
@@ -40,7 +39,9 @@ class Pricing:
     def __init__(self, problem: Problem, cluster: Cluster, moving: Moving = engine_seconds) -> None:
         self.problem, self.cluster, self.mesh, self.moving = problem, cluster, problem.mesh, moving
         self._moves: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
-        self._rates: dict[tuple[str, ...], float] = {}
+        self._rates: dict[tuple[frozenset[str], frozenset[str], int], float] = {}
+        self._talks: dict[Hashable, bool] = {}
+        self.own = Own(problem, cluster)
 
     def moved(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
         """Seconds to carry a value of `spec` from one layout to another."""
@@ -57,22 +58,24 @@ class Pricing:
         return self.moved(have, wanted, spec) + back
 
     def worked(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds of an operator's own work, forward and backward."""
-        problem = self.problem
-        sharding = problem.shardings[operator.id]
-        return operator_seconds(sharding, assignment, operator, problem.graph, self.mesh, self.cluster, True)
+        """Seconds of an operator's own work, forward and backward, and of what its local program sends."""
+        problem, sharding = self.problem, self.problem.shardings[operator.id]
+        trained = operator.id in problem.graph.returning
+        seconds = operator_seconds(sharding, assignment, operator, problem.graph, self.mesh, self.cluster, trained)
+        if sharding.local is None or not assignment:
+            return seconds
+        key = operator.target, sharding.operands, tuple(sharding.sizes.items())
+        if key not in self._talks:
+            self._talks[key] = self.own.talks(operator, sharding)
+        return seconds + (self.own.inside(operator, sharding, assignment) if self._talks[key] else 0.0)
 
-    def added(self, held: Layout, left: tuple[str, ...], spec: TensorSpec) -> float:
-        """Seconds for which a step waits until the gradient of a parameter that lies like `held` is added over the
-        axes `left`."""
-        if not left:
-            return 0.0
-        if left not in self._rates:
-            ranks = self.mesh.product(left)
-            sent = 2 * BUCKET * (ranks - 1) / ranks
-            self._rates[left] = collective_seconds(ALL_REDUCE, sent, left, self.mesh, self.cluster) / BUCKET
-        size = math.prod(held.local_shape(spec.shape, self.mesh)) * max(spec.item_bytes, 4)
-        return size * self._rates[left] * (1 - self.cluster.overlap)
+    def updated(self, held: Layout, left: frozenset[str], spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter that lies like `held`, its gradient partial over `left`."""
+        key = left, held.axes, spec.item_bytes
+        elements = math.prod(held.local_shape(spec.shape, self.mesh))
+        if key not in self._rates:
+            self._rates[key] = self.own.parameter_seconds(Layout(held.dims, left), spec) / max(elements, 1)
+        return elements * self._rates[key]
 
     def total(self, chosen: Mapping[str, Assignment]) -> float:
         """Seconds of a step with these assignments (by operator)."""
@@ -80,14 +83,13 @@ class Pricing:
         return work + sum(self.carried(ref, chosen) for ref in self.problem.graph.users)
 
     def carried(self, ref: Ref, chosen: Mapping[str, Assignment]) -> float:
-        """Seconds to carry a value to all of its uses and their gradients back; of a parameter, with adding these."""
+        """Seconds to carry a value to all of its uses and their gradients back; of a parameter, with its update."""
         graph, shardings = self.problem.graph, self.problem.shardings
         source, spec = graph.by_id[ref.id], graph.specs[ref]
-        learns = ref in graph.trained
         ways = dict.fromkeys(
             (
                 shardings[user.id].operand_layouts(chosen[user.id])[position],
-                shardings[user.id].gradient_layouts(chosen[user.id])[position] if learns else None,
+                shardings[user.id].gradient_layouts(chosen[user.id])[position] if self.learns(ref, user) else None,
             )
             for user, position in graph.users[ref]
         )
@@ -95,6 +97,10 @@ class Pricing:
             return self.parameter(list(ways), spec)
         have = self.layout(ref, chosen)
         return sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
+
+    def learns(self, ref: Ref, user: Operator) -> bool:
+        """Whether a gradient comes back from this use of a value."""
+        return ref in self.problem.graph.trained and user.id in self.problem.graph.returning
 
     def layout(self, ref: Ref, chosen: Mapping[str, Assignment]) -> Layout:
         """How a value that is no parameter lies."""
@@ -105,16 +111,18 @@ class Pricing:
             return self.problem.inputs[source.name]
         return Layout.replicated(len(source.spec.shape))
 
-    def parameter(self, ways: list[tuple[Layout, Layout | None]], spec: TensorSpec) -> float:
+    def parameter(self, ways: Sequence[tuple[Layout, Layout | None]], spec: TensorSpec) -> float:
         """Seconds of a parameter that is used in these ways: it lies as the first wants it; its gradient is added over
         all axes that a use leaves."""
         if not ways:
             return 0.0
-        held, left, seconds = ways[0][0], set[str](), 0.0
+        held, left, seconds = ways[0][0], frozenset[str](), 0.0
         for wanted, returned in ways:
             seconds += self.moved(held, wanted, spec)
             if returned is not None:
-                open_ = returned.partial & frozenset(held.replica_axes(self.mesh))
+                open_ = left_axes(held, returned, spec.shape, self.mesh)
                 left |= open_
-                seconds += self.moved(Layout(returned.dims, returned.partial - open_), held, spec)
-        return seconds + self.added(held, self.mesh.sorted(left), spec)
+                dims = tuple(tuple(axis for axis in dim if axis not in open_) for dim in returned.dims)
+                seconds += self.moved(Layout(dims, returned.partial - open_), held, spec)
+        learns = any(returned is not None for _, returned in ways)
+        return seconds + (self.updated(held, left, spec) if learns else 0.0)

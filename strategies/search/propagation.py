@@ -25,8 +25,10 @@ from strategies.mesh import Mesh
 from strategies.meshing import Meshing
 from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.classes import repeats
 from strategies.search.defaults import batch_parallel
 from strategies.search.problem import Problem
+from strategies.search.recursive import refine
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
@@ -35,14 +37,22 @@ MOST_CANDIDATES = 256
 
 
 def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
-    """An assignment for every operator by id, and whether propagation reached it (else it is the default)."""
+    """An assignment for every operator by id, and whether propagation reached it (else it is the default).
+
+    A model with repeated layers is refined afterwards: what propagation met once it decided for all of them, so a
+    neighbour that it left dearer than need be is paid as often. Small nets keep what can be followed step by step.
+    """
     if not problem.fixed:
         raise StrategyError(
             "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
             "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
-    return _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
+    found = _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
+    if not repeats(problem):
+        return found
+    refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
+    return {id: (refined[id], reached) for id, (_, reached) in found.items()}
 
 
 class _Propagation:

@@ -81,12 +81,13 @@ class Rounds:
         for edge, times in self.classes.edges.items():
             producer, user = edge.producer, edge.user
             value = Ref(self.classes.heads[producer].id, edge.index)
-            learns = value in self.problem.graph.trained
+            learns = self.pricing.learns(value, self.classes.heads[user])
             have = [self._number(self._result(producer, edge.index, a)) for a in options[producer]]
             ways = _at(wanted[user], edge.position, learns)
             table = times * self._uses(have, ways, self.problem.graph.specs[value])
             if edge.after is not None:  # what the use before has brought costs nothing
-                before = _at(wanted[edge.after[0]], edge.after[1], learns)
+                again = self.pricing.learns(value, self.classes.heads[edge.after[0]])
+                before = _at(wanted[edge.after[0]], edge.after[1], again)
                 fresh = np.array([[a != b for b in ways] for a in before])
                 if fresh.any():
                     self._add(tables, (producer, edge.after[0], user), table[:, None, :] * fresh)
@@ -111,7 +112,7 @@ class Rounds:
             wanted, returned = ways[position]
             if source.kind == "parameter":
                 if self.problem.graph.users[ref][0][0].id == head.id:
-                    back = self._layouts[returned] if source.trainable else None
+                    back = self._layouts[returned] if self.pricing.learns(ref, head) else None
                     seconds += self.pricing.parameter([(self._layouts[wanted], back)], spec)
                 continue
             have = Layout.replicated(len(spec.shape))
@@ -173,11 +174,12 @@ class Rounds:
         """Seconds that the second of two users of a parameter adds to those of the first."""
         ways = [
             [
-                (sharding.operand_layouts(a)[at], sharding.gradient_layouts(a)[at] if source.trainable else None)
+                (sharding.operand_layouts(a)[at], sharding.gradient_layouts(a)[at] if learns else None)
                 for a in options[number]
             ]
             for number, at in zip(pair, positions, strict=True)
             for sharding in (self.shardings[number],)
+            for learns in (self.pricing.learns(Ref(source.id), self.classes.heads[number]),)
         ]
         alone = [self.pricing.parameter([first], source.spec) for first in ways[0]]
         return np.array(
