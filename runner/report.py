@@ -90,6 +90,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; found in {plan.search['seconds']:.2f} s"
             f"{_certificate(plan)}"
         )
+        lines[-1] += _meshes(plan)
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
         ]
@@ -111,6 +112,19 @@ def _certificate(plan: Plan) -> str:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
     return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+
+
+def _meshes(plan: Plan) -> str:
+    """Which mesh would have been the next best."""
+    if plan.search.get("mesh") is None:
+        return ""
+    best, second, many = (plan.search[key] for key in ("mesh", "runner_up", "meshes"))
+    shown = " x ".join(map(str, best["mesh"])) or "1"
+    if second is None:
+        return f"\nmesh: {shown}; {many} factorisations of the ranks lead to it"
+    slower = 100 * (second["seconds"] / best["seconds"] - 1) if best["seconds"] else 0.0
+    other = " x ".join(map(str, second["mesh"])) or "1"
+    return f"\nmesh: {shown}, of {many} factorisations of the ranks; the runner-up {other} is {slower:.2g} % slower"
 
 
 def totals(content: dict[str, Any]) -> str:

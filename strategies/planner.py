@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from strategies.addressing import Configured, configured, in_module
 from strategies.cost.cluster import Cluster, one_level
@@ -21,6 +22,7 @@ from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.exact import search
+from strategies.search.meshes import choose
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
 from strategies.search.recursive import bisect
@@ -56,13 +58,16 @@ class _Planning:
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
         problem = replace(bare, fixed=fixed, outputs=outputs)
-        certificate: dict[str, float | None] = {"cost": None, "lower_bound": None}
+        certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
         shared: Mapping[Ref, Layout] = {}
         if self.request.mode == "auto" and self.request.search == "dynamic_programming":
             best = search(problem, self.cluster)
             searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
             shared = best.tensors
             certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap}
+        elif self.request.mode == "auto" and self.request.search == "recursive_programming":
+            searched, meshes = self._bisected(problem)
+            certificate |= meshes
         else:
             searched = self._search(problem)
         operators = {
@@ -276,8 +281,6 @@ class _Planning:
 
     def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         if self.request.mode == "auto":
-            if self.request.search == "recursive_programming":
-                return {id: (found, True) for id, found in bisect(problem, self.cluster, self.meshing.fixed).items()}
             return propagate(problem, self.meshing, self.cluster)
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:
@@ -290,6 +293,16 @@ class _Planning:
                     assignment = as_shown(problem, operator, have, assignment)
             found[operator.id] = assignment, False
         return found
+
+    def _bisected(self, problem: Problem) -> tuple[dict[str, tuple[Assignment, bool]], dict[str, Any]]:
+        """Recursive programming; over several meshes where nobody fixed one, and then which was the best."""
+        if self.meshing.named:
+            found: Mapping[str, Assignment] = bisect(problem, self.cluster, self.meshing.fixed)
+            told: dict[str, Any] = {}
+        else:
+            chosen = choose(problem, self.cluster)
+            found, told = chosen.assignments, chosen.to_json()
+        return {id: (assignment, True) for id, assignment in found.items()}, told
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:

@@ -187,6 +187,7 @@ class Sharded:
         for group in self.groups:
             copied = group.part * (FP32 if self.stage > 1 or not self.low else item)
             most = max(most, left + copied + (group.part * FP32 if self.low and self.stage == 1 else 0))
-            most = max(most, (left if group is not self.groups[-1] else 0) + group.part * FP32
-                       + self.need.during([group.part]))
+            most = max(
+                most, (left if group is not self.groups[-1] else 0) + group.part * FP32 + self.need.during([group.part])
+            )
         return most

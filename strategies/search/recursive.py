@@ -21,7 +21,7 @@ from strategies.cost.cluster import Cluster
 from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
-from strategies.search.classes import classes
+from strategies.search.classes import Classes, classes
 from strategies.search.direct import direct_seconds
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
@@ -38,13 +38,16 @@ MOST_AXES = 6
 def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dict[str, Assignment]:
     """An assignment for every operator by id, whose sum of seconds is small. `axes` are the runs of mesh axes that are
     sliced with as one, outermost first: those that a user named, else every axis by itself."""
-    alike, runs = classes(problem), _units(problem.mesh, axes)
-    rounds = Rounds(Pricing(problem, cluster, direct_seconds), alike)
-    for run in runs:
-        rounds.decide(run, staying=False)
+    return in_rounds(Pricing(problem, cluster, direct_seconds), classes(problem), axes)[0]
+
+
+def in_rounds(pricing: Pricing, alike: Classes, axes: Sequence[Axes] = ()) -> tuple[dict[str, Assignment], float]:
+    """`bisect` with prices and classes that are known already: the assignments, and their seconds."""
+    rounds, runs = Rounds(pricing, alike), _units(pricing.mesh, axes)
+    total = [rounds.decide(run, staying=False) for run in runs][-1]
     if len(runs) <= MOST_AXES:
-        _decide_again(rounds, runs)
-    return {id: rounds.chosen[number] for id, number in alike.of.items()}
+        total = _decide_again(rounds, runs)
+    return {id: rounds.chosen[number] for id, number in alike.of.items()}, total
 
 
 def refine(
@@ -62,15 +65,16 @@ def _units(mesh: Mesh, axes: Sequence[Axes]) -> list[Axes]:
     return [run for run in axes if run] or [(axis,) for axis in mesh.names]
 
 
-def _decide_again(rounds: Rounds, axes: Sequence[Axes]) -> None:
-    """Sweeps over all axes and runs of them, until one gains little."""
+def _decide_again(rounds: Rounds, axes: Sequence[Axes]) -> float:
+    """Sweeps over all axes and runs of them, until one gains little. Returns the seconds of the whole."""
     total = math.inf
     for _ in range(SWEEPS):
         before = total
         for run in _runs(axes):
             total = rounds.decide(run, staying=True)
         if total > before * (1 - GAIN):
-            return
+            break
+    return total
 
 
 def _runs(axes: Sequence[Axes]) -> Iterator[Axes]:
