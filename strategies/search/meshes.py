@@ -58,8 +58,10 @@ def choose(problem: Problem, cluster: Cluster) -> Chosen:
     pricing, alike = Pricing(problem, cluster, direct_seconds), classes(problem)
     best: dict[tuple[int, ...], tuple[float, Mapping[str, Assignment]]] = {}
     searched = left_out = 0
-    for factors in factorisations(problem.mesh, cluster):
-        if len(best) > 1 and least(pricing, alike, factors) >= sorted(seconds for seconds, _ in best.values())[1]:
+    finest, *coarser = factorisations(problem.mesh, cluster)
+    bounds = {finest: 0.0} | {factors: least(pricing, alike, factors) for factors in coarser}
+    for factors in sorted(bounds, key=bounds.__getitem__):
+        if len(best) > 1 and bounds[factors] >= sorted(seconds for seconds, _ in best.values())[1]:
             left_out += 1
             continue
         assignments, seconds = in_rounds(pricing, alike, factors)
