@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import math
 import pstats
 from typing import Any
 
@@ -25,7 +26,7 @@ from strategies.rules import rule_of
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.recursive import bisect
-from tests.strategies.search.problems import gpt, llama, nodes, prime_mesh, problem, shaped
+from tests.strategies.search.problems import gpt, line, llama, nodes, prime_mesh, problem, shaped
 from tests.strategies.whole_model import TOLERANCE, Model
 
 LINKED = Cluster("linked", (Level("rank", 24, Link(1e12, 0.0)),), {"float32": 1e8, "float64": 1e8}, 10**9, 1e8, 0.0)
@@ -123,3 +124,33 @@ def calls(made: Problem, machine: Cluster) -> int:
     profile = cProfile.Profile()
     profile.runcall(bisect, made, machine)
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the straight line through the points, both on logarithmic scales."""
+    (x0, y0), (x1, y1) = ((math.log(x), math.log(y)) for x, y in (points[0], points[-1]))
+    return (y1 - y0) / (x1 - x0)
+
+
+def test_work_is_linear_in_operators_that_all_differ() -> None:
+    points = [(n, calls(problem(line(n, repeating=False), prime_mesh(16)), nodes(2))) for n in (40, 160)]
+    assert 0.7 < slope(points) < 1.1
+
+
+def test_work_hardly_grows_with_layers_that_repeat() -> None:
+    few, many = (calls(problem(line(n), prime_mesh(16)), nodes(2)) for n in (200, 1600))
+    assert many < 8 * few * 0.7  # recognising them is linear, deciding costs nothing more
+
+
+def test_work_grows_with_the_square_of_the_logarithm_of_the_devices() -> None:
+    """A round per axis, and layouts with as many axes: 128 times the devices are 4 times the work."""
+    few, many = (calls(problem(line(40), prime_mesh(2**n)), nodes(2**n // 8)) for n in (7, 14))
+    assert 2 < many / few < 4.5
+
+
+@pytest.mark.slow
+def test_a_slope_of_one_up_to_thousands_of_operators() -> None:
+    points = [(n, calls(problem(line(n), prime_mesh(16384)), nodes(2048))) for n in (1000, 3000, 10000)]
+    assert slope(points) < 1.05
+    distinct = [(n, calls(problem(line(n, repeating=False), prime_mesh(128)), nodes(16))) for n in (50, 400)]
+    assert 0.8 < slope(distinct) < 1.05
