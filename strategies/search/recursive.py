@@ -7,8 +7,9 @@ round sees the largest tensors. A round has few choices per operator and is solv
 fixed, until nothing gets cheaper. Configured operators have one choice throughout.
 
 Redistributions are priced in closed form. Cost: distinct operators x prime axes decisions over layouts of as many
-axes, so it is linear in operators and grows with the square of the logarithm of the devices. Source of the idea: Wang et al., "Efficient and Systematic Partitioning of Large and Deep Neural Networks
-for Parallelization" (Euro-Par 2021), which halves by operators' weights; a round here weighs them all at once.
+axes, so it is linear in operators and grows with the square of the logarithm of the devices. Source of the idea: Wang
+et al., "Efficient and Systematic Partitioning of Large and Deep Neural Networks for Parallelization" (Euro-Par 2021),
+which halves by operators' weights; a round here weighs them all at once.
 """
 
 from __future__ import annotations
