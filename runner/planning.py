@@ -35,11 +35,11 @@ def planned(
         return _from_file(Path(config.parallel.plan), graph, request)
     folder = cache_folder(config.parallel.plan_cache)
     if folder is None:
-        return make_plan(graph, request)
+        return make_plan(graph, request, cluster)
     key = plan_cache.key_of(graph, request, cluster)
     if (found := plan_cache.load(folder, key, say)) is not None:
         return _loaded(found, "the plan cache")
-    plan = make_plan(graph, request)
+    plan = make_plan(graph, request, cluster)
     plan_cache.store(folder, key, plan, say)
     return plan
 

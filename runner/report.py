@@ -70,7 +70,8 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             cluster=cluster,
         )
     content["copies"] = _copies(prepared)
-    content["search"] |= {"cost": content["cost"]["total"]}
+    if content["search"]["cost"] is None:
+        content["search"] |= {"cost": content["cost"]["total"]}
     _predict(content, prepared, programs, cluster)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
     if config.parallel.dump_ir:
@@ -140,6 +141,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         loaded = plan.search.get("loaded_from")
         found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
+        found += _certificate(plan) + _meshes(plan)
         lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -155,6 +157,27 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
             f"{pipeline.schedule} over {pipeline.parts} micro-batches"
         )
     return "\n".join(lines)
+
+
+def _certificate(plan: Plan) -> str:
+    """What a search knows about the plan that it found."""
+    if plan.search.get("gap") is None:
+        return ""
+    cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
+    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+
+
+def _meshes(plan: Plan) -> str:
+    """Which mesh would have been the next best."""
+    if plan.search.get("mesh") is None:
+        return ""
+    best, second, many = (plan.search[key] for key in ("mesh", "runner_up", "meshes"))
+    shown = " x ".join(map(str, best["mesh"])) or "1"
+    if second is None:
+        return f"\nmesh: {shown}; {many} factorisations of the ranks lead to it"
+    slower = 100 * (second["seconds"] / best["seconds"] - 1) if best["seconds"] else 0.0
+    other = " x ".join(map(str, second["mesh"])) or "1"
+    return f"\nmesh: {shown}, of {many} factorisations of the ranks; the runner-up {other} is {slower:.2g} % slower"
 
 
 def totals(content: dict[str, Any]) -> str:

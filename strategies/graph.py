@@ -169,6 +169,18 @@ class OperatorGraph:
                 found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
         return frozenset(found)
 
+    @cached_property
+    def returning(self) -> frozenset[str]:
+        """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
+        detach."""
+        wanted, found = set(self.outputs), set()
+        for operator in reversed(self.operators):
+            results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
+            if operator.op != "detach" and not wanted.isdisjoint(results):
+                found.add(operator.id)
+                wanted.update(operator.operands)
+        return frozenset(found)
+
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""
         operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from strategies.errors import StrategyError, closest
 
-SEARCHES = ("sharding_propagation",)
+SEARCHES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 
 

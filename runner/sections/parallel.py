@@ -16,8 +16,7 @@ from runner.sections.recompute import Recompute
 from runner.sections.section import Arguments, Count, Glob, Section, by_path, refusal
 
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
-Search = Literal["sharding_propagation"]
-LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
+Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
 DATASETS = ("data_parallel", "full_batch")
 NOTHING = {"set_data_parallel": "[]", "place": "{}"}
 """How to drop a key that is not dropped by null."""
@@ -69,16 +68,6 @@ class Parallel(Section):
                 "parallel.mode",
             )
         return mode
-
-    @field_validator("search", mode="before")
-    @classmethod
-    def _search_available(cls, search: Any) -> Any:
-        if search in LATER_SEARCHES:
-            raise refusal(
-                f"parallel.search = {search!r} comes later; for now the one search is sharding_propagation.",
-                "parallel.search",
-            )
-        return search
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -76,6 +76,12 @@ class Cluster:
             return self.flops[dtype]
         return self.flops["float32"] / (2 if dtype == "float64" else 1)
 
+    def units(self, ranks: int) -> tuple[int, ...]:
+        """Over how many units of each level but the innermost so many ranks are spread, outermost first; without
+        levels that they do not fill evenly."""
+        inner = [math.prod(level.size for level in self.levels[depth:]) for depth in range(1, len(self.levels))]
+        return tuple(ranks // size for size in inner if ranks % size == 0 and ranks > size)
+
     def link(self, mesh: Mesh, axes: Iterable[str]) -> Link:
         """The link of the slowest level that a group along `axes` crosses (the innermost one for a single rank).
 
@@ -99,6 +105,13 @@ class Cluster:
         """Per level, among how many units a group along `axes` is spread: (4, 2) are 4 nodes with 2 ranks each. Where
         groups differ, the most of any; the product is at least the size of the group."""
         return _spread(tuple(level.size for level in self.levels), mesh, mesh.sorted(axes), self.name)
+
+
+def one_level(devices: int) -> Cluster:
+    """Fast devices (a data sheet's H100, at what programs achieve) joined by one fast link: for plans whose machine
+    nobody described."""
+    flops = {"float64": 47e12, "float32": 47e12, "float16": 692e12, "bfloat16": 692e12}
+    return Cluster("one_level", (Level("device", devices, Link(369e9, 1.9e-6, 10e-6)),), flops, 83 * 10**9, 3e12, 5e-6)
 
 
 @cache

@@ -27,7 +27,7 @@ Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""
 
 
-def chain_seconds(chain: Chain, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
+def chain_seconds(chain: Chain, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of a redistribution of a tensor with elements of `item_bytes`."""
     return sum(step_seconds(step, item_bytes, mesh, cluster) for step in chain)
 
@@ -44,9 +44,9 @@ def joined_seconds(steps: Sequence[tuple[Step, int]], mesh: Mesh, cluster: Clust
     return seconds
 
 
-def step_seconds(step: Step, item_bytes: int, mesh: Mesh, cluster: Cluster) -> float:
+def step_seconds(step: Step, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of one step, with the copies that put slices in the order in which the collective sends them."""
-    copied = 2 * _copied(step, mesh) * item_bytes
+    copied = 2 * copied_elements(step, mesh) * item_bytes
     local = cluster.launch + copied / cluster.memory_bandwidth if copied else 0.0
     if step.kind in LOCAL:
         return local
@@ -115,7 +115,7 @@ def _direct(sent: float, crossed: Crossed) -> float:
     return rounds + slowest
 
 
-def _copied(step: Step, mesh: Mesh) -> int:
+def copied_elements(step: Step, mesh: Mesh) -> int:
     """Elements that a rank copies beside sending: slices along any dim but the first are not contiguous."""
     before = math.prod(step.before.local_shape(step.shape, mesh))
     after = math.prod(step.after.local_shape(step.shape, mesh))

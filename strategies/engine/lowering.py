@@ -18,6 +18,7 @@ from strategies.engine.emitter import Emitter
 from strategies.engine.program import PLAIN, Compute, Instruction, Options, Program, Redistribute
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite, wide
 from strategies.layout import Layout
+from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.redistribution import Chain, chain
 from strategies.rules import rule_of
@@ -51,16 +52,20 @@ def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) 
     return lowering.ordinals
 
 
-def _returning(graph: OperatorGraph) -> frozenset[str]:
-    """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
-    detach."""
-    wanted, found = set(graph.outputs), set()
-    for operator in reversed(graph.operators):
-        results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
-        if operator.op != "detach" and not wanted.isdisjoint(results):
-            found.add(operator.id)
-            wanted.update(operator.operands)
-    return frozenset(found)
+def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:
+    """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is
+    one, and those that slice the end of a dim at the use (there the gradient is filled up with zeros; slices that
+    are padded themselves only all at once)."""
+    replica = set(have.replica_axes(mesh))
+    left = set(returned.partial) & replica
+    for size, dim in zip(shape, returned.dims, strict=True):
+        if size % mesh.product(dim) and not set(dim) <= replica:
+            continue
+        for axis in reversed(dim):
+            if axis not in replica:
+                break
+            left.add(axis)
+    return frozenset(left)
 
 
 class _Lowering:
@@ -81,7 +86,7 @@ class _Lowering:
         self.layouts: dict[Ref, Layout] = {}  # of every global value, as it is handed on
         self.local: dict[Ref, Ref] = {}  # global value -> its slice in the program
         self.gradient: dict[Ref, bool] = {}
-        self.returning = _returning(graph)
+        self.returning = graph.returning
         self.shared: dict[tuple[Ref, Layout, Layout | None], Ref] = {}
         self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
         self.added_wide: set[Ref] = set()  # partial sums that the ranks hold in fp32
@@ -219,7 +224,7 @@ class _Lowering:
                 return self._shared(operator, position, ref, wanted, None, (), name)
             use = (ref, operator.id if operator.share is None else operator.share.of, position)
             if use not in self.uses:  # all copies of the batch share one
-                left = self._left(have, returned, spec.shape)
+                left = left_axes(have, returned, spec.shape, self.mesh)
                 back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
                 scale = self._scale(source.name, have, left)
                 self.uses[use] = self._redistribute(operator, position, ref, wanted, back, name, True, scale)
@@ -266,21 +271,6 @@ class _Lowering:
         )  # fmt: skip
         return self._carried(step, ref, operator)
 
-    def _left(self, have: Layout, returned: Layout, shape: tuple[int, ...]) -> frozenset[str]:
-        """The replica axes of a parameter over which this use's gradient may stay a partial sum: those over which it is
-        one, and those that slice the end of a dim at the use (there the gradient is filled up with zeros; slices that
-        are padded themselves only all at once)."""
-        replica = set(have.replica_axes(self.mesh))
-        left = set(returned.partial) & replica
-        for size, dim in zip(shape, returned.dims, strict=True):
-            if size % self.mesh.product(dim) and not set(dim) <= replica:
-                continue
-            for axis in reversed(dim):
-                if axis not in replica:
-                    break
-                left.add(axis)
-        return frozenset(left)
-
     def _reductions(self) -> dict[str, tuple[str, ...]]:
         """Per trainable parameter: the union over its uses of the axes that are left (all replica axes for a
         sharded optimizer)."""
@@ -297,7 +287,7 @@ class _Lowering:
                 if operator.id not in self.returning:
                     continue
                 returned = self.shardings[operator.id].gradient_layouts(self._planned(operator).assignment)[position]
-                left |= self._left(have, returned, source.spec.shape)
+                left |= left_axes(have, returned, source.spec.shape, self.mesh)
             found[source.name] = self.mesh.sorted(left)
         return found
 

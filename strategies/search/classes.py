@@ -9,11 +9,12 @@ counted. Cost: linear in the operators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from strategies.graph import Operator, Ref, Source
+from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 
 DEPTH = 2
@@ -45,15 +46,18 @@ class Classes:
         return tuple(members[0] for members in self.members)
 
 
-def classes(problem: Problem) -> Classes:
-    """The classes of a problem's operators, in the order of their first members."""
+def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) -> Classes:
+    """The classes of a problem's operators, in the order of their first members. With assignments `chosen` by id,
+    operators are alike only if these are equal too."""
     graph = problem.graph
     numbers: dict[Hashable, int] = {}
 
     def number(key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
-    colour = {operator.id: number(_said(problem, operator)) for operator in graph.operators}
+    colour = {
+        operator.id: number((_said(problem, operator), _slices(chosen, operator))) for operator in graph.operators
+    }
     sources = {source.id: number(_source(problem, source)) for source in graph.sources}
     uses = {
         operator.id: [
@@ -84,12 +88,18 @@ def classes(problem: Problem) -> Classes:
     return Classes(tuple(map(tuple, order.values())), dict(edges), of)
 
 
+def repeats(problem: Problem) -> bool:
+    """Whether the model has repeated layers: some product of tensors has a twin."""
+    return any(len(members) > 1 and problem.shardings[members[0].id].sums for members in classes(problem).members)
+
+
 def _said(problem: Problem, operator: Operator) -> Hashable:
     """All that an operator's own price and choices depend on."""
     sharding = problem.shardings[operator.id]
     fixed = problem.fixed.get(operator.id)
     return (
         operator.op,
+        operator.id in problem.graph.returning,
         sharding.operands,
         sharding.results,
         tuple(sharding.sizes.items()),
@@ -101,6 +111,10 @@ def _said(problem: Problem, operator: Operator) -> Hashable:
         None if fixed is None else tuple(fixed.items()),
         problem.outputs.get(operator.id),
     )
+
+
+def _slices(chosen: Mapping[str, Assignment] | None, operator: Operator) -> Hashable:
+    return None if chosen is None else tuple(chosen[operator.id].items())
 
 
 def _source(problem: Problem, source: Source) -> Hashable:

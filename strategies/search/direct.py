@@ -9,9 +9,10 @@ which it searches for, never sends more. The work is linear in the axes of the t
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import collective_seconds, step_seconds
+from strategies.cost.collectives import collective_seconds, copied_elements
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import (
@@ -41,6 +42,7 @@ def direct_chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Me
     way.sum(mesh)
     way.slice()
     way.exchange()
+    way.slice()
     if way.crossed():
         way.move(after, mesh)
     way.gather()
@@ -140,12 +142,27 @@ def direct_seconds(
     before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
 ) -> float:
     """Seconds of that chain. What an exchange sends is what a rank receives, which is exact where no rank keeps more
-    than another."""
+    than another. Padding is not counted."""
+    size = math.prod(shape) * item_bytes
     seconds = 0.0
+    for kind, axes, sent, copied in _shares(before, after, mesh):
+        if copied:
+            seconds += cluster.launch + 2 * copied * size / cluster.memory_bandwidth
+        if sent:
+            seconds += collective_seconds(kind, sent * size, axes, mesh, cluster)
+    return seconds
+
+
+@cache
+def _shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], float, float], ...]:
+    """Of every step: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its shape is."""
+    shape = (mesh.size,) * len(before.dims)
+    whole = math.prod(shape)
+    found = []
     for step in direct_chain(before, after, shape, mesh):
         if step.kind == EXCHANGE:
-            received = math.prod(step.after.local_shape(shape, mesh)) * item_bytes
-            seconds += collective_seconds(EXCHANGE, received, step.axes, mesh, cluster)
+            sent = math.prod(step.after.local_shape(shape, mesh))
         else:
-            seconds += step_seconds(step, item_bytes, mesh, cluster)
-    return seconds
+            sent = step.elements(mesh)
+        found.append((step.kind, step.axes, sent / whole, copied_elements(step, mesh) / whole))
+    return tuple(found)

@@ -113,4 +113,4 @@ class _Elimination:
                 self.holding[v].discard(number)
             rest = tuple(v for v in variables if v != variable)
             if rest:
-                self._keep(rest, table.take(value, variables.index(variable)))
+                self._keep(rest, np.asarray(table.take(value, variables.index(variable))))

@@ -1,119 +1,97 @@
-"""What a choice costs in seconds: an operator by itself, a value on its way to a use, and a whole plan.
+"""What a whole plan costs, edge by edge as the engine executes it: the search's sum without its tables.
 
-A plan costs the work of every operator, every redistribution forward and backward (once per value and target, as the
-engine does it), and the sums of the parameters' gradients. These leave in large buckets while backward still runs, so
-they cost by their bytes, and only the share that backward cannot hide. Invariant: for one problem all decisions take
-their prices here.
+A value is redistributed once for all uses that need the same slice and return the same kind of gradient; parameters are
+redistributed per use, and their gradients added once over all axes that some use left open.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds
-from strategies.cost.operators import operator_seconds
+from strategies.engine.lowering import left_axes
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import ALL_REDUCE, chain
 from strategies.rules.sharding import Assignment
+from strategies.search.options import Menu
 from strategies.search.problem import Problem
 
-Moving = Callable[[Layout, Layout, tuple[int, ...], int, Mesh, Cluster], float]
-"""Layouts before and after, shape, bytes per element, mesh, cluster -> seconds."""
-BUCKET = 25 * 2**20
-"""Bytes of one all-reduce of gradients."""
 
-
-def engine_seconds(
-    before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
+def plan_seconds(
+    menu: Menu, assignments: Mapping[str, Assignment], tensors: Mapping[Ref, Layout], problem: Problem
 ) -> float:
-    """Seconds of the chain that the engine runs."""
-    return chain_seconds(chain(before, after, shape, mesh), item_bytes, mesh, cluster)
+    """Seconds of a step under `assignments` by operator id; `tensors` are layouts of parameters with several uses."""
+    return _Pricing(menu, assignments, tensors, problem).total()
 
 
-class Pricing:
-    """Prices of one problem on one cluster; `moving` says what a redistribution takes."""
+class _Pricing:
+    def __init__(
+        self, menu: Menu, assignments: Mapping[str, Assignment], tensors: Mapping[Ref, Layout], problem: Problem
+    ) -> None:
+        self.menu, self.assignments, self.tensors = menu, assignments, tensors
+        self.problem, self.graph, self.mesh = problem, problem.graph, problem.mesh
 
-    def __init__(self, problem: Problem, cluster: Cluster, moving: Moving = engine_seconds) -> None:
-        self.problem, self.cluster, self.mesh, self.moving = problem, cluster, problem.mesh, moving
-        self._moves: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
-        self._rates: dict[tuple[str, ...], float] = {}
+    def total(self) -> float:
+        found = sum(self.menu.own_seconds(operator, self.assignments[operator.id]) for operator in self.graph.operators)
+        for ref, uses in self.graph.users.items():
+            node = self.graph.by_id[ref.id]
+            if isinstance(node, Source) and node.kind == "parameter":
+                if len(uses) > 1:
+                    found += self._parameter(ref, node)
+            else:
+                found += self._value(ref)
+        for ref, learns in (
+            *((ref, True) for ref in self.graph.outputs),
+            *((ref, False) for _, ref in self.graph.updates),
+        ):
+            if isinstance(self.graph.by_id[ref.id], Operator):
+                have, spec = self._have(ref), self.graph.specs[ref]
+                found += self._chain(have, Layout.replicated(len(spec.shape)), spec)
+                if learns and ref in self.graph.trained:
+                    found += self._chain(Layout.replicated(len(spec.shape)), have.whole, spec)
+        return found
 
-    def moved(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
-        """Seconds to carry a value of `spec` from one layout to another."""
-        if before == after:
-            return 0.0
-        key = before, after, spec.shape, spec.item_bytes
-        if key not in self._moves:
-            self._moves[key] = self.moving(before, after, spec.shape, spec.item_bytes, self.mesh, self.cluster)
-        return self._moves[key]
+    def _chain(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        return self.menu.chain_seconds(before, after, spec)
 
-    def used(self, have: Layout, wanted: Layout, returned: Layout | None, spec: TensorSpec) -> float:
-        """Seconds to carry a value to a use and its gradient back (None: there is none)."""
-        back = 0.0 if returned is None else self.moved(returned, have.whole, spec)
-        return self.moved(have, wanted, spec) + back
+    def _have(self, ref: Ref) -> Layout:
+        node = self.graph.by_id[ref.id]
+        if isinstance(node, Operator):
+            return self.problem.result_layout(ref, self.assignments[ref.id])
+        return self.problem.inputs[node.name] if node.kind == "input" else Layout.replicated(len(node.spec.shape))
 
-    def worked(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds of an operator's own work, forward and backward."""
-        problem = self.problem
-        sharding = problem.shardings[operator.id]
-        return operator_seconds(sharding, assignment, operator, problem.graph, self.mesh, self.cluster, True)
+    def _use(self, user: Operator, position: int) -> tuple[Layout, Layout]:
+        sharding, assignment = self.problem.shardings[user.id], self.assignments[user.id]
+        return sharding.operand_layouts(assignment)[position], sharding.gradient_layouts(assignment)[position]
 
-    def added(self, held: Layout, left: tuple[str, ...], spec: TensorSpec) -> float:
-        """Seconds for which a step waits until the gradient of a parameter that lies like `held` is added over the
-        axes `left`."""
-        if not left:
-            return 0.0
-        if left not in self._rates:
-            ranks = self.mesh.product(left)
-            sent = 2 * BUCKET * (ranks - 1) / ranks
-            self._rates[left] = collective_seconds(ALL_REDUCE, sent, left, self.mesh, self.cluster) / BUCKET
-        size = math.prod(held.local_shape(spec.shape, self.mesh)) * max(spec.item_bytes, 4)
-        return size * self._rates[left] * (1 - self.cluster.overlap)
+    def _value(self, ref: Ref) -> float:
+        have, spec, found = self._have(ref), self.graph.specs[ref], 0.0
+        done = set()
+        for user, position in self.graph.users[ref]:
+            wanted, returned = self._use(user, position)
+            gradient = ref in self.graph.trained and user.id in self.graph.returning
+            key = (wanted, returned if gradient else None)
+            if key not in done:
+                done.add(key)
+                found += self._chain(have, wanted, spec)
+                if gradient:
+                    found += self._chain(returned, have.whole, spec)
+        return found
 
-    def total(self, chosen: Mapping[str, Assignment]) -> float:
-        """Seconds of a step with these assignments (by operator)."""
-        graph, shardings = self.problem.graph, self.problem.shardings
-        seconds = sum(self.worked(operator, chosen[operator.id]) for operator in graph.operators)
-        for ref, uses in graph.users.items():
-            source, spec = graph.by_id[ref.id], graph.specs[ref]
-            learns = ref in graph.trained
-            ways = dict.fromkeys(
-                (
-                    shardings[user.id].operand_layouts(chosen[user.id])[position],
-                    shardings[user.id].gradient_layouts(chosen[user.id])[position] if learns else None,
-                )
-                for user, position in uses
-            )
-            if isinstance(source, Source) and source.kind == "parameter":
-                seconds += self.parameter(list(ways), spec)
-                continue
-            have = self.layout(ref, chosen)
-            seconds += sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
-        return seconds
-
-    def layout(self, ref: Ref, chosen: Mapping[str, Assignment]) -> Layout:
-        """How a value that is no parameter lies."""
-        source = self.problem.graph.by_id[ref.id]
-        if isinstance(source, Operator):
-            return self.problem.result_layout(ref, chosen[ref.id])
-        if source.kind == "input":
-            return self.problem.inputs[source.name]
-        return Layout.replicated(len(source.spec.shape))
-
-    def parameter(self, ways: list[tuple[Layout, Layout | None]], spec: TensorSpec) -> float:
-        """Seconds of a parameter that is used in these ways: it lies as the first wants it; its gradient is added over
-        all axes that a use leaves."""
-        if not ways:
-            return 0.0
-        held, left, seconds = ways[0][0], set[str](), 0.0
-        for wanted, returned in ways:
-            seconds += self.moved(held, wanted, spec)
-            if returned is not None:
-                open_ = returned.partial & frozenset(held.replica_axes(self.mesh))
-                left |= open_
-                seconds += self.moved(Layout(returned.dims, returned.partial - open_), held, spec)
-        return seconds + self.added(held, self.mesh.sorted(left), spec)
+    def _parameter(self, ref: Ref, source: Source) -> float:
+        have, spec, found = self.tensors[ref], source.spec, 0.0
+        added: set[str] = set()
+        shared: set[Layout] = set()
+        for user, position in self.graph.users[ref]:
+            wanted, returned = self._use(user, position)
+            if ref not in self.graph.trained or user.id not in self.graph.returning:
+                if wanted not in shared:
+                    shared.add(wanted)
+                    found += self._chain(have, wanted, spec)
+            else:
+                found += self._chain(have, wanted, spec)
+                left = left_axes(have, returned, spec.shape, self.mesh)
+                found += self._chain(returned, Layout(have.dims, left), spec)
+                added |= left
+        if ref in self.graph.trained and any(user.id in self.graph.returning for user, _ in self.graph.users[ref]):
+            found += self.menu.parameter_seconds(Layout(have.dims, frozenset(added)), spec)
+        return found

@@ -1,7 +1,8 @@
 """One decision for all operators at once: along given mesh axes, which loop of every class of operators they slice.
 
-Everything but these axes stays as it is, so an operator has few choices: one per loop that can be cut, to leave the axes
-idle, and to stay. The cheapest choice of all is found by elimination, so the total never rises where staying is allowed.
+Everything but these axes stays as it is, so an operator has few choices: one per loop that can be cut, to leave the
+axes idle, and to stay. The cheapest choice of all is found by elimination, so the total never rises where staying is
+allowed.
 Layouts are numbered, and prices are remembered by number: alike tensors between alike layouts are priced once.
 """
 
@@ -16,7 +17,7 @@ from strategies.layout import Layout
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.classes import Classes
 from strategies.search.minplus import Table, cheapest
-from strategies.search.pricing import Pricing
+from strategies.search.prices import Pricing
 
 Way = tuple[int, int]
 """The numbers of the layouts in which a use wants a value and returns its gradient (-1: there is none)."""
@@ -41,6 +42,10 @@ class Rounds:
         self._moves: dict[tuple[int, int, int], float] = {}
         self._tables: dict[Hashable, Table] = {}
         self._worked: dict[tuple[int, Hashable], float] = {}
+
+    def start(self, chosen: Sequence[Assignment]) -> None:
+        """Go on from these assignments of the classes, over the whole mesh."""
+        self.chosen, self.decided = list(chosen), frozenset(self.mesh.names)
 
     def decide(self, axes: tuple[str, ...], *, staying: bool) -> float:
         """Slice with `axes` (a run of neighbours) what costs least. Returns the seconds of the whole, repeated layers
@@ -76,12 +81,13 @@ class Rounds:
         for edge, times in self.classes.edges.items():
             producer, user = edge.producer, edge.user
             value = Ref(self.classes.heads[producer].id, edge.index)
-            learns = value in self.problem.graph.trained
+            learns = self.pricing.learns(value, self.classes.heads[user])
             have = [self._number(self._result(producer, edge.index, a)) for a in options[producer]]
             ways = _at(wanted[user], edge.position, learns)
             table = times * self._uses(have, ways, self.problem.graph.specs[value])
             if edge.after is not None:  # what the use before has brought costs nothing
-                before = _at(wanted[edge.after[0]], edge.after[1], learns)
+                again = self.pricing.learns(value, self.classes.heads[edge.after[0]])
+                before = _at(wanted[edge.after[0]], edge.after[1], again)
                 fresh = np.array([[a != b for b in ways] for a in before])
                 if fresh.any():
                     self._add(tables, (producer, edge.after[0], user), table[:, None, :] * fresh)
@@ -106,7 +112,7 @@ class Rounds:
             wanted, returned = ways[position]
             if source.kind == "parameter":
                 if self.problem.graph.users[ref][0][0].id == head.id:
-                    back = self._layouts[returned] if source.trainable else None
+                    back = self._layouts[returned] if self.pricing.learns(ref, head) else None
                     seconds += self.pricing.parameter([(self._layouts[wanted], back)], spec)
                 continue
             have = Layout.replicated(len(spec.shape))
@@ -168,11 +174,12 @@ class Rounds:
         """Seconds that the second of two users of a parameter adds to those of the first."""
         ways = [
             [
-                (sharding.operand_layouts(a)[at], sharding.gradient_layouts(a)[at] if source.trainable else None)
+                (sharding.operand_layouts(a)[at], sharding.gradient_layouts(a)[at] if learns else None)
                 for a in options[number]
             ]
             for number, at in zip(pair, positions, strict=True)
             for sharding in (self.shardings[number],)
+            for learns in (self.pricing.learns(Ref(source.id), self.classes.heads[number]),)
         ]
         alone = [self.pricing.parameter([first], source.spec) for first in ways[0]]
         return np.array(
@@ -186,7 +193,8 @@ class Rounds:
     def _add(tables: dict[tuple[int, ...], Table], variables: tuple[int, ...], table: Table) -> None:
         """Add a table; a class that occurs twice in it has one choice."""
         key = tuple(sorted(set(variables)))
-        found = np.einsum(table, [key.index(v) for v in variables], list(range(len(key))))
+        letters = "".join("abc"[key.index(v)] for v in variables)
+        found: Table = np.einsum(f"{letters}->{'abc'[: len(key)]}", table)
         tables[key] = tables[key] + found if key in tables else found
 
     def _tied(self) -> list[tuple[int, int, Source, tuple[int, int]]]:

@@ -1,0 +1,104 @@
+"""Exact minimisation over a network of tables: variables are eliminated one by one.
+
+Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum and
+the option that makes it. The variable whose elimination makes the smallest table goes first. Going back through the
+eliminated variables reads the best solution. Source: R. Dechter, "Bucket elimination: a unifying framework for
+reasoning" (1999), over the min-plus semiring.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.search.cells import Table, table
+from strategies.search.transfers import Seconds
+
+LARGEST = 2**28
+"""Entries of a table above which a search needs too much memory."""
+
+
+class TooWide(Exception):
+    """A table would be larger than `LARGEST`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Eliminated:
+    """The best option of `variable` for every choice of `neighbours`."""
+
+    variable: int
+    neighbours: tuple[int, ...]
+    best: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """`table` holds the least seconds over the variables that were kept; `steps` lead back to the others."""
+
+    table: Table
+    steps: tuple[Eliminated, ...]
+
+    def complete(self, picks: dict[int, int]) -> None:
+        """Adds the eliminated variables' options to those of the kept ones."""
+        for step in reversed(self.steps):
+            picks[step.variable] = int(step.best[tuple(picks[v] for v in step.neighbours)])
+
+
+def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = ()) -> Rest:
+    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide."""
+    waiting = dict(enumerate(tables))
+    at: dict[int, set[int]] = {variable: set() for variable in sizes}
+    for number, one in waiting.items():
+        for variable in one.variables:
+            at[variable].add(number)
+
+    def neighbours(variable: int) -> list[int]:
+        return sorted({v for number in at[variable] for v in waiting[number].variables} - {variable})
+
+    def entries(variable: int) -> int:
+        return math.prod(sizes[v] for v in neighbours(variable)) * sizes[variable]
+
+    alive = set(sizes) - set(kept)
+    heap = [(entries(variable), variable) for variable in alive]
+    heapq.heapify(heap)
+    steps, fresh = [], len(waiting)
+    while alive:
+        size, variable = heapq.heappop(heap)
+        if variable not in alive:
+            continue
+        now = entries(variable)
+        if now != size:
+            heapq.heappush(heap, (now, variable))
+            continue
+        if size > LARGEST:
+            raise TooWide
+        around = neighbours(variable)
+        total = combined([waiting.pop(number) for number in sorted(at[variable])], (*around, variable), sizes)
+        steps.append(Eliminated(variable, tuple(around), total.argmin(-1).astype(np.int32)))
+        used = at.pop(variable)
+        alive.discard(variable)
+        waiting[fresh] = table(tuple(around), total.min(-1))
+        for v in around:
+            at[v] = (at[v] - used) | {fresh}
+            if v in alive:
+                heapq.heappush(heap, (entries(v), v))
+        fresh += 1
+    order = tuple(sorted(kept))
+    return Rest(table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
+
+
+def combined(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
+    """The sum of tables, one array dim per variable of `order`."""
+    total = np.zeros([sizes[v] for v in order])
+    for one in sorted(tables, key=lambda one: one.seconds.size):
+        places = [order.index(v) for v in one.variables]
+        shape = [1] * len(order)
+        for place in places:
+            shape[place] = sizes[order[place]]
+        total += one.seconds.transpose(np.argsort(places)).reshape(shape)
+    return total
