@@ -23,6 +23,10 @@ LARGEST = 2**28
 """Entries of a table above which a search needs too much memory."""
 
 
+CACHED = 2**17
+"""Entries of a table that are handled at once."""
+
+
 class TooWide(Exception):
     """A table would be larger than `LARGEST`."""
 
@@ -78,11 +82,11 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         if size > LARGEST:
             raise TooWide
         around = neighbours(variable)
-        total = combined([waiting.pop(number) for number in sorted(at[variable])], (*around, variable), sizes)
-        steps.append(Eliminated(variable, tuple(around), total.argmin(-1).astype(np.int32)))
+        least, best = minimised([waiting.pop(number) for number in sorted(at[variable])], (*around, variable), sizes)
+        steps.append(Eliminated(variable, tuple(around), best))
         used = at.pop(variable)
         alive.discard(variable)
-        waiting[fresh] = table(tuple(around), total.min(-1))
+        waiting[fresh] = table(tuple(around), least)
         for v in around:
             at[v] = (at[v] - used) | {fresh}
             if v in alive:
@@ -90,6 +94,31 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         fresh += 1
     order = tuple(sorted(kept))
     return Rest(table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
+
+
+def minimised(
+    tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]
+) -> tuple[Seconds, npt.NDArray[np.int32]]:
+    """The least sum of tables over the last variable of `order`, and the option that makes it. Large ones are made in
+    parts that fit a cache."""
+    shape = [sizes[v] for v in order]
+    if math.prod(shape) <= CACHED or len(order) < 3:
+        total = combined(tables, order, sizes)
+        best = total.argmin(-1)
+        return np.take_along_axis(total, best[..., None], -1)[..., 0], best.astype(np.int32)
+    first, rest = order[0], order[1:]
+    with_first = [one for one in tables if first in one.variables]
+    common = combined([one for one in tables if first not in one.variables], rest, sizes)
+    least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
+    for option in range(shape[0]):
+        parts = [
+            table(tuple(v for v in one.variables if v != first), one.seconds.take(option, one.variables.index(first)))
+            for one in with_first
+        ]
+        total = common + combined(parts, rest, sizes)
+        best[option] = total.argmin(-1)
+        least[option] = np.take_along_axis(total, best[option][..., None].astype(np.int64), -1)[..., 0]
+    return least, best
 
 
 def combined(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:

@@ -21,7 +21,7 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.cells import Cell, Network, Table, table
+from strategies.search.cells import Cell, Network, Table
 from strategies.search.options import Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
@@ -29,6 +29,8 @@ from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
 MOST_SHARING = 3
 """Uses of a value up to which it is exact to let one of its layouts be shared."""
+MOST_ENTRIES = 2**23
+"""Of a table, up to which a value is split."""
 
 
 @dataclass(eq=False)
@@ -86,6 +88,7 @@ class Building:
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
+        self.alone: list[tuple[tuple[int, ...], Cell]] = []
         self.known: dict[tuple[Any, ...], Any] = {}
         self._variables()
         self._tables()
@@ -124,16 +127,40 @@ class Building:
                     one.refresh()
         return raised
 
+    def cost(self, picks: Sequence[int]) -> float:
+        """What a solution costs whose prices are settled: every target of a value is paid once."""
+        total = 0.0
+        for variables, cell in self.alone:
+            total += cell.seconds[tuple([picks[v] for v in variables])]
+        for _, producer, given, uses in self.used:
+            row = 0 if producer is None else given.of_option[picks[producer]]
+            paid = {}
+            for user, pair in uses:
+                target = pair.of_option[picks[user]]
+                paid[pair.targets[target]] = pair.seconds[row, target]
+            total += sum(paid.values())
+        return float(total)
+
     def underpaid(self, picks: Sequence[int]) -> frozenset[Ref]:
-        """The values of which uses want different layouts in a solution and pay too little for them."""
+        """The values of which uses want different layouts in a solution and pay too little for them, as far as they can
+        be split."""
         found = set()
         for ref, producer, given, uses in self.used:
             if len(uses) > 1 and ref not in self.sharings:
                 row = 0 if producer is None else int(given.of_option[picks[producer]])
                 targets = {pair.targets[pair.of_option[picks[user]]] for user, pair in uses}
-                if len(targets) > 1 and any(pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses):
+                disagree = len(targets) > 1 and any(
+                    pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses
+                )
+                if disagree and self._splits(ref, uses):
                     found.add(ref)
         return frozenset(found)
+
+    def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
+        """Whether it is exact and small enough to give a value a variable of its own."""
+        widest = max(len(pair.of_option) for _, pair in uses)
+        entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest**2
+        return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
 
     def _variables(self) -> None:
         firsts: dict[str, list[Ref]] = {}
@@ -203,22 +230,23 @@ class Building:
         for operator in self.graph.operators:
             choices = self.choices[operator.id]
             cell = self._remember(("own", id(choices)), lambda choices=choices: Cell(lambda: choices.own))  # type: ignore[misc]
-            self.network.tables.append(Table((self.variables[operator.id],), cell))
+            self.alone.append(((self.variables[operator.id],), cell))
         for ref, uses in self.graph.users.items():
             if not uses:
                 continue
             source = self.graph.by_id[ref.id]
             if ref in self.parameters:
                 variable, shared = self.parameters[ref]
-                self.network.tables.append(Table((variable,), shared.own))
+                self.alone.append(((variable,), shared.own))
                 for (user, _), cell in zip(uses, shared.uses, strict=True):
-                    self.network.tables.append(Table((variable, self.variables[user.id]), cell))
+                    self.alone.append(((variable, self.variables[user.id]), cell))
             elif not (isinstance(source, Source) and source.kind == "parameter"):
                 self._value(ref)
         for ref in self.graph.outputs:
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
             self._whole(ref, False)
+        self.network.tables += [Table(variables, cell) for variables, cell in self.alone]
 
     def _value(self, ref: Ref) -> None:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
@@ -261,7 +289,7 @@ class Building:
             pair.settle(row, 0)
         pair.refresh()
         seconds = pair.seconds[given.of_option, 0]
-        self.network.tables.append(table((self.variables[ref.id],), seconds))
+        self.alone.append(((self.variables[ref.id],), Cell(lambda: seconds)))
 
 
 def _paid(given: Side, pair: Pair, uses: int) -> Cell:
