@@ -65,7 +65,14 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         return sorted({v for number in at[variable] for v in waiting[number].variables} - {variable})
 
     def entries(variable: int) -> int:
-        return math.prod(sizes[v] for v in neighbours(variable)) * sizes[variable]
+        around, splitting = neighbours(variable), [n for n in at[variable] if waiting[n].cell.split is not None]
+        result = math.prod(sizes[v] for v in around)
+        if len(splitting) != 1:
+            return result * sizes[variable]
+        others = {v for number in at[variable] if number != splitting[0] for v in waiting[number].variables}
+        return result + sum(
+            math.prod(sizes[v] for v in others.union(p.variables)) for p in waiting[splitting[0]].parts()
+        )
 
     alive = set(sizes) - set(kept)
     heap = [(entries(variable), variable) for variable in alive]
@@ -102,6 +109,9 @@ def minimised(
     """The least sum of tables over the last variable of `order`, and the option that makes it. Large ones are made in
     parts that fit a cache."""
     shape = [sizes[v] for v in order]
+    splitting = [one for one in tables if one.cell.split is not None]
+    if len(splitting) == 1 and math.prod(shape) > CACHED:
+        return _by_parts([one for one in tables if one is not splitting[0]], splitting[0].parts(), order, sizes)
     if math.prod(shape) <= CACHED or len(order) < 3:
         total = combined(tables, order, sizes)
         best = total.argmin(-1)
@@ -111,13 +121,32 @@ def minimised(
     common = combined([one for one in tables if first not in one.variables], rest, sizes)
     least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
     for option in range(shape[0]):
-        parts = [
-            table(tuple(v for v in one.variables if v != first), one.seconds.take(option, one.variables.index(first)))
-            for one in with_first
-        ]
+        parts = [_taken(one, first, option) for one in with_first]
         total = common + combined(parts, rest, sizes)
         best[option] = total.argmin(-1)
         least[option] = np.take_along_axis(total, best[option][..., None].astype(np.int64), -1)[..., 0]
+    return least, best
+
+
+def _taken(one: Table, variable: int, option: int) -> Table:
+    """A table with one variable decided."""
+    left = np.asarray(one.seconds.take(option, one.variables.index(variable)))
+    return table(tuple(v for v in one.variables if v != variable), left)
+
+
+def _by_parts(
+    tables: Sequence[Table], parts: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]
+) -> tuple[Seconds, npt.NDArray[np.int32]]:
+    """As `minimised`, with one more table that is the least of `parts`: each is minimised alone."""
+    around = order[:-1]
+    least, best = np.full([sizes[v] for v in around], np.inf), np.zeros([sizes[v] for v in around], dtype=np.int32)
+    for part in parts:
+        used = {v for one in (*tables, part) for v in one.variables}
+        seconds, options = minimised([*tables, part], tuple(v for v in order if v in used), sizes)
+        shape = [sizes[v] if v in used else 1 for v in around]
+        seconds, options = seconds.reshape(shape), options.reshape(shape)
+        best = np.where(seconds < least, options, best)
+        least = np.minimum(seconds, least)
     return least, best
 
 

@@ -37,7 +37,7 @@ class Found:
 
 
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
-    """The cheapest plan, or one that is at most `tolerance` (relative to the bound) more expensive; None is 0 on meshes of
+    """The cheapest plan, or one at most `tolerance` (relative to the bound) more expensive; None is 0 on meshes of
     one or two axes, and 1 % on larger ones."""
     transfers = Transfers(problem.mesh, cluster)
     if tolerance is None:
@@ -56,10 +56,10 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
             best = Found(building.assignments(picks), building.tensors(picks), cost, lower)
         if best.cost - lower <= tolerance * lower:
             break
-        if not raised:
-            split = building.underpaid(picks)
-            if not split:
-                break
+        split = building.underpaid(picks) if not raised or len(transfers.axes) > 2 else frozenset()
+        if not raised and not split:
+            break
+        if split:
             building = Building(problem, menu, building.split | split)
             folded = Folded(building.network)
     return replace(best, lower_bound=min(lower, best.cost))

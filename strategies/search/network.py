@@ -21,7 +21,7 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.cells import Cell, Network, Table
+from strategies.search.cells import Cell, Network, Part, Table
 from strategies.search.options import Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
@@ -48,13 +48,25 @@ class Pair:
     of_option: Integers
 
     def __post_init__(self) -> None:
-        self.whole = Rows(self.given.dims, np.zeros_like(self.given.partial))
+        self.whole = self.transfers.whole(self.given)
         told = [row.tobytes() for row in self.wanted.dims[self.come]]
         back = [b""] * len(told) if self.returned is None else [row.tobytes() for row in self.returned.partial[self.go]]
         self.targets = tuple(zip(told, back, strict=True))
-        self.refresh()
+        self.changes = 0
+        self._look()
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
+        """Looks prices up again where some were settled; whether there were any."""
+        changes = self.transfers.changes(self.given, self.wanted, self.spec)
+        if self.returned is not None:
+            changes += self.transfers.changes(self.returned, self.whole, self.spec)
+        if changes == self.changes:
+            return False
+        self.changes = changes
+        self._look()
+        return True
+
+    def _look(self) -> None:
         self.seconds = self.transfers.seconds(self.given, self.wanted, self.spec)[:, self.come]
         if self.returned is not None:
             self.seconds = self.seconds + self.transfers.seconds(self.returned, self.whole, self.spec)[self.go].T
@@ -111,21 +123,25 @@ class Building:
                     done.add(key)
                     raised |= pair.settle(*key[1:])
         for ref, (variable, shared) in self.parameters.items():
-            users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
-            raised |= shared.settle(picks[variable], [picks[user] for user in users])
+            raised |= shared.settle(picks[variable], self._picked(ref, picks))
         if raised:
-            for one in self.known.values():
-                if isinstance(one, (Pair, SharedParameter)):
-                    one.refresh()
-            for one in self.known.values():
-                if isinstance(one, Sharing):
-                    one.first.refresh()
-                    for cell in one.uses:
-                        cell.refresh()
-            for one in self.known.values():
-                if isinstance(one, Cell):
-                    one.refresh()
+            self._refresh()
         return raised
+
+    def _refresh(self) -> None:
+        """Makes all cells again whose prices have changed."""
+        changed = {id(one) for one in self.known.values() if isinstance(one, Pair) and one.refresh()}
+        for one in self.known.values():
+            if isinstance(one, SharedParameter):
+                one.refresh()
+        for key, one in self.known.items():
+            if isinstance(one, Sharing) and not changed.isdisjoint(key):
+                for cell in (one.first, *one.uses):
+                    cell.refresh()
+                    changed.add(id(cell))
+            elif isinstance(one, Cell) and not changed.isdisjoint(key):
+                one.refresh()
+                changed.add(id(one))
 
     def cost(self, picks: Sequence[int]) -> float:
         """What a solution costs whose prices are settled: every target of a value is paid once."""
@@ -139,7 +155,12 @@ class Building:
                 target = pair.of_option[picks[user]]
                 paid[pair.targets[target]] = pair.seconds[row, target]
             total += sum(paid.values())
+        for ref, (variable, shared) in self.parameters.items():
+            total += shared.cost(picks[variable], self._picked(ref, picks))
         return float(total)
+
+    def _picked(self, ref: Ref, picks: Sequence[int]) -> list[int]:
+        return [picks[self.variables[user.id]] for user, _ in self.graph.users[ref]]
 
     def underpaid(self, picks: Sequence[int]) -> frozenset[Ref]:
         """The values of which uses want different layouts in a solution and pay too little for them, as far as they can
@@ -159,7 +180,7 @@ class Building:
     def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
         """Whether it is exact and small enough to give a value a variable of its own."""
         widest = max(len(pair.of_option) for _, pair in uses)
-        entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest**2
+        entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest
         return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
 
     def _variables(self) -> None:
@@ -237,9 +258,9 @@ class Building:
             source = self.graph.by_id[ref.id]
             if ref in self.parameters:
                 variable, shared = self.parameters[ref]
-                self.alone.append(((variable,), shared.own))
+                self.network.tables.append(Table((variable,), shared.own))
                 for (user, _), cell in zip(uses, shared.uses, strict=True):
-                    self.alone.append(((variable, self.variables[user.id]), cell))
+                    self.network.tables.append(Table((variable, self.variables[user.id]), cell))
             elif not (isinstance(source, Source) and source.kind == "parameter"):
                 self._value(ref)
         for ref in self.graph.outputs:
@@ -318,4 +339,14 @@ def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
                 found[:, number + 1, pair.of_option == pair.targets.index(target)] = 0.0
         return found
 
-    return Sharing(Cell(first), tuple(Cell(lambda pair=pair: left(pair)) for pair in pairs))  # type: ignore[misc]
+    def parts(pair: Pair) -> tuple[Part, ...]:
+        """A use pays for itself, or nothing where what it wants is shared."""
+        wanted = [pair.targets.index(target) if target in pair.targets else -1 for target in shared]
+        free = np.array([-2, *wanted])[:, None] == pair.of_option
+        own = pair.seconds[np.ix_(given.of_option, pair.of_option)]
+        return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
+
+    def cell(pair: Pair) -> Cell:
+        return Cell(lambda: left(pair), lambda: parts(pair))
+
+    return Sharing(Cell(first), tuple(cell(pair) for pair in pairs))

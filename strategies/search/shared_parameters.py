@@ -54,6 +54,18 @@ class SharedParameter:
         """Prices what a solution uses; whether anything was too low before."""
         return any([part.settle(option, user) for part, user in zip(self.parts, users, strict=True)])
 
+    def cost(self, option: int, users: Sequence[int]) -> float:
+        """Seconds of a solution whose prices are settled: uses without a gradient pay once for what they share."""
+        total, paid = float(self.own.seconds[option]), {}
+        for part, cell, user in zip(self.parts, self.uses, users, strict=True):
+            seconds = float(cell.seconds[option, user])
+            if part.returned is None:
+                wanted = part.wanted.rows
+                paid[wanted.dims[part.wanted.of_option[user]].tobytes()] = seconds * part.share
+            else:
+                total += seconds
+        return total + sum(paid.values())
+
     def refresh(self) -> None:
         for cell in self.uses:
             cell.refresh()
@@ -91,7 +103,7 @@ class _Use:
 
     def seconds(self) -> Seconds:
         found = self.transfers.seconds(self.stored, self.wanted.rows, self.spec)
-        found = found[np.ix_(self.of_option, self.wanted.of_option)]
+        found = found[np.array(self.of_option)[:, None], self.wanted.of_option]
         if self.returned is None:
             return np.asarray(found / self.share)
         columns = []
