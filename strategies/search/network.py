@@ -71,12 +71,11 @@ class Pair:
         if self.returned is not None:
             self.seconds = self.seconds + self.transfers.seconds(self.returned, self.whole, self.spec)[self.go].T
 
-    def settle(self, row: int, target: int) -> bool:
-        """Prices one entry; whether it was too low before."""
-        raised = self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
+    def settle(self, row: int, target: int) -> None:
+        """Prices one entry."""
+        self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
         if self.returned is not None:
-            raised |= self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
-        return raised
+            self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +101,7 @@ class Building:
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
         self.alone: list[tuple[tuple[int, ...], Cell]] = []
         self.known: dict[tuple[Any, ...], Any] = {}
+        self.raised = self.transfers.raised
         self._variables()
         self._tables()
 
@@ -114,19 +114,21 @@ class Building:
 
     def settle(self, picks: Sequence[int]) -> bool:
         """Prices all that a solution uses; whether anything was too low before."""
-        done, raised = set(), False
+        done = set()
         for _, producer, given, uses in self.used:
             row = 0 if producer is None else int(given.of_option[picks[producer]])
             for user, pair in uses:
                 key = (id(pair), row, int(pair.of_option[picks[user]]))
                 if key not in done:
                     done.add(key)
-                    raised |= pair.settle(*key[1:])
+                    pair.settle(*key[1:])
         for ref, (variable, shared) in self.parameters.items():
-            raised |= shared.settle(picks[variable], self._picked(ref, picks))
-        if raised:
-            self._refresh()
-        return raised
+            shared.settle(picks[variable], self._picked(ref, picks))
+        if self.transfers.raised == self.raised:
+            return False
+        self.raised = self.transfers.raised
+        self._refresh()
+        return True
 
     def _refresh(self) -> None:
         """Makes all cells again whose prices have changed."""

@@ -50,9 +50,10 @@ class SharedParameter:
         ]
         self.uses = [Cell(part.seconds) for part in self.parts]
 
-    def settle(self, option: int, users: Sequence[int]) -> bool:
-        """Prices what a solution uses; whether anything was too low before."""
-        return any([part.settle(option, user) for part, user in zip(self.parts, users, strict=True)])
+    def settle(self, option: int, users: Sequence[int]) -> None:
+        """Prices what a solution uses."""
+        for part, user in zip(self.parts, users, strict=True):
+            part.settle(option, user)
 
     def cost(self, option: int, users: Sequence[int]) -> float:
         """Seconds of a solution whose prices are settled: uses without a gradient pay once for what they share."""
@@ -112,10 +113,9 @@ class _Use:
             columns.append(np.where(forbidden, np.inf, seconds))
         return np.asarray(found + np.stack(columns, 1)[:, self.returned.of_option])
 
-    def settle(self, option: int, user: int) -> bool:
+    def settle(self, option: int, user: int) -> None:
         wanted = int(self.wanted.of_option[user])
-        raised = self.transfers.settle(self.stored, self.wanted.rows, self.spec, self.of_option[option], wanted)
+        self.transfers.settle(self.stored, self.wanted.rows, self.spec, self.of_option[option], wanted)
         if self.returned is not None:
             before, after, of_option = self.back[int(self.returned.of_option[user])]
-            raised |= self.transfers.settle(before, after, self.spec, 0, of_option[option])
-        return raised
+            self.transfers.settle(before, after, self.spec, 0, of_option[option])

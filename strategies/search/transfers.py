@@ -79,6 +79,8 @@ class Transfers:
         self.asked: dict[tuple[object, ...], Asked] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
+        self.raised = 0
+        """How often a price was settled above its bound."""
 
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
@@ -155,16 +157,13 @@ class Transfers:
                 values[position] = self._price(name, spec)
         return asked
 
-    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> bool:
-        """Prices one pair. Whether it was only bounded so far, and too low."""
+    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
+        """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
         position = int(asked.inverse[row, column])
         name = asked.names[position]
-        if name in self.patterns:
-            return False
-        bound = asked.values[position]
-        self._search(name, asked, position)
-        return bool(asked.values[position] > bound * (1 + 1e-12))
+        if name not in self.patterns:
+            self._search(name, asked, position)
 
     def changes(self, before: Rows, after: Rows, spec: TensorSpec) -> int:
         """How often prices of these pairs were settled."""
@@ -210,7 +209,9 @@ class Transfers:
         self.chains.append(numbers)
         for one in self.asked.values():
             if name in one.places:
-                one.values[one.places[name]] = self._price(name, one.spec)
+                place, price = one.places[name], self._price(name, one.spec)
+                self.raised += price > one.values[place] * (1 + 1e-12)
+                one.values[place] = price
                 one.changes += 1
 
     def _prices(self, spec: TensorSpec) -> list[float]:
