@@ -51,9 +51,14 @@ class Meter:
         finally:
             self._live.counting = True
 
+    def hosted(self, tensors: Sequence[Tensor]) -> None:
+        """These stand for the host's memory."""
+        if self._live is not None:
+            self._live.hosted(tensors)
+
     def begin(self) -> None:
         """A new step."""
-        self.steps.append({"before": self._now(), "kept": 0, "ends": {}, "peaks": {}})
+        self.steps.append({"before": self._now(), "kept": 0, "host": 0, "ends": {}, "peaks": {}})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -64,6 +69,7 @@ class Meter:
             self._live.restart()
         step, before = self.steps[-1], self._now()
         yield
+        step["host"] = max(step["host"], self._live.host_peak if self._live is not None else 0)
         step["ends"][name] = max(step["ends"].get(name, 0), self._now())
         step["peaks"][name] = max(step["peaks"].get(name, 0), self._peak())
         if name == "forward":
@@ -91,4 +97,5 @@ class Meter:
             "peak": peaks[where],
             "peak_in": where,
             "peaks": peaks,
+            "host": max(step["host"] for step in steps),
         }

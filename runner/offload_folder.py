@@ -1,10 +1,14 @@
-"""The folder on the disk for a run that offloads to it. Does not import torch: the parent makes it.
+"""The folders that a run needs only while it lasts, one of them on the disk to which it offloads. Does not import
+torch: the parent makes them.
 
-Invariant: it is gone after the run, whatever became of the ranks.
+Invariant: they are gone after the run, whatever became of the ranks; where the parent itself was killed, they are gone
+when the next run there starts.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,5 +28,26 @@ def offload_folder(config: Config, run_dir: Path) -> Iterator[Path | None]:
     place = run_dir if wanted.folder is None else Path(wanted.folder)
     if not place.is_dir():
         raise ConfigError(f"parallel.offload.folder = {wanted.folder!r}: there is no such folder; make it first.")
-    with tempfile.TemporaryDirectory(prefix=".offload-", dir=place) as folder:
+    with own_folder(place, "offload") as folder:
+        yield folder
+
+
+@contextmanager
+def own_folder(place: Path, what: str) -> Iterator[Path]:
+    """A fresh folder in `place`, for `what`. Those of processes that are no more are removed."""
+    for left in place.glob(f".{what}-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{what}-{os.getpid()}-", dir=place) as folder:
         yield Path(folder).absolute()
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True

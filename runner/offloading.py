@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from runner.errors import ConfigError
 from runner.schema import Config
 from strategies.addressing import inside
-from strategies.engine.activations import Activations
+from strategies.engine.activations import Activations, meant
 from strategies.engine.disk import Disk
 from strategies.engine.offload import Moved, Offload
-from strategies.engine.partition import MODULE
 from strategies.errors import closest
 
 
@@ -34,7 +33,7 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
     disk = Disk(offload.place) if offload.activations == "disk" else None
     found = Activations(torch.device(device), offload.larger_than, disk)
     staying: list[Tensor] = [*module.parameters(), *module.buffers()]
-    found.attach([unit for path, unit in _units(module) if _meant(path, offload.modules)], staying)
+    found.attach(meant(module, offload.modules), staying)
     return found
 
 
@@ -46,17 +45,6 @@ def check_modules(config: Config, model: nn.Module) -> None:
             raise ConfigError(
                 f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}"
             )
-
-
-def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Everything inside that runs, with the path of the user's module that it belongs to."""
-    for name, unit in module.named_modules():
-        if type(unit).forward is not nn.Module.forward:
-            yield getattr(unit, "meta", {}).get(MODULE, name), unit
-
-
-def _meant(path: str, globs: tuple[str, ...]) -> bool:
-    return not globs or any(inside(glob, path) for glob in globs)
 
 
 def change(before: Mapping[str, Moved], after: Mapping[str, Moved]) -> dict[str, int]:

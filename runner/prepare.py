@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from runner import communication, huggingface, optimizers, pretrained, targets
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.offloading import check_modules, offload_of
+from runner.memory_limit import check_stages, within_limit
+from runner.offloading import check_modules
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
 from strategies.capture import LossFunction, Objective, capture, run_once
-from strategies.cost.updating import Updating
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -209,7 +210,7 @@ def request_of(config: Config, world_size: int) -> Request:
 
 def wanted_recompute(given: Recompute) -> WantedRecompute | None:
     """The planner's request for recompute, from the config."""
-    if given.operators == "none":
+    if given.operators in ("none", "auto"):  # auto is decided when there is a plan
         return None
     return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 
@@ -262,6 +263,11 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         request = request_of(config, world_size // (config.parallel.pipeline.stages or 1))
         plan = make_plan(graph, request, cluster_of(config, device, world_size))
         stages = _stages(config, graph, plan)
+        if stages:
+            programs = [stage_program(stage, config) for stage in stages]
+            check_stages(config, graph, plan, device, programs, schedule_of(config))
+        else:
+            plan = within_limit(config, graph, plan, device, partial(lowered, config, graph))
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
@@ -392,24 +398,6 @@ def schedule_of(config: Config) -> Schedule:
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
     return Options(config.train.random == "exact")
-
-
-def updating_of(prepared: Prepared) -> Updating:
-    """How a step goes on after backward, for the prediction of its memory."""
-    config, graph = prepared.config, prepared.graph
-    sources = [source for source in graph.of_kind("parameter")] if graph is not None else []
-    names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
-    return Updating(
-        config.parallel.zero.stage,
-        optimizers.optimizer_factory(config.optimizer),
-        optimizers.parameter_groups(names, trainable, config.optimizer),
-        config.train.accumulate,
-        communication.cut(config),
-        communication.overlapped(config) and not prepared.stages,
-        communication.zero_options(config).get("reduce_bucket_size"),
-        offload_of(config, None),
-        prepared.device,
-    )
 
 
 def digest(*parts: object) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runner.prepare import Prepared, lowered, schedule_of, stage_program, updating_of
-from strategies.cost.estimate import GPU, LAPTOP
+from runner.memory_limit import machine_of, updating_of
+from runner.prepare import Prepared, lowered, schedule_of, stage_program
 from strategies.describe import describe
 from strategies.engine import ir
 from strategies.engine.program import Program
@@ -41,7 +41,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if prepared.graph is None or prepared.plan is None:
         return None
     config = prepared.config
-    machine = GPU if prepared.device == "cuda" else LAPTOP
+    machine, updating = machine_of(prepared.device), updating_of(config, prepared.graph, prepared.device)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -49,7 +49,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.stages,
             programs,
             schedule_of(prepared.config),
-            updating=updating_of(prepared),
+            updating=updating,
             machine=machine,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
@@ -58,7 +58,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.graph,
             prepared.plan,
             programs[0],
-            updating=updating_of(prepared),
+            updating=updating,
             machine=machine,
         )
     if content["search"]["cost"] is None:

@@ -78,6 +78,8 @@ class Trainer:
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
+        if meter is not None:
+            meter.hosted(self.updates.hosted())
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
             self.evaluator = evaluator(

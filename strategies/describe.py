@@ -54,7 +54,7 @@ def describe(
         },
         "cost": seconds(graph, plan, program, sent, machine, updating.accumulate),
         "communication": sent,
-        "memory": memory(traced).told(),
+        "memory": memory(traced, updating).told(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }

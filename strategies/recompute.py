@@ -20,8 +20,8 @@ from strategies.rules.sharding import Sharding
 
 def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: WantedRecompute) -> Recompute:
     """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
-    modules = _modules(graph, wanted.modules)
-    inside = [operator for operator in graph.operators if not modules.isdisjoint(_around(operator))]
+    modules = set(layers(graph, wanted.modules))
+    inside = [operator for operator in graph.operators if not modules.isdisjoint(around(operator))]
     if wanted.operators == "full":
         kept: tuple[str, ...] = ()
     elif wanted.operators == "selective":
@@ -36,13 +36,14 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
                 )
         kept = tuple(operator.name for operator in inside if operator.op not in wanted.operators)
     keeps = wanted.communication == "keep" or (wanted.communication is None and wanted.operators != "full")
-    paths = dict.fromkeys(path for operator in inside for path in _around(operator) if path in modules)
+    paths = dict.fromkeys(path for operator in inside for path in around(operator) if path in modules)
     return Recompute(tuple(paths), kept, keeps, wanted.slice_inputs)
 
 
-def _modules(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> set[str]:
-    """The outermost modules that are meant, by path."""
-    held = Counter(path for operator in graph.operators for path in _around(operator))
+def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The outermost modules that are meant, by path, in the order in which they run. Raises StrategyError for globs
+    that match nothing."""
+    held = Counter(path for operator in graph.operators for path in around(operator))
     if patterns is None:
         found = {path for path, count in held.items() if count > 1 and path.rpartition(".")[2].isdigit()}
         if not found:
@@ -60,14 +61,14 @@ def _modules(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> set[str]
                     f"model.{closest(pattern, sorted(held))}"
                 )
             found |= matched
-    return {path for operator in graph.operators for path in _outermost(operator, found)}
+    return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))
 
 
 def _outermost(operator: Operator, found: set[str]) -> list[str]:
-    return [path for path in _around(operator) if path in found][:1]
+    return [path for path in around(operator) if path in found][:1]
 
 
-def _around(operator: Operator) -> list[str]:
+def around(operator: Operator) -> list[str]:
     """The paths of the modules around an operator, outermost first."""
     return [".".join(operator.path[: i + 1]) for i in range(len(operator.path))]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from runner import launch
 from runner.metrics import require_tensorboard
-from runner.offload_folder import offload_folder
+from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start
@@ -24,12 +23,12 @@ def run(config: Config, run_dir: Path) -> float | None:
     launch.warm()
     with (
         without_trace(run_dir),
-        tempfile.TemporaryDirectory(prefix=".start-", dir=run_dir) as folder,
+        own_folder(run_dir, "start") as folder,
         offload_folder(config, run_dir) as offload,
     ):
-        ready = make_ready(config, run_dir, Path(folder).absolute())
+        ready = make_ready(config, run_dir, folder)
         marks = marked(marks, "imports, capture and plan")
-        payload = {"folder": str(Path(folder).absolute()), "marks": marks, "offload": offload}
+        payload = {"folder": str(folder), "marks": marks, "offload": offload}
         result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)

@@ -9,6 +9,7 @@ from pydantic import Field, StrictBool, field_validator, model_validator
 from runner.errors import allowed
 from runner.forms import AxisName, OperandForm, Place, StrategyForm, check_layouts, read_operands, read_strategies
 from runner.sections.fusion import CommFusion
+from runner.sections.memory import Bytes
 from runner.sections.offload import OffloadForm
 from runner.sections.pipeline import Pipeline
 from runner.sections.recompute import Recompute
@@ -46,6 +47,7 @@ class Parallel(Section):
     comm_fusion: CommFusion
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
     recompute: Recompute
+    memory_limit: Annotated[Bytes | None, Field(description="Bytes per rank, or a text such as 80GB.")]
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]
     pipeline: Pipeline
@@ -207,14 +209,21 @@ class Parallel(Section):
         return self
 
     @model_validator(mode="after")
-    def _recomputed_or_moved(self) -> Parallel:
-        moved = {"place": bool(self.place), "offload.activations.to": self.offload.activations.to != "none"}
-        for key in (key for key, given in moved.items() if given and self.recompute.operators != "none"):
+    def _a_limit_has_a_plan(self) -> Parallel:
+        if self.memory_limit is not None and self.mode in ("stand_alone", "hybrid"):
             raise refusal(
-                f"parallel.recompute.operators = {self.recompute.told} and parallel.{key} both decide "
-                "where what backward needs comes from, and cannot be combined yet; drop one of them.",
+                f"parallel.memory_limit = {self.memory_limit} is held against a plan's prediction, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
+                "parallel.memory_limit=null.",
+                "parallel.memory_limit",
+                "parallel.mode",
+            )
+        if self.recompute.operators == "auto" and self.memory_limit is None:
+            raise refusal(
+                "parallel.recompute.operators = 'auto' computes again what parallel.memory_limit asks for, but that is "
+                "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none, full or selective.",
                 "parallel.recompute.operators",
-                f"parallel.{key}",
+                "parallel.memory_limit",
             )
         return self
 

@@ -9,15 +9,16 @@ from pydantic import Field, StrictBool, field_validator, model_validator
 from runner.errors import allowed
 from runner.sections.section import Glob, Section, refusal
 
-RECOMPUTED = ("none", "full", "selective")
+RECOMPUTED = ("none", "full", "selective", "auto")
 
 
 class Recompute(Section):
     """What is computed again in backward instead of stored: none, full, selective (operators that are cheap to compute)
-    or a list of kinds of operators, inside `modules` (null: every repeated layer). Repeating collectives is up to
+    or a list of kinds of operators, inside `modules` (null: every repeated layer); with auto each of the modules is
+    treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
     `communication` (null: with full they are repeated, else kept)."""
 
-    operators: Literal["none", "full", "selective"] | Annotated[tuple[Glob, ...], Field(min_length=1)]
+    operators: Literal["none", "full", "selective", "auto"] | Annotated[tuple[Glob, ...], Field(min_length=1)]
     modules: Annotated[tuple[Glob, ...], Field(min_length=1)] | None
     communication: Literal["recompute", "keep"] | None
     slice_inputs: StrictBool
@@ -25,12 +26,6 @@ class Recompute(Section):
     @field_validator("operators", mode="before")
     @classmethod
     def _operators_known(cls, operators: Any) -> Any:
-        if operators == "auto":
-            raise refusal(
-                "parallel.recompute.operators = 'auto' (as much as a memory limit asks for) comes later; choose none, "
-                "full, selective or kinds of operators such as [gelu, layer_norm].",
-                "parallel.recompute.operators",
-            )
         if isinstance(operators, str) and operators not in RECOMPUTED:
             raise refusal(
                 f"parallel.recompute.operators = {operators!r} is not allowed.{allowed(operators, RECOMPUTED)} Or a "

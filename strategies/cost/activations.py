@@ -7,13 +7,13 @@ recomputed modules keep, where their second run ends and when gradients come and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,16 +27,18 @@ from strategies.cost.live import Live
 from strategies.cost.optimizer import Need, needed
 from strategies.cost.sharded import Sharded, Standing, groups_of
 from strategies.cost.updating import Updating
-from strategies.engine.activations import look_up_parameters
+from strategies.engine.activations import Activations, look_up_parameters, meant
 from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.partition import build
+from strategies.engine.partition import MODULE, build
 from strategies.engine.program import Program
 from strategies.engine.updates import learning
 from strategies.graph import Source
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Step
 
+Result = TypeVar("Result")
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Shapes that depend on numbers, such as how many tokens an expert gets, and operators that no shape is known of."""
 
@@ -45,7 +47,9 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 class Traced:
     """Of one micro-batch: `activations`, bytes that autograd has stored when forward is done, and `sent`, bytes that
     the busiest rank sends, by collective. Of a step: what `stands` from step to step, what one forward leaves
-    (`kept`), what all backwards leave (`gradients`), and by phase the most above what stands (`peaks`)."""
+    (`kept`), what all backwards leave (`gradients`), by phase the most above what stands (`peaks`), and the most of
+    activations and placed operators that is `away`, on the host or on a disk; and what an update needs on the host
+    beside what stays there (`updating_host`)."""
 
     activations: int
     sent: dict[str, int]
@@ -53,24 +57,35 @@ class Traced:
     kept: int
     gradients: int
     peaks: dict[str, int]
+    away: int
+    updating_host: int = 0
 
 
 class _Shaped(Communicator):
-    """Collectives that return tensors of the right shape and count what the busiest rank would send."""
+    """Collectives that leave what they should fill as it is, and count what the busiest rank would send."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, 0)
+        self._within = False
 
     def _step(self, step: Step) -> Carrier:
+        carry = super()._step(step)
         if step.kind in LOCAL:
-            return super()._step(step)
-        shape, elements = step.after.local_shape(step.shape, self.mesh), step.busiest(self.mesh)
+            return carry
+        elements = step.busiest(self.mesh)
 
         def run(tensor: Tensor) -> Tensor:
+            self._within = True
+            result = carry(tensor)
+            self._within = False
             self.count(step.kind, elements, tensor)
-            return tensor.new_zeros(shape)
+            return result
 
         return run
+
+    def count(self, kind: str, elements: int, tensor: Tensor) -> None:
+        if not self._within:
+            super().count(kind, elements, tensor)
 
     def group(self, axes: Iterable[str]) -> Any:
         return None
@@ -78,8 +93,39 @@ class _Shaped(Communicator):
     def own_group(self, axes: Iterable[str]) -> Any:
         return None
 
-    def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def begin_sum(self, tensor: Tensor, group: Any) -> None:
         """Nothing to wait for."""
+
+    def sum(self, tensor: Tensor, group: Any) -> None:
+        """As it is."""
+
+    def gather(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+        into.zero_()
+
+    def scatter(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+        if tensor.device.type == "cpu":
+            tensor.clone()  # gloo works on a copy
+        into.zero_()
+
+    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any) -> None:
+        into.zero_()
+
+
+class _NoDisk:
+    """A `Disk` that writes nothing, and holds what would be on its way."""
+
+    def put(self, tensor: Tensor, after: object = None) -> Extent:
+        self.writing = tensor
+        return Extent(0, tensor.nbytes)
+
+    def wait(self, extent: Extent) -> None:
+        del self.writing
+
+    def get(self, extent: Extent, into: Tensor) -> None:
+        """As it is."""
+
+    def free(self, extent: Extent) -> None:
+        """There is no space to give back."""
 
 
 class Saved:
@@ -110,16 +156,26 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 def trace(program: Program, updating: Updating) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
+    return _on_shapes(program, updating, lambda one: one.run())
+
+
+def stored_in(program: Program, updating: Updating, paths: Collection[str]) -> dict[str, int]:
+    """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
+    return _on_shapes(program, updating, lambda one: one.stored_in(paths))
+
+
+def _on_shapes(program: Program, updating: Updating, work: Callable[[_Trace], Result]) -> Result:
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
     wide = torch.promote_types(dtype, torch.float32)
     need = needed(updating.factory, wide, at_once=updating.device != "cpu")
     try:
-        with FakeTensorMode():
-            return _Trace(program, updating, need).run()
+        with FakeTensorMode() as shapes:
+            shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
+            return work(_Trace(program, updating, need))
     except NEEDS_NUMBERS:
-        return _Trace(program, updating, need).run()
+        return work(_Trace(program, updating, need))
 
 
 class _Trace:
@@ -133,11 +189,13 @@ class _Trace:
                 own = self._zeros(source)
                 tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
         self.tensors = tensors
+        self.activations: Activations | None = None
         self.gathered: list[Gathered] = []
         self.module = build(program, tensors, self.communicator, updating.device)
         self.held: Mapping[str, nn.Parameter] = {
             name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
         }
+        self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
         self.turns = min(updating.accumulate, 2)  # the third is as the second
 
@@ -147,6 +205,7 @@ class _Trace:
 
     def run(self) -> Traced:
         with Live(torch.device(self.updating.device).type) as live:
+            self._offload()
             updates = self._updates()
             live.see(self.tensors.values())
             self.base = live.now
@@ -169,7 +228,42 @@ class _Trace:
             sizes = [self.held[name].numel() for name in learning(self.program)]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
-        return Traced(activations, sent, stands, kept, gradients, self.peaks)
+        away = self.away + (
+            0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk)
+        )
+        there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
+        return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
+
+    def stored_in(self, paths: Collection[str]) -> dict[str, int]:
+        """By path, of one forward."""
+        found = dict.fromkeys(paths, 0)
+
+        def counted(path: str, forward: Callable[..., Any], *inputs: Any) -> Any:
+            before = live.now
+            results = forward(*inputs)
+            found[path] += live.now - before
+            return results
+
+        with Live(torch.device(self.updating.device).type) as live:
+            self._offload()
+            updates = self._updates()
+            live.see(self.tensors.values())
+            self.base = live.now
+            for unit in self.module.modules():
+                path = getattr(unit, "meta", {}).get(MODULE)
+                if path in found:
+                    unit.forward = partial(counted, path, unit.forward)
+            self._forward(live, 0)
+            del updates, self.outputs
+        return found
+
+    def _offload(self) -> None:
+        """What autograd keeps goes to the host or to a disk, as far as it is meant to."""
+        wanted = self.updating.offload
+        if wanted.activations != "none":
+            disk = _NoDisk() if wanted.activations == "disk" else None
+            self.activations = Activations(torch.device(self.updating.device), wanted.larger_than, disk, beside=False)
+            self.activations.attach(meant(self.module, wanted.modules), [*self.tensors.values()])
 
     def _updates(self) -> BucketedUpdates | Sharded | None:
         """What takes the gradients, as far as memory asks; None where nothing learns."""
@@ -181,7 +275,7 @@ class _Trace:
             flat = groups_of(program, groups, updating.stage)
             found = Sharded(
                 program, self.held, flat, self.need,
-                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket,
+                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket, offload=updating.offload,
             )  # fmt: skip
             if updating.stage == 3:
                 look_up_parameters(self.module)
@@ -206,6 +300,7 @@ class _Trace:
         live.restart()
         yield
         self.peaks[name] = max(self.peaks[name], live.peak - self.base)
+        self.away = max(self.away, live.host_peak)
 
     def _forward(self, live: Live, turn: int) -> tuple[int, int]:
         """Bytes that autograd has stored, and that are alive more than before."""
@@ -213,8 +308,10 @@ class _Trace:
         entries = [self._zeros(source).requires_grad_(source.trainable) for source in self.inputs]
         with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
             self.outputs = self.module(*entries, *([turn] if self.program.random else []))
+            del entries
         kept = live.now - before
-        return kept if self.updating.stage == 3 else saved.bytes, kept  # there other hooks see what is saved
+        apart = self.updating.stage == 3 or self.updating.offload.activations != "none"
+        return kept if apart else saved.bytes, kept  # other hooks see what is saved there
 
     def _backward(self, live: Live, updates: BucketedUpdates | Sharded | None) -> None:
         """Backward of the loss, or from all that a stage of a pipeline hands on."""
@@ -228,7 +325,7 @@ class _Trace:
                 updates.backward_from(found, [torch.zeros_like(one) for one in found])
             else:
                 torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
-            for one in self.gathered:  # backward does not pass the modules that the data enters first
-                one.release()
             if isinstance(updates, Sharded):
                 updates.finish()
+            for one in self.gathered:  # backward does not pass the modules that the data enters first
+                one.release()

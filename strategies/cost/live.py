@@ -9,7 +9,8 @@ prediction and a measurement that use it differ only where what they run differs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.engine.offload import side
+
+
+@dataclass(frozen=True)
+class _Known:
+    reference: weakref.ref[torch.UntypedStorage]
+    size: int
+    host: bool
+
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`now` are alive on devices of type `device`, `peak` is the most since the last `restart`. While `counting` is
-    false, what is new is counted only when it is seen again."""
+    """`now` are alive in the memory of devices of type `device`, `peak` is the most since the last `restart`; `host`
+    are what stands for the host's memory where the device is a CPU: what is made there (`on_side`, `hosted`) or from
+    what is there. While `counting` is false, what is new is counted only when it is seen again."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.bytes = self.peak = 0
+        self.now = self.peak = self.host = self.host_peak = 0
         self.counting = True
-        self.elsewhere: Callable[[], int] = int
-        """Bytes that are counted although they stand for memory of another kind."""
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._known: dict[int, _Known] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,40 +47,60 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.see(_tensors((args, kwargs)))
+        given = list(_tensors((args, kwargs)))
+        self.see(given)
         results = func(*args, **kwargs)
         if not func.is_view:
-            self.see(_tensors(results))
+            said = side()
+            host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)
+            self.see(_tensors(results), host)
         return results
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
+    def see(self, tensors: Iterable[Tensor], host: bool = False) -> None:
         """Count the storages of these tensors, if they are not counted yet."""
         for tensor in tensors if self.counting else ():
             if tensor.device.type == self.device:
-                self._add(tensor.untyped_storage())
+                self._add(tensor.untyped_storage(), host)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def hosted(self, tensors: Iterable[Tensor]) -> None:
+        """Count these as the host's."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._forget(storage._cdata)
+            self._add(storage, True)
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.host
+
+    def _add(self, storage: torch.UntypedStorage, host: bool) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self._known.get(key)
-        if known is not None and known[1] == size:
+        if known is not None and known.size == size:
             return
-        if known is not None:  # it was given another size
-            self.bytes -= known[1]
-        self._known[key] = weakref.ref(storage, partial(self._gone, key)), size
-        self.bytes += size
-        self.peak = max(self.peak, self.now)
+        self._forget(key)  # it was given another size
+        self._known[key] = _Known(weakref.ref(storage, partial(self._gone, key)), size, host)
+        if host:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+        else:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        known = self._known.pop(key, None)
+        if known is not None and known.host:
+            self.host -= known.size
+        elif known is not None:
+            self.now -= known.size
 
     def _gone(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        if key in self._known and self._known[key][0] is reference:
-            self.bytes -= self._known.pop(key)[1]
-
-    @property
-    def now(self) -> int:
-        return self.bytes - self.elsewhere()
+        if key in self._known and self._known[key].reference is reference:
+            self._forget(key)
 
     def restart(self) -> None:
-        """Count the peak anew, from now."""
-        self.peak = self.now
+        """Count the peaks anew, from now."""
+        self.peak, self.host_peak = self.now, self.host
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.cost.activations import Traced
+from strategies.cost.updating import Updating
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Memory:
     """Bytes of one rank. From step to step there are parameters and buffers of the model, gradients that a sharded
     optimizer keeps a place for, the optimizer's states and copies of weights, and `buffers` for communication. A step
     adds at most `activations`, of all micro-batches that are under way, and `gradients`; `peaks` are the most at one
-    moment of each phase."""
+    moment of each phase. `host` and `disk` are what offload and placed operators put there instead, at most."""
 
     parameters: int
     gradients: int
@@ -22,6 +23,8 @@ class Memory:
     buffers: int
     held: int
     peaks: dict[str, int]
+    host: int
+    disk: int
 
     @property
     def peak_in(self) -> str:
@@ -42,11 +45,12 @@ class Memory:
         }
         total = sum(parts.values()) + self.buffers
         more = {"buffers": self.buffers, "held": self.held, "peak": self.peak, "peak_in": self.peak_in}
-        return {**parts, **more, "peaks": dict(self.peaks), "total": total}
+        return {**parts, **more, "peaks": dict(self.peaks), "host": self.host, "disk": self.disk, "total": total}
 
 
-def memory(traced: Traced) -> Memory:
+def memory(traced: Traced, updating: Updating) -> Memory:
     """What a step needs that was `traced`."""
+    to_disk = updating.offload.activations == "disk"
     stands = traced.stands
     return Memory(
         stands.parameters,
@@ -56,6 +60,8 @@ def memory(traced: Traced) -> Memory:
         stands.buffers,
         stands.total,
         {name: stands.total + most for name, most in traced.peaks.items()},
+        stands.host + max(0 if to_disk else traced.away, traced.updating_host),
+        stands.disk + (traced.away if to_disk else 0),
     )
 
 

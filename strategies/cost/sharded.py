@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from strategies.cost.optimizer import Need
+from strategies.engine.offload import NOTHING, Offload
 from strategies.engine.program import Program
 from strategies.engine.updates import Groups, layout_of, learning_groups, parameters
 from strategies.engine.zero_options import LARGEST_BUCKET
@@ -67,12 +68,14 @@ def groups_of(program: Program, groups: Groups, stage: int) -> list[Group]:
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes that stay from step to step, by part."""
+    """Bytes that stay from step to step, by part; `host` and `disk` are what offload has put there instead."""
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -92,7 +95,9 @@ class Sharded:
         stage: int,
         accumulate: int,
         bucket: int | None = None,
+        offload: Offload = NOTHING,
     ) -> None:
+        self.offload, self.lets_go = offload, offload.optimizer != "none"
         self.stage, self.accumulate, self.groups, self.need = stage, accumulate, groups, need
         self.held = held
         one = next(iter(held.values()))
@@ -117,9 +122,23 @@ class Sharded:
         states = int(parts * (FP32 + self.need.kept))
         if self.stage == 3:
             # DeepSpeed adds in fp32 at stages 2 and 3
-            return Standing(parts * item + frozen, parts * FP32, states, self.bucket * FP32)
-        whole = sum(group.part * group.replicas for group in self.groups)
-        return Standing(whole * item + frozen, 0, states, 0)
+            found = Standing(parts * item + frozen, parts * FP32, states, self.bucket * FP32)
+        else:
+            found = Standing(sum(group.part * group.replicas for group in self.groups) * item + frozen, 0, states, 0)
+        return self._moved(found, parts, item)
+
+    def _moved(self, found: Standing, parts: int, item: int) -> Standing:
+        """What offload changes. Gradients follow the states: in fp32, and at stage 3 also as they are added up."""
+        largest, host, disk = max(self.elements.values()) * item, 0, 0
+        if self.offload.optimizer == "host":
+            host = found.optimizer + found.gradients + parts * FP32
+            if self.stage < 3:  # a copy of the new weights, and a gradient on its way, on either side
+                host += parts * item + largest
+                found = replace(found, buffers=found.buffers + largest)
+            found = replace(found, optimizer=0, gradients=0)
+        if self.offload.parameters == "host":
+            host, found = host + found.parameters, replace(found, parameters=0)
+        return replace(found, host=host, disk=disk)
 
     def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=self.device)
@@ -140,7 +159,7 @@ class Sharded:
         """Add up the bucket: a copy of it is sent, in fp32."""
         if self.filled:
             copies = [self._empty(self.filled, self.dtype)]
-            if self.low:
+            if self.low or (self.stage == 3 and self.device.type == "cpu"):  # gloo works on a copy
                 copies.append(self._empty(self.filled, torch.float32))
             del copies
         for name in self.names if self.stage > 1 else ():
@@ -166,10 +185,13 @@ class Sharded:
                 self._taken()
         else:
             self._flush()
-        self.buffer = None
+        if last or self.stage > 1:
+            self.buffer = None
 
     def _taken(self) -> list[Tensor]:
         """What the rank keeps of the sums: its part in fp32, or else all parameters of which it holds a part."""
+        if self.lets_go:
+            return []
         if self.low and self.stage == 2:
             return [self._empty(group.part, torch.float32) for group in self.groups]
         return [self._empty(sum(group.touched() for group in self.groups), self.dtype)]
@@ -178,6 +200,8 @@ class Sharded:
         """Bytes above those of `standing` while the groups are updated one after the other, at most."""
         item = torch.empty(0, dtype=self.dtype).element_size()
         most = 0
+        if self.lets_go:
+            return 0
         if self.stage == 3:
             left = 0
         elif self.low and self.stage == 2:
@@ -187,6 +211,11 @@ class Sharded:
         for group in self.groups:
             copied = group.part * (FP32 if self.stage > 1 or not self.low else item)
             most = max(most, left + copied + (group.part * FP32 if self.low and self.stage == 1 else 0))
-            most = max(most, (left if group is not self.groups[-1] else 0) + group.part * FP32
-                       + self.need.during([group.part]))
+            most = max(
+                most, (left if group is not self.groups[-1] else 0) + group.part * FP32 + self.need.during([group.part])
+            )
         return most
+
+    def during_update_on_host(self) -> int:
+        """The same where the optimizer works on the host."""
+        return max(self.need.during([group.part]) for group in self.groups) if self.lets_go else 0

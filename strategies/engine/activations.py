@@ -13,26 +13,45 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.engine.disk import Disk, Extent
-from strategies.engine.offload import Moved
+from strategies.addressing import inside
+from strategies.engine.disk import Extent
+from strategies.engine.offload import Moved, on_side
+from strategies.engine.partition import MODULE
 from strategies.engine.recompute import in_region
+
+
+class Space(Protocol):
+    """What `Disk` offers for it."""
+
+    def put(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Extent: ...
+
+    def wait(self, extent: Extent) -> None: ...
+
+    def get(self, extent: Extent, into: Tensor) -> None: ...
+
+    def free(self, extent: Extent) -> None: ...
 
 
 class Activations:
     """Takes storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
-    `moved.held` is the most that was away at once."""
+    `moved.held` is the most that was away at once. On a GPU copies run beside the computation if they are `beside`."""
 
-    def __init__(self, device: torch.device, larger_than: int = 0, disk: Disk | None = None) -> None:
+    def __init__(
+        self, device: torch.device, larger_than: int = 0, disk: Space | None = None, *, beside: bool = True
+    ) -> None:
         self.device, self.larger_than, self.disk = device, max(larger_than, 1), disk
         self.moved, self.away = Moved(), 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.writing: Extent | None = None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and beside:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._known: weakref.WeakValueDictionary[tuple[int, int], _Away] = weakref.WeakValueDictionary()
         self._last: weakref.ref[_Away] | None = None
 
@@ -95,6 +114,17 @@ def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:
     return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
 
 
+def meant(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    """Everything inside `module` that runs and belongs to what `globs` (of the user's modules; none: all) mean."""
+    found = []
+    for name, unit in module.named_modules():
+        path = getattr(unit, "meta", {}).get(MODULE, name)
+        runs = type(unit).forward is not nn.Module.forward
+        if runs and (not globs or any(inside(glob, path) for glob in globs)):
+            found.append(unit)
+    return found
+
+
 class _Away:
     """A storage that is elsewhere. While this lives, the storage's address means no other one."""
 
@@ -114,12 +144,15 @@ class _Away:
         if home.disk is None:
             self.host = content
         else:
-            self.extent = home.disk.put(content, after=None if done is None else done.synchronize)
+            if home.writing is not None:  # no more than one storage waits in memory for the disk
+                home.disk.wait(home.writing)
+            self.extent = home.writing = home.disk.put(content, after=None if done is None else done.synchronize)
         weakref.finalize(self, home.forget, self.size, self.extent).atexit = False
 
     def _to_host(self, content: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         stream = self.home.stream
-        host = torch.empty(self.size, dtype=torch.uint8, pin_memory=stream is not None)
+        with on_side(True):
+            host = torch.empty(self.size, dtype=torch.uint8, pin_memory=stream is not None)
         if stream is None:
             return host.copy_(content), None
         stream.wait_stream(torch.cuda.current_stream(self.home.device))
@@ -153,9 +186,9 @@ class _Away:
             assert home.disk is not None and self.extent is not None
             host = torch.empty(self.size, dtype=torch.uint8, pin_memory=home.stream is not None)
             home.disk.get(self.extent, host)
-            if home.stream is None:
+            if home.device.type == "cpu":
                 return host
-        with torch.cuda.stream(home.stream):
+        with torch.cuda.stream(home.stream), on_side(False):
             return torch.empty(self.size, dtype=torch.uint8, device=home.device).copy_(host, non_blocking=True)
 
 

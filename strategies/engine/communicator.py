@@ -98,6 +98,24 @@ class Communicator:
         """Begin to add up `tensor` over `group`, in place."""
         return dist.all_reduce(tensor, group=group, async_op=True)
 
+    def sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Add up `tensor` over `group`, in place."""
+        dist.all_reduce(tensor, group=group)
+
+    def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill `into` with the `tensor`s of the ranks of `group`."""
+        all_gather(into, tensor, group=group)
+
+    def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Add up `tensor` over `group`, and leave this rank's part in `into`."""
+        reduce_scatter(into, tensor, group=group)
+
+    def exchange(
+        self, into: Tensor, tensor: Tensor, get: list[int] | None, give: list[int] | None, group: dist.ProcessGroup
+    ) -> None:
+        """Give every rank of `group` its part of `tensor`, and get their parts; equal parts without sizes."""
+        dist.all_to_all_single(into, tensor, get, give, group=group)
+
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
         self.calls[kind] += 1
@@ -141,13 +159,13 @@ class Communicator:
             flat = coalesced.packed(steps, tensors, mesh, rank)
             if kind == ALL_REDUCE:
                 result = flat
-                dist.all_reduce(result, group=group)
+                self.sum(result, group)
             elif kind == ALL_GATHER:
                 result = flat.new_empty(n * flat.numel())
-                all_gather(result, flat, group=group)
+                self.gather(result, flat, group)
             else:
                 result = flat.new_empty(flat.numel() // n)
-                reduce_scatter(result, flat, group=group)
+                self.scatter(result, flat, group)
             self.count(kind, coalesced.elements(steps, tensors, mesh), flat)
             return coalesced.unpacked(steps, result, [tensor.shape for tensor in tensors], mesh, rank)
 
@@ -183,13 +201,13 @@ class Communicator:
 
     def _all_reduce(self, tensor: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=group)
+        self.sum(result, group)
         self.count(ALL_REDUCE, -(-2 * (n - 1) * tensor.numel() // n), tensor)
         return result
 
     def _all_gather(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
         gathered = tensor.new_empty((n * tensor.shape[0], *tensor.shape[1:]))
-        all_gather(gathered, tensor.contiguous(), group=group)
+        self.gather(gathered, tensor.contiguous(), group)
         self.count(ALL_GATHER, tensor.numel() * (n - 1), tensor)
         if dim == 0 and places == sorted(places):
             return gathered
@@ -202,7 +220,7 @@ class Communicator:
         else:
             packed = torch.cat(_by_place(tensor.chunk(n, dim), places))
         result = tensor.new_empty(packed.shape[0] // n, *packed.shape[1:])
-        reduce_scatter(result, packed, group=group)
+        self.scatter(result, packed, group)
         self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
         return result
 
@@ -211,7 +229,7 @@ class Communicator:
     ) -> Tensor:
         packed = torch.stack(_by_place(tensor.chunk(n, dim), places))
         received = torch.empty_like(packed)
-        dist.all_to_all_single(received, packed, group=group)
+        self.exchange(received, packed, None, None, group)
         self.count(ALL_TO_ALL, tensor.numel() * (n - 1) // n, tensor)
         return torch.cat([received[place] for place in places], source)
 
@@ -231,7 +249,7 @@ class Communicator:
             parts = [tensor[take[peer]].reshape(-1) for peer, size in zip(peers, give, strict=True) if size]
             packed = torch.cat(parts) if parts else tensor.new_empty(0)
             received = tensor.new_empty(sum(get))
-            dist.all_to_all_single(received, packed, get, give, group=group)
+            self.exchange(received, packed, get, give, group)
             self.count(EXCHANGE, sum(give), tensor)
             result = tensor.new_empty(shape) if full else tensor.new_zeros(shape)
             if rank in put:

@@ -208,6 +208,9 @@ class BucketedUpdates:
     def moved(self) -> Mapping[str, Moved]:
         return {}
 
+    def hosted(self) -> list[Tensor]:
+        return []
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

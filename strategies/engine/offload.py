@@ -6,6 +6,9 @@ bits, the shape and the strides of what left.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,3 +50,22 @@ class Moved:
     out: int = 0
     back: int = 0
     held: int = 0
+
+
+_side = threading.local()
+
+
+@contextmanager
+def on_side(host: bool) -> Iterator[None]:
+    """Tensors that are made inside are meant to be in the host's memory, or else in the device's; on a machine without
+    a GPU both are one memory, and only those who count care."""
+    before, _side.host = side(), host
+    try:
+        yield
+    finally:
+        _side.host = before
+
+
+def side() -> bool | None:
+    """Whether what is made now is meant for the host; None where nothing is said."""
+    return getattr(_side, "host", None)

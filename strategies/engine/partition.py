@@ -263,6 +263,8 @@ class _Tree:
             return
         elif isinstance(instruction, Copy):
             copy = copier(instruction.host, self.device, self.copied)
+            if instruction.id in self.parts:
+                copy = watched(copy, self.parts[instruction.id], copy.__name__)
             node = graph.create_node("call_function", copy, (value(instruction.value),), {}, instruction.id)
         else:
             device = torch.device("cpu") if instruction.host else self.device

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strategies.addressing import in_module
-from strategies.engine.offload import Moved
+from strategies.engine.offload import Moved, on_side
 from strategies.engine.program import KEY, Compute, Copy, Fused, Instruction, Program
 from strategies.errors import StrategyError, closest
 from strategies.graph import OperatorGraph, Ref, rewrite
@@ -100,7 +100,8 @@ def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> T
         moved.out += tensor.nbytes
     else:
         moved.back += tensor.nbytes
-    return tensor.to(device, copy=True)
+    with on_side(out):
+        return tensor.to(device, copy=True)
 
 
 def copier(host: bool, device: torch.device, moved: Moved) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.engine.communicator import Carrier, Communicator
-from strategies.engine.program import KEY, Compute, Instruction, Program, Redistribute
+from strategies.engine.program import KEY, Compute, Copy, Instruction, Program, Redistribute
 from strategies.layout import Layout
 from strategies.redistribution import LOCAL, chain
 
@@ -69,7 +69,7 @@ def region_of(instruction: Instruction, program: Program) -> str | None:
 @dataclass(frozen=True)
 class Part:
     """An instruction of a region, the values that it takes in the order of its arguments, whether it is carried out
-    once only, and whether it is a redistribution."""
+    once only, and whether it carries a value elsewhere."""
 
     id: str
     takes: tuple[str, ...]
@@ -87,6 +87,8 @@ def parts_of(program: Program) -> dict[str, Part]:
     def keeps(instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
             return instruction.operator in operators
+        if isinstance(instruction, Copy):
+            return False
         assert isinstance(instruction, Redistribute), "programs that recompute have nothing joined"
         sent = any(step.kind not in LOCAL for step in instruction.forward)
         return sent and (chosen.keeps_communication or (instruction.operand < 0 and instruction.operator in operators))
@@ -96,7 +98,7 @@ def parts_of(program: Program) -> dict[str, Part]:
             instruction.id,
             tuple(ref.id for ref in instruction.operands if ref != KEY),
             keeps(instruction),
-            isinstance(instruction, Redistribute),
+            isinstance(instruction, Redistribute | Copy),
         )
         for instruction in program.instructions
         if region_of(instruction, program) is not None

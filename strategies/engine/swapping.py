@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies.engine.disk import Disk, Extent
-from strategies.engine.offload import Moved
+from strategies.engine.offload import Moved, on_side
 
 
 class SwapFiles:
@@ -71,7 +71,8 @@ class Handle:
         return len(begun)
 
     def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
-        buffer = torch.empty(elements, dtype=example.dtype, pin_memory=torch.cuda.is_available())
+        with on_side(True):
+            buffer = torch.empty(elements, dtype=example.dtype, pin_memory=torch.cuda.is_available())
         self._buffers[buffer.untyped_storage().data_ptr()] = buffer
         return buffer
 

@@ -109,6 +109,9 @@ class Updates(Protocol):
     def moved(self) -> Mapping[str, Moved]:
         """What was offloaded so far: `optimizer` and `parameters`, where they are."""
 
+    def hosted(self) -> list[Tensor]:
+        """What is kept in the host's memory between updates, and what gradients arrive in there."""
+
     def close(self) -> None:
         """Let go of hooks and buffers; the object cannot be used afterwards."""
 

@@ -294,6 +294,17 @@ class ZeroUpdates:
             held["parameters"].held = sum(self._pieces())
         return held
 
+    def hosted(self) -> list[Tensor]:
+        found: list[Any] = []
+        if self._offload.optimizer == "host":
+            zero = self._zero
+            found += self._masters()
+            found += [zero.grad_partitions_flat_buffer] if self._stage == 3 else [zero.temp_grad_buffer_for_cpu_offload]
+            found += [] if self._stage == 3 else zero.param_buffer_of_bit16_for_cpu_offload_groups
+        if self._offload.parameters == "host":
+            found += [parameter.ds_tensor for parameter in self._parameters.values()]
+        return [one for tensor in found for one in (tensor, tensor.grad) if one is not None]
+
     def _pieces(self) -> list[int]:
         """Bytes of this rank's part of every parameter, at stage 3."""
         found: list[Any] = [parameter for parameter in self._parameters.values()]

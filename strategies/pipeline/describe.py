@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from strategies.cost.activations import trace
@@ -34,13 +33,11 @@ def describe_stages(
     updating: Updating,
     machine: Machine,
 ) -> dict[str, Any]:
-    """The content of plan.json. `programs` are those of the stages, `updating.accumulate` is how many times the
-    schedule runs per step; the rest is as for `strategies.describe`."""
-    parts = updating.accumulate * len(schedule[0]) // 2
-    within = replace(updating, accumulate=parts)
-    traces = [trace(program, within) for program in programs]
+    """The content of plan.json. `programs` are those of the stages; the rest is as for `strategies.describe`."""
+    parts = updating.accumulate
+    traces = [trace(program, updating) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, updating=within, machine=machine, traced=traced)
+        describe(stage.graph, stage.plan, program, updating=updating, machine=machine, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
@@ -49,11 +46,11 @@ def describe_stages(
         for kind, count in _between(stage, stages, parts).items():
             own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(under_way(memory(traced), held(actions)).told())
+        memories.append(under_way(memory(traced, updating), held(actions)).told())
     times = [one["cost"]["total"] for one in told]
     even = times if any(times) else [1.0] * len(stages)  # nothing to compare
     slowest = told[times.index(max(times))]["cost"]
-    total = makespan(schedule, [time / (3 * parts) for time in times]) * updating.accumulate
+    total = makespan(schedule, [time / (3 * parts) for time in times]) * (2 * parts // len(schedule[0]))
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():

@@ -1,6 +1,11 @@
 """`parallel.offload` and `parallel.place` through the command: refusals, what a run says, and going on from a disk."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -114,3 +119,24 @@ def test_going_on_from_states_on_a_disk(start):
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
     losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert losses == halves.losses
+
+
+def test_a_killed_run_leaves_nothing_to_the_next_and_is_continued(start, tmp_path):
+    """The whole command is killed in the middle of a step, while tensors are on their way to the disk."""
+    words = ("+recipe=gpt_offload_disk", "+data.args.limit=200000", "train.log_every=1", "checkpoint.every=1")
+    start(*words, "train.steps=4", folder="whole")
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "runner", *words, "train.steps=1000", f"hydra.run.dir={folder}"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, cwd=tmp_path) as running:
+        saved = folder / "checkpoints"
+        while not (saved.is_dir() and any(path.name.startswith("step") for path in saved.iterdir())):
+            assert running.poll() is None
+            time.sleep(0.01)
+        os.killpg(running.pid, signal.SIGKILL)
+    left = [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert left != [] and not any(file.is_file() for one in left if "offload" in one.name for file in one.rglob("*"))
+    killed = start(*words, "train.steps=4", "train.resume=auto", folder="killed")
+    assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+    (name, expected), (same_name, found) = content(tmp_path / "whole"), content(killed.folder)
+    assert name == same_name and expected.keys() == found.keys()
+    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []

@@ -10,7 +10,7 @@ GPT = "+recipe=gpt"
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["parallel.recompute=auto"], "'auto' (as much as a memory limit asks for) comes later; choose none, full"),
+        (["parallel.recompute=auto"], "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none"),
         (["parallel.recompute=ful"], "parallel.recompute.operators = 'ful' is not allowed."),
         (["parallel.recompute.slice_inputs=true"], "parallel.recompute.operators = 'none' would ignore it"),
         (

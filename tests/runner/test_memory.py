@@ -1,0 +1,93 @@
+"""parallel.memory_limit, parallel.recompute=auto and train.measure_memory, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import memory as benchmark
+from runner.sections.memory import Bytes
+from runner.sections.section import Section
+
+
+class Limited(Section):
+    limit: Bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(7, 7), ("80GB", 80 * 10**9), ("512MiB", 512 * 2**20), ("1.5 KiB", 1536), ("12B", 12)],
+)
+def test_units(given, meant):
+    assert Limited(limit=given).limit == meant
+
+
+@pytest.mark.parametrize("given", ["80", "80gb", "GB", "-1GB", 0, -5, 1.5])
+def test_what_is_no_number_of_bytes(given):
+    with pytest.raises(ValueError):
+        Limited(limit=given)
+
+
+GPT = ("+recipe=gpt", "parallel.mesh={dp: 2, tp: 4}")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["parallel.memory_limit=12XB"], ["parallel.memory_limit = '12XB' is no number of bytes; write one such as"]),
+        (
+            ["parallel.memory_limit=1MB"],
+            ["per rank, but the plan needs", "The largest part is activations: choose parallel.recompute=auto"],
+        ),
+        (
+            ["parallel.memory_limit=1MB", "parallel.recompute=auto"],
+            ["even with all repeated layers computed again the plan needs"],
+        ),
+        (
+            ["parallel=stand_alone", "world_size=1", "parallel.memory_limit=1GB"],
+            ["parallel.mode = 'stand_alone' runs the module as it is", "parallel.memory_limit=null"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_rank_starts(command, words, texts):
+    done = command("plan", "+recipe=quickstart" if words[0].startswith("parallel=") else "+recipe=gpt", *words)
+    assert done.code == 2
+    assert all(text in done.err for text in texts)
+
+
+def test_auto_keeps_the_limit(command, tmp_path):
+    folder = tmp_path / "auto"
+    words = ("+recipe=gpt", "parallel.memory_limit=2.2MB", "parallel.recompute=auto", f"hydra.run.dir={folder}")
+    assert command("plan", *words).code == 0
+    content = json.loads((folder / "plan.json").read_text())
+    assert content["memory"]["peak"] <= 2_200_000
+    assert content["recompute"]["modules"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.zero.stage=0", "parallel.recompute=full"),
+        ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"),
+        ("parallel.zero.stage=3", "parallel.offload.activations.to=disk"),
+    ],
+)
+def test_real_ranks_take_what_was_predicted(start, words):
+    two = ("world_size=2", "parallel=data_parallel", "parallel.mesh=null", "~parallel.strategies")
+    few = ("+parallel.strategies={}", "train.steps=3", "+data.args.limit=200000", "train.measure_memory=true")
+    ended = start("+recipe=gpt", *two, *few, *words)
+    content = json.loads((ended.folder / "memory.json").read_text())
+    most = max(content["measured"], key=lambda one: one["peak"])
+    for key in ("held", "peak", "host"):
+        assert content["predicted"][key] == pytest.approx(most[key], rel=0.02, abs=20_000)
+
+
+@pytest.mark.slow
+def test_every_pair_of_the_benchmark(tmp_path):
+    page = tmp_path / "memory.md"
+    results = benchmark.run(page)
+    assert len(results) >= 40
+    assert sum(abs(one.difference) for one in results) / len(results) <= 0.05
+    assert min(one.difference for one in results) >= -0.03
+    assert page.read_text().count("\n|") > 40

@@ -1,0 +1,87 @@
+"""Counting the bytes of live tensors: each storage once, until it is really freed, with or without numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from strategies.cost.live import Live
+from strategies.cost.optimizer import Need, needed
+from strategies.engine.offload import on_side
+
+MIB = 2**20
+
+
+def test_a_storage_counts_once_until_its_last_view_is_gone():
+    with Live("cpu") as live:
+        whole = torch.zeros(MIB // 4)
+        view = whole.view(2, -1)[1]
+        assert live.now == live.peak == MIB
+        del whole
+        view + 1  # a temporary
+        assert (live.now, live.peak) == (MIB, MIB + MIB // 2)
+        live.restart()
+        assert live.peak == MIB
+        del view
+        assert live.now == 0
+
+
+def test_what_was_there_before_counts_when_it_is_used():
+    old = torch.zeros(256)
+    with Live("cpu") as live:
+        assert live.now == 0
+        live.counting = False
+        kept = torch.zeros(256)
+        assert live.now == 0
+        live.counting = True
+        old + kept
+        assert (live.now, live.peak) == (2048, 3072)
+
+
+def test_what_is_made_on_the_host_or_from_the_hosts_is_the_hosts():
+    with Live("cpu") as live:
+        with on_side(True):
+            host = torch.zeros(256)
+        state = torch.zeros_like(host)
+        with on_side(False):
+            back = host.clone()
+        assert (live.host, live.now) == (2048, 1024)
+        live.hosted([back])
+        assert (live.host, live.now) == (3072, 0)
+        del state
+        assert (live.host, live.host_peak) == (2048, 3072)
+
+
+def test_a_step_takes_the_same_without_numbers():
+    def step() -> list[int]:
+        net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+        with Live("cpu") as live:
+            loss = net(torch.ones(8, 64)).square().mean()
+            forward = live.now, live.peak
+            live.restart()
+            loss.backward()
+            return [*forward, live.now, live.peak]
+
+    with FakeTensorMode():
+        shapes = step()
+    assert shapes == step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "need"),
+    [
+        (lambda groups: torch.optim.SGD(groups, lr=0.1), Need(0, 0, 0, 0)),
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0)),
+        (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0)),
+    ],
+)
+def test_what_an_optimizer_needs(optimizer, need):
+    assert needed(optimizer, torch.float32) == need
+
+
+def test_a_gpu_updates_all_at_once():
+    need = needed(lambda groups: torch.optim.AdamW(groups, lr=0.1), torch.float32, at_once=True)
+    assert need == Need(8, 0, 0, 4)
+    assert need.during([10, 30]) == 160
+    assert Need(8, 8, 4, 0).during([30, 10]) == 240
+    assert Need(8, 8, 4, 0).during([30, 20]) == 280

@@ -1,0 +1,185 @@
+"""The predicted memory of a step against the same step on one rank, counted: equal to the byte, in every phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.gpt import GPT
+from models.losses import NextTokenLoss
+from strategies.capture import Captured, Objective, capture
+from strategies.cost.activations import trace
+from strategies.cost.live import Live
+from strategies.cost.memory import memory, under_way
+from strategies.cost.sharded import Group
+from strategies.cost.updating import Updating
+from strategies.engine.activations import Activations, meant
+from strategies.engine.communicator import Communicator
+from strategies.engine.gradients import BucketedUpdates
+from strategies.engine.lowering import lower
+from strategies.engine.offload import Offload
+from strategies.engine.partition import build
+from strategies.engine.place import on_host, place
+from strategies.engine.program import Options, Program
+from strategies.engine.updates import learning
+from strategies.planner import make_plan
+from strategies.request import Request, WantedRecompute
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Captured:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 32, (4, 32))
+    model = GPT(32, 32, 32, 2, 2, dropout=0.2)
+    return capture(Objective(model, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, tokens.roll(1)), training=True)
+
+
+def program_of(found: Captured, wanted: WantedRecompute | None = None, hosted: tuple[str, ...] = ()) -> Program:
+    plan = make_plan(found.graph, Request("data_parallel", 1, recompute=wanted))
+    return place(lower(found.graph, plan, Options(partial_loss=True)), on_host(found.graph, hosted))
+
+
+class Step:
+    """Real steps of one rank at stage 0: peaks of the second one by phase, its gradients, and what stands."""
+
+    def __init__(self, found: Captured, program: Program, updating: Updating) -> None:
+        learns = {source.name for source in program.sources if source.trainable}
+        self.tensors: dict[str, Tensor] = {
+            name: nn.Parameter(tensor.clone()) if name in learns else tensor.clone()
+            for name, tensor in found.tensors.items()
+        }
+        communicator = Communicator(program.mesh, 0)
+        self.module = build(program, self.tensors, communicator, "cpu")
+        if updating.offload.activations == "host":
+            Activations(torch.device("cpu"), updating.offload.larger_than).attach(
+                meant(self.module, updating.offload.modules), [*self.tensors.values()]
+            )
+        groups = [{"names": list(learning(program))}]
+        self.updates = BucketedUpdates(
+            self.module, program, communicator, updating.factory, groups, accumulate=updating.accumulate
+        )
+        self.accumulate, self.random = updating.accumulate, program.random
+        self.peaks = {"forward": 0, "backward": 0, "update": 0}
+        self.gradients: dict[str, Tensor] = {}
+        self.host = 0
+        with Live("cpu") as live:
+            self._step(live, 0)
+            live.see(self.tensors.values())
+            self.stands, self.kept = live.now, 0
+            self.peaks, self.host = dict.fromkeys(self.peaks, 0), 0
+            self._step(live, 1)
+
+    def _step(self, live: Live, number: int) -> None:
+        for micro in range(self.accumulate):
+            before = live.now
+            loss = self._phase(live, "forward", partial(self._forward, number * self.accumulate + micro))
+            if not micro:
+                self.kept = live.now - before
+            self._phase(live, "backward", partial(self.updates.backward, loss))
+            del loss
+        self._phase(live, "update", self.updates.reduce)
+        live.counting = False
+        self.gradients = {name: one.clone() for name, one in self.updates.gradients()}
+        live.counting = True
+        self._phase(live, "update", self.updates.update)
+
+    def _forward(self, key: int) -> Tensor:
+        tokens = torch.randint(0, 32, (4, 32), generator=torch.Generator().manual_seed(key))
+        loss: Tensor = self.module(tokens, tokens.roll(1), *([key] if self.random else []))
+        return loss
+
+    def _phase(self, live: Live, name: str, work: Any) -> Any:
+        live.restart()
+        result = work()
+        self.peaks[name] = max(self.peaks[name], live.peak)
+        self.host = max(self.host, live.host_peak)
+        return result
+
+
+FULL, CHEAP = WantedRecompute("full"), WantedRecompute("selective")
+HOST = Updating(factory=adamw, offload=Offload(activations="host"))
+CASES: dict[str, tuple[WantedRecompute | None, tuple[str, ...], Updating]] = {
+    "plain": (None, (), Updating(factory=adamw)),
+    "accumulated": (None, (), Updating(factory=adamw, accumulate=3)),
+    "full": (FULL, (), Updating(factory=adamw)),
+    "selective": (CHEAP, (), Updating(factory=adamw)),
+    "offloaded": (None, (), HOST),
+    "offloaded in part": (None, (), replace(HOST, offload=Offload(activations="host", modules=("layers.1",)))),
+    "full, offloaded": (FULL, (), HOST),
+    "selective, offloaded": (CHEAP, (), HOST),
+    "placed": (None, ("layers.*.feed_forward",), Updating(factory=adamw)),
+    "full, placed": (FULL, ("layers.*.feed_forward",), Updating(factory=adamw)),
+    "selective, placed": (CHEAP, ("layers.0", "norm"), Updating(factory=adamw)),
+    "full, placed, offloaded": (FULL, ("layers.1.attention",), HOST),
+}
+SMALL = 4096 + 1024
+"""Bytes: the batch, the loss and counters of the optimizer are held a little longer on one side or the other."""
+
+
+@pytest.fixture(scope="module")
+def truth(gpt) -> dict[str, Tensor]:
+    return Step(gpt, program_of(gpt), Updating(factory=adamw)).gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_phase_takes_what_was_predicted(gpt, truth, case):
+    wanted, hosted, updating = CASES[case]
+    program = program_of(gpt, wanted, hosted)
+    predicted = memory(trace(program, updating), updating)
+    step = Step(gpt, program, updating)
+    assert abs(predicted.held - step.stands) <= SMALL
+    assert abs(predicted.activations - step.kept) <= SMALL
+    assert abs(predicted.host - step.host) <= SMALL
+    for phase, peak in step.peaks.items():
+        assert abs(predicted.peaks[phase] - peak) <= SMALL
+    if updating.accumulate == 1:
+        assert all(torch.equal(step.gradients[name], expected) for name, expected in truth.items())
+
+
+def test_recompute_and_offload_take_off_what_they_say(gpt):
+    found = {}
+    for case in ("plain", "full", "offloaded"):
+        wanted, hosted, updating = CASES[case]
+        program = program_of(gpt, wanted, hosted)
+        found[case] = (
+            memory(trace(program, updating), updating).peak,
+            max(Step(gpt, program, updating).peaks.values()),
+        )
+    for case in ("full", "offloaded"):
+        predicted, measured = (found["plain"][side] - found[case][side] for side in (0, 1))
+        assert measured > 50_000
+        assert abs(predicted - measured) <= 0.05 * measured
+
+
+def test_micro_batches_under_way_add_their_activations(gpt):
+    one = memory(trace(program_of(gpt), Updating()), Updating())
+    three = under_way(one, 3)
+    assert three.activations == 3 * one.activations
+    assert three.peaks["backward"] == one.peaks["backward"] + 2 * one.activations
+    assert three.peaks["update"] == one.peaks["update"]
+
+
+def test_parts_of_flat_groups():
+    group = Group({"a": 6, "b": 2, "c": 8}, 2, 8)
+    assert group.touched() == 8
+    assert Group({"a": 6, "b": 4, "c": 6}, 2, 8).touched() == 10
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sharded_optimizer_keeps_its_part(gpt, stage):
+    plan = make_plan(gpt.graph, Request("data_parallel", 4))
+    program = lower(gpt.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
+    updating = Updating(stage, adamw)
+    found = memory(trace(program, updating), updating)
+    elements = sum(source.spec.elements for source in gpt.graph.of_kind("parameter"))
+    assert found.optimizer == pytest.approx(elements / 4 * 12, rel=0.01)
+    assert found.parameters == pytest.approx(4 * elements / (4 if stage == 3 else 1), rel=0.01)
