@@ -291,7 +291,9 @@ class _Planning:
             raise StrategyError(
                 "parallel.search = dynamic_programming prices plans, and nothing says on which machine; name a cluster."
             )
-        return search(problem, self.cluster)
+        asked = self.request
+        priced = replace(problem, stage=asked.stage, states=asked.states, memory=asked.memory_limit)
+        return search(priced, self.cluster)
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:

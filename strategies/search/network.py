@@ -21,8 +21,8 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.cells import Cell, Network, Part, Table
-from strategies.search.options import Menu, Side
+from strategies.search.cells import Cell, Network, Part, Table, table
+from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
@@ -99,7 +99,7 @@ class Building:
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
-        self.alone: list[tuple[tuple[int, ...], Cell]] = []
+        self.leaving: list[tuple[int, Seconds]] = []
         self.known: dict[tuple[Any, ...], Any] = {}
         self.raised = self.transfers.raised
         self._variables()
@@ -148,8 +148,10 @@ class Building:
     def cost(self, picks: Sequence[int]) -> float:
         """What a solution costs whose prices are settled: every target of a value is paid once."""
         total = 0.0
-        for variables, cell in self.alone:
-            total += cell.seconds[tuple([picks[v] for v in variables])]
+        for id, choices in self.choices.items():
+            total += choices.own[picks[self.variables[id]]]
+        for variable, seconds in self.leaving:
+            total += seconds[picks[variable]]
         for _, producer, given, uses in self.used:
             row = 0 if producer is None else given.of_option[picks[producer]]
             paid = {}
@@ -252,8 +254,8 @@ class Building:
     def _tables(self) -> None:
         for operator in self.graph.operators:
             choices = self.choices[operator.id]
-            cell = self._remember(("own", id(choices)), lambda choices=choices: Cell(lambda: choices.own))  # type: ignore[misc]
-            self.alone.append(((self.variables[operator.id],), cell))
+            cell = self._remember(("own", id(choices)), lambda choices=choices: self._own(choices))  # type: ignore[misc]
+            self.network.tables.append(Table((self.variables[operator.id],), cell))
         for ref, uses in self.graph.users.items():
             if not uses:
                 continue
@@ -269,7 +271,24 @@ class Building:
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
             self._whole(ref, False)
-        self.network.tables += [Table(variables, cell) for variables, cell in self.alone]
+
+    def _own(self, choices: Choices) -> Cell:
+        return Cell(lambda: choices.own + self.menu.pressure * choices.bytes)
+
+    def press(self, pressure: float) -> None:
+        """Lets a byte of memory cost so many seconds."""
+        self.menu.pressure = pressure
+        for key, one in self.known.items():
+            if key[0] == "own":
+                one.refresh()
+        for _, shared in self.parameters.values():
+            shared.own.refresh()
+
+    def bytes(self, picks: Sequence[int]) -> float:
+        """What a rank keeps under a solution: parameters, gradients, optimizer states and results."""
+        found = sum(choices.bytes[picks[self.variables[id]]] for id, choices in self.choices.items())
+        found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
+        return float(found)
 
     def _value(self, ref: Ref) -> None:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
@@ -312,7 +331,8 @@ class Building:
             pair.settle(row, 0)
         pair.refresh()
         seconds = pair.seconds[given.of_option, 0]
-        self.alone.append(((self.variables[ref.id],), Cell(lambda: seconds)))
+        self.leaving.append((self.variables[ref.id], seconds))
+        self.network.tables.append(table((self.variables[ref.id],), seconds))
 
 
 def _paid(given: Side, pair: Pair, uses: int) -> Cell:

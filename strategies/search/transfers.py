@@ -82,6 +82,11 @@ class Transfers:
         self.raised = 0
         """How often a price was settled above its bound."""
 
+    @property
+    def counts(self) -> Integers:
+        """Slices that every tuple of axes makes, by its number."""
+        return np.array([self.mesh.product(axes) for axes in self.tuples])
+
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
             self.numbers[axes] = len(self.tuples)
@@ -176,7 +181,7 @@ class Transfers:
     def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> list[int]:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
-        counts = np.array([self.mesh.product(axes) for axes in self.tuples])
+        counts = self.counts
         even = all(
             not (size % counts[rows.dims[:, dim]]).any() for rows in (before, after) for dim, size in enumerate(shape)
         )
