@@ -71,7 +71,7 @@ def test_every_stage_of_zero_and_a_limit_have_plans(models: dict[str, Model]) ->
     for stage in (1, 2, 3):
         plan = make_plan(models["gpt"].graph, replace(EXACT, stage=stage), cluster(1e9))
         assert models["gpt"].difference(plan) < TOLERANCE
-    plan = make_plan(models["gpt"].graph, replace(EXACT, memory_limit=60_000), cluster(1e7))
+    plan = make_plan(models["gpt"].graph, replace(EXACT, memory_limit=165_000), cluster(1e7))
     assert models["gpt"].difference(plan) < TOLERANCE
 
 
