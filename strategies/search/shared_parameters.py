@@ -114,7 +114,7 @@ class _Use:
             return np.asarray(found / self.share)
         columns = []
         for (before, after, of_option), forbidden in zip(self.back, self.forbidden, strict=True):
-            seconds = self.transfers.seconds(before, after, self.spec)[0, of_option]
+            seconds = self.transfers.seconds(before, after, self.spec, few=0)[0, of_option]
             columns.append(np.where(forbidden, np.inf, seconds))
         return np.asarray(found + np.stack(columns, 1)[:, self.returned.of_option])
 

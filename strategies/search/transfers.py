@@ -122,19 +122,19 @@ class Transfers:
         partial = frozenset(axis for i, axis in enumerate(self.axes) if rows.partial[index] >> i & 1)
         return Layout(tuple(self.tuples[number] for number in rows.dims[index]), partial)
 
-    def seconds(self, before: Rows, after: Rows, spec: TensorSpec) -> Seconds:
+    def seconds(self, before: Rows, after: Rows, spec: TensorSpec, few: int | None = None) -> Seconds:
         """[before, after]: seconds of the redistribution of a tensor like `spec` between every two layouts; where they
-        are not settled yet, a lower bound."""
+        are not settled yet, a lower bound. `few`: up to how many patterns are settled at once."""
         key = self._key(before, after, spec)
         if key not in self.asked:
-            self.asked[key] = self._asked(before, after, spec)
+            self.asked[key] = self._asked(before, after, spec, self.few if few is None else few)
         asked = self.asked[key]
         return np.asarray(asked.values[asked.inverse])
 
     def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
         return id(before), id(after), spec.shape, spec.item_bytes
 
-    def _asked(self, before: Rows, after: Rows, spec: TensorSpec) -> Asked:
+    def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
         count = (len(before), len(after))
         parts, kinds = [], self._kinds(before, after, spec.shape)
         for dim, kind in enumerate(kinds):
@@ -147,10 +147,11 @@ class Transfers:
         names = list(zip(*(part[first].tolist() for part in flat), strict=True))
         rows, columns = np.divmod(first, count[1])
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        if ordered and not after.partial.any() and len(names) > self.few:
+        if ordered and len(names) > few:
             values = self.bounds.seconds(
                 before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
             )
+            values[after.partial[columns] > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
             values = np.full(len(names), -1.0)
         places = {name: position for position, name in enumerate(names)}
