@@ -151,6 +151,8 @@ def request_of(config: Config, world_size: int) -> Request:
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
+        stage=parallel.zero.stage,
+        memory_limit=parallel.memory_limit,
     )
 
 

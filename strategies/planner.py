@@ -57,7 +57,9 @@ class _Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        problem = replace(bare, fixed=fixed, outputs=outputs)
+        asked = self.request
+        priced = replace(bare, stage=asked.stage, states=asked.states, memory=asked.memory_limit)
+        problem = replace(priced, fixed=fixed, outputs=outputs)
         certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
         shared: Mapping[Ref, Layout] = {}
         if self.request.mode == "auto" and self.request.search == "dynamic_programming":

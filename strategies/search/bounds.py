@@ -1,8 +1,8 @@
 """The least seconds that any redistribution between two layouts takes, for many pairs at once.
 
 Per level of the cluster: what the ranks of a unit together must receive from other units, over all their links. A
-layout seen from outside a unit is the layout without the axes inside it. Where one axis moves and all others stay, there is
-one collective, and the bound is its price.
+layout seen from outside a unit is the layout without the axes inside it. Where one axis moves and all others stay,
+there is one collective, and the bound is its price.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Bounds:
         moved = np.maximum(target - 1.0 / cut.prod(1), 0.0)
         summed = self.product[partial]
         used = self.product[now | wanted | partial]
-        return np.where(summed > 1, (summed - 2) / used + target, moved)
+        return np.asarray(np.where(summed > 1, (summed - 2) / used + target, moved))
 
     def _single(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
         """The price where one axis moves; 0 elsewhere."""

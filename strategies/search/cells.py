@@ -7,12 +7,17 @@ from dataclasses import dataclass, field
 
 from strategies.search.transfers import Seconds
 
+Part = tuple[tuple[int, ...], Seconds]
+"""Seconds over some of a table's array dims."""
+
 
 @dataclass(eq=False)
 class Cell:
-    """Seconds that can be made again when more prices are settled."""
+    """Seconds that can be made again when more prices are settled. Where they are the least of several parts, `split`
+    makes these."""
 
     make: Callable[[], Seconds]
+    split: Callable[[], tuple[Part, ...]] | None = None
     seconds: Seconds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,6 +37,12 @@ class Table:
     @property
     def seconds(self) -> Seconds:
         return self.cell.seconds
+
+    def parts(self) -> tuple[Table, ...]:
+        """Tables of which this one is the least; itself where it has no parts."""
+        if self.cell.split is None:
+            return (self,)
+        return tuple(table(tuple(self.variables[i] for i in dims), seconds) for dims, seconds in self.cell.split())
 
 
 def table(variables: tuple[int, ...], seconds: Seconds) -> Table:

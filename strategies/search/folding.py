@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,39 +36,35 @@ class Run:
 
 
 class Folded:
-    """A network whose runs are single tables. `sizes` and `tables` are what is left to solve."""
+    """A network with its runs, which depend on the tables' places alone: solved again when prices have changed."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.attached: list[list[Table]] = [[] for _ in network.sizes]
         for one in network.tables:
             self.attached[max(one.variables)].append(one)
-        self.sizes = dict(enumerate(network.sizes))
-        self.powers: list[Power] = []
-        self._search(0, len(network.sizes))
-        self.tables = [one for variable in self.sizes for one in self.attached[variable]]
-        self.tables += [power.table for power in self.powers]
+        self.runs = list(self._runs(0, len(network.sizes)))
 
-    def complete(self, picks: dict[int, int]) -> None:
-        """Adds the options of the folded variables to a solution of the others."""
-        for power in self.powers:
-            power.complete(picks)
-
-    def _search(self, low: int, high: int) -> None:
+    def _runs(self, low: int, high: int) -> Iterator[Run]:
         run = find_run(self.attached, self.network.sizes, low, high)
-        if run is None:
-            return
-        power = Power(run, self.attached, self.network.sizes)
-        end = run.start + run.period * run.count
-        last = end - run.period
-        kept = {run.start + (run.count - 2) * run.period + place for place in run.inward}
-        for variable in range(run.start, last):
-            if variable not in kept:
-                del self.sizes[variable]
-            self.attached[variable] = []
-        self.powers.append(power)
-        self._search(low, run.start)
-        self._search(end, high)
+        if run is not None:
+            yield run
+            yield from self._runs(low, run.start)
+            yield from self._runs(run.start + run.period * run.count, high)
+
+    def solve(self) -> tuple[list[int], float]:
+        """The best option of every variable, and what they cost. Raises TooWide."""
+        powers = [Power(run, self.attached, self.network.sizes) for run in self.runs]
+        folded = {v for power in powers for v in power.folded}
+        tables = [one for v in range(len(self.attached)) if v not in folded for one in self.attached[v]]
+        hidden = folded.difference(*(power.ending for power in powers))
+        sizes = {v: size for v, size in enumerate(self.network.sizes) if v not in hidden}
+        rest = eliminate(sizes, [*tables, *(power.table for power in powers)])
+        picks: dict[int, int] = {}
+        rest.complete(picks)
+        for power in powers:
+            power.complete(picks)
+        return [picks[v] for v in range(len(self.network.sizes))], float(rest.table.seconds)
 
 
 def find_run(attached: Sequence[Sequence[Table]], sizes: Sequence[int], low: int, high: int) -> Run | None:
@@ -145,6 +141,8 @@ class Power:
 
     def __init__(self, run: Run, attached: Sequence[Sequence[Table]], sizes: Sequence[int]) -> None:
         self.run, self.blocks = run, run.count - 1
+        self.folded = range(run.start, run.start + run.period * self.blocks)
+        """The variables whose tables this one stands for."""
         start, period = run.start, run.period
         self.entering = tuple(start - period + place for place in run.inward)
         self.leaving = tuple(start + place for place in run.inward)
@@ -216,13 +214,3 @@ def product(left: Seconds, right: Seconds) -> tuple[Seconds, Integers]:
         middle[:, row] = sums.argmin(1)
         best[:, row] = sums.min(1)
     return best, middle
-
-
-def solve(network: Network) -> tuple[list[int], float]:
-    """The best option of every variable of a network, and what they cost."""
-    folded = Folded(network)
-    rest = eliminate(folded.sizes, folded.tables)
-    picks: dict[int, int] = {}
-    rest.complete(picks)
-    folded.complete(picks)
-    return [picks[v] for v in range(len(network.sizes))], float(rest.table.seconds)

@@ -21,14 +21,16 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.cells import Cell, Network, Table, table
-from strategies.search.options import Menu, Side
+from strategies.search.cells import Cell, Network, Part, Table, table
+from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
 MOST_SHARING = 3
 """Uses of a value up to which it is exact to let one of its layouts be shared."""
+MOST_ENTRIES = 2**23
+"""Of a table, up to which a value is split."""
 
 
 @dataclass(eq=False)
@@ -46,23 +48,34 @@ class Pair:
     of_option: Integers
 
     def __post_init__(self) -> None:
-        self.whole = Rows(self.given.dims, np.zeros_like(self.given.partial))
+        self.whole = self.transfers.whole(self.given)
         told = [row.tobytes() for row in self.wanted.dims[self.come]]
         back = [b""] * len(told) if self.returned is None else [row.tobytes() for row in self.returned.partial[self.go]]
         self.targets = tuple(zip(told, back, strict=True))
-        self.refresh()
+        self.changes = 0
+        self._look()
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
+        """Looks prices up again where some were settled; whether there were any."""
+        changes = self.transfers.changes(self.given, self.wanted, self.spec)
+        if self.returned is not None:
+            changes += self.transfers.changes(self.returned, self.whole, self.spec)
+        if changes == self.changes:
+            return False
+        self.changes = changes
+        self._look()
+        return True
+
+    def _look(self) -> None:
         self.seconds = self.transfers.seconds(self.given, self.wanted, self.spec)[:, self.come]
         if self.returned is not None:
             self.seconds = self.seconds + self.transfers.seconds(self.returned, self.whole, self.spec)[self.go].T
 
-    def settle(self, row: int, target: int) -> bool:
-        """Prices one entry; whether it was too low before."""
-        raised = self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
+    def settle(self, row: int, target: int) -> None:
+        """Prices one entry."""
+        self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
         if self.returned is not None:
-            raised |= self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
-        return raised
+            self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +99,9 @@ class Building:
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
+        self.leaving: list[tuple[int, Seconds]] = []
         self.known: dict[tuple[Any, ...], Any] = {}
+        self.raised = self.transfers.raised
         self._variables()
         self._tables()
 
@@ -99,41 +114,78 @@ class Building:
 
     def settle(self, picks: Sequence[int]) -> bool:
         """Prices all that a solution uses; whether anything was too low before."""
-        done, raised = set(), False
+        done = set()
         for _, producer, given, uses in self.used:
             row = 0 if producer is None else int(given.of_option[picks[producer]])
             for user, pair in uses:
                 key = (id(pair), row, int(pair.of_option[picks[user]]))
                 if key not in done:
                     done.add(key)
-                    raised |= pair.settle(*key[1:])
+                    pair.settle(*key[1:])
         for ref, (variable, shared) in self.parameters.items():
-            users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
-            raised |= shared.settle(picks[variable], [picks[user] for user in users])
-        if raised:
-            for one in self.known.values():
-                if isinstance(one, (Pair, SharedParameter)):
-                    one.refresh()
-            for one in self.known.values():
-                if isinstance(one, Sharing):
-                    one.first.refresh()
-                    for cell in one.uses:
-                        cell.refresh()
-            for one in self.known.values():
-                if isinstance(one, Cell):
-                    one.refresh()
-        return raised
+            shared.settle(picks[variable], self._picked(ref, picks))
+        if self.transfers.raised == self.raised:
+            return False
+        self.raised = self.transfers.raised
+        self._refresh()
+        return True
+
+    def _refresh(self) -> None:
+        """Makes all cells again whose prices have changed."""
+        changed = {id(one) for one in self.known.values() if isinstance(one, Pair) and one.refresh()}
+        for one in self.known.values():
+            if isinstance(one, SharedParameter):
+                one.refresh()
+        for key, one in self.known.items():
+            if isinstance(one, Sharing) and not changed.isdisjoint(key):
+                for cell in (one.first, *one.uses):
+                    cell.refresh()
+                    changed.add(id(cell))
+            elif isinstance(one, Cell) and not changed.isdisjoint(key):
+                one.refresh()
+                changed.add(id(one))
+
+    def cost(self, picks: Sequence[int]) -> float:
+        """What a solution costs whose prices are settled: every target of a value is paid once."""
+        total = 0.0
+        for id, choices in self.choices.items():
+            total += choices.own[picks[self.variables[id]]]
+        for variable, seconds in self.leaving:
+            total += seconds[picks[variable]]
+        for _, producer, given, uses in self.used:
+            row = 0 if producer is None else given.of_option[picks[producer]]
+            paid = {}
+            for user, pair in uses:
+                target = pair.of_option[picks[user]]
+                paid[pair.targets[target]] = pair.seconds[row, target]
+            total += sum(paid.values())
+        for ref, (variable, shared) in self.parameters.items():
+            total += shared.cost(picks[variable], self._picked(ref, picks))
+        return float(total)
+
+    def _picked(self, ref: Ref, picks: Sequence[int]) -> list[int]:
+        return [picks[self.variables[user.id]] for user, _ in self.graph.users[ref]]
 
     def underpaid(self, picks: Sequence[int]) -> frozenset[Ref]:
-        """The values of which uses want different layouts in a solution and pay too little for them."""
+        """The values of which uses want different layouts in a solution and pay too little for them, as far as they can
+        be split."""
         found = set()
         for ref, producer, given, uses in self.used:
             if len(uses) > 1 and ref not in self.sharings:
                 row = 0 if producer is None else int(given.of_option[picks[producer]])
                 targets = {pair.targets[pair.of_option[picks[user]]] for user, pair in uses}
-                if len(targets) > 1 and any(pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses):
+                disagree = len(targets) > 1 and any(
+                    pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses
+                )
+                if disagree and self._splits(ref, uses):
                     found.add(ref)
         return frozenset(found)
+
+    def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
+        """Whether it is exact and small enough to give a value a variable of its own."""
+        widest = max(len(pair.of_option) for _, pair in uses)
+        entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest
+        return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
 
     def _variables(self) -> None:
         firsts: dict[str, list[Ref]] = {}
@@ -202,7 +254,7 @@ class Building:
     def _tables(self) -> None:
         for operator in self.graph.operators:
             choices = self.choices[operator.id]
-            cell = self._remember(("own", id(choices)), lambda choices=choices: Cell(lambda: choices.own))  # type: ignore[misc]
+            cell = self._remember(("own", id(choices)), lambda choices=choices: self._own(choices))  # type: ignore[misc]
             self.network.tables.append(Table((self.variables[operator.id],), cell))
         for ref, uses in self.graph.users.items():
             if not uses:
@@ -219,6 +271,24 @@ class Building:
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
             self._whole(ref, False)
+
+    def _own(self, choices: Choices) -> Cell:
+        return Cell(lambda: choices.own + self.menu.pressure * choices.bytes)
+
+    def press(self, pressure: float) -> None:
+        """Lets a byte of memory cost so many seconds."""
+        self.menu.pressure = pressure
+        for key, one in self.known.items():
+            if key[0] == "own":
+                one.refresh()
+        for _, shared in self.parameters.values():
+            shared.own.refresh()
+
+    def bytes(self, picks: Sequence[int]) -> float:
+        """What a rank keeps under a solution: parameters, gradients, optimizer states and results."""
+        found = sum(choices.bytes[picks[self.variables[id]]] for id, choices in self.choices.items())
+        found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
+        return float(found)
 
     def _value(self, ref: Ref) -> None:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
@@ -261,6 +331,7 @@ class Building:
             pair.settle(row, 0)
         pair.refresh()
         seconds = pair.seconds[given.of_option, 0]
+        self.leaving.append((self.variables[ref.id], seconds))
         self.network.tables.append(table((self.variables[ref.id],), seconds))
 
 
@@ -290,4 +361,14 @@ def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
                 found[:, number + 1, pair.of_option == pair.targets.index(target)] = 0.0
         return found
 
-    return Sharing(Cell(first), tuple(Cell(lambda pair=pair: left(pair)) for pair in pairs))  # type: ignore[misc]
+    def parts(pair: Pair) -> tuple[Part, ...]:
+        """A use pays for itself, or nothing where what it wants is shared."""
+        wanted = [pair.targets.index(target) if target in pair.targets else -1 for target in shared]
+        free = np.array([-2, *wanted])[:, None] == pair.of_option
+        own = pair.seconds[np.ix_(given.of_option, pair.of_option)]
+        return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
+
+    def cell(pair: Pair) -> Cell:
+        return Cell(lambda: left(pair), lambda: parts(pair))
+
+    return Sharing(Cell(first), tuple(cell(pair) for pair in pairs))

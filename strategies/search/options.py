@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_seconds
+from strategies.cost.operators import VIEWS, operator_seconds
+from strategies.cost.step import MASTER
 from strategies.graph import Operator, Ref, Source, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.redistribution import chain
@@ -32,11 +33,13 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The options of one operator. `wanted` and `returned` are, per operand, pairs of layouts: as the operand comes in,
-    and as its gradient goes out; `given` are the results."""
+    """The options of one operator: `own` seconds, and `bytes` that a rank keeps of its results and of parameters that
+    it alone uses. `wanted` and `returned` are, per operand, pairs of layouts: as the operand comes in, and as its
+    gradient goes out; `given` are the results."""
 
     assignments: tuple[Assignment, ...]
     own: Seconds
+    bytes: Seconds
     wanted: tuple[Side, ...]
     returned: tuple[Side, ...]
     given: tuple[Side, ...]
@@ -54,6 +57,8 @@ class Menu:
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
         self.own = Own(problem, transfers.cluster)
+        self.pressure = 0.0
+        """Seconds that a byte of memory costs at the moment (a Lagrange multiplier)."""
 
     def of(self, operator: Operator) -> Choices:
         key = self._signature(operator)
@@ -92,7 +97,8 @@ class Menu:
             given = [[layout] for layout in self.problem.outputs.get(operator.id) or sharding.result_layouts(fixed)]
             one = np.zeros(1, dtype=np.int64)
             sides = [tuple(Side(self.transfers.rows_of(x), one) for x in group) for group in (wanted, returned, given)]
-            return Choices((fixed,), self._own(operator, sharding, [fixed], sides[1]), sides[0], sides[1], sides[2])
+            own = self._own(operator, sharding, [fixed], sides[1])
+            return Choices((fixed,), own, self._bytes(operator, sides[0], sides[2]), sides[0], sides[1], sides[2])
         places = self._places(sharding)
         assignments = tuple(self._assignment(sharding, row) for row in places)
         back: list[Side] = []
@@ -107,7 +113,9 @@ class Menu:
             lying = self._lying(sharding, dims, places)
             results.append(self._side(np.where(summed & (lying == WHOLE), PARTIAL, lying), len(dims)))
         own = self._own(operator, sharding, assignments, back)
-        return Choices(assignments, own, tuple(forward), tuple(back), tuple(results))
+        return Choices(
+            assignments, own, self._bytes(operator, forward, results), tuple(forward), tuple(back), tuple(results)
+        )
 
     def _places(self, sharding: Sharding) -> Integers:
         """[options, axes]: the factor that every axis slices, by number, or WHOLE; only equal slices."""
@@ -161,9 +169,40 @@ class Menu:
                     found += self.chain_seconds(then.whole, have.whole, spec)
         return found
 
+    def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
+        """What a rank keeps: results that backward may need, and the parameters that this operator alone uses."""
+        graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
+        if operator.id in graph.returning and operator.op not in VIEWS:
+            for side, spec in zip(given, operator.results, strict=True):
+                found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
+        for side, ref in zip(wanted, operator.operands, strict=True):
+            if self.alone(ref):
+                per_element = [self.parameter_bytes(layout, ref) for layout in self._layouts(side.rows)]
+                found = found + (self.elements(side.rows, graph.specs[ref]) * per_element)[side.of_option]
+        return found
+
+    def _layouts(self, rows: Rows) -> list[Layout]:
+        return [self.transfers.layout(rows, index) for index in range(len(rows))]
+
+    def elements(self, rows: Rows, spec: TensorSpec) -> Seconds:
+        """Elements of a rank's slice, per layout."""
+        counts = self.transfers.counts[rows.dims]
+        return np.asarray(np.ceil(np.array(spec.shape, dtype=np.float64) / counts).prod(1))
+
+    def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
+        """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
+        problem, spec = self.problem, self.problem.graph.specs[ref]
+        replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
+        parts = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
+        if ref not in problem.graph.trained:
+            return spec.item_bytes / parts[0]
+        masters = MASTER if spec.item_bytes < MASTER else 0
+        gradient, states = max(spec.item_bytes, MASTER), max(spec.item_bytes, MASTER) * problem.states + masters
+        return spec.item_bytes / parts[0] + gradient / parts[1] + states / parts[2]
+
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""
-        return np.array([self.own.parameter_seconds(self.transfers.layout(rows, i), spec) for i in range(len(rows))])
+        return np.array([self.parameter_seconds(layout, spec) for layout in self._layouts(rows)])
 
     def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
         """Seconds of the update of a trained parameter whose gradient is partial as `layout` is."""

@@ -17,7 +17,7 @@ from strategies.rules.sharding import Assignment, Sharding
 class Problem:
     """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
     the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
-    the optimizer keeps per parameter element."""
+    the optimizer keeps per parameter element, `memory` the bytes that a rank may keep."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -27,6 +27,7 @@ class Problem:
     outputs: Mapping[str, tuple[Layout, ...]]
     stage: int = 0
     states: float = 2.0
+    memory: float | None = None
 
     @property
     def trained(self) -> frozenset[Ref]:

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from strategies.engine.lowering import left_axes
-from strategies.graph import Operator, Source, TensorSpec
+from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.search.cells import Cell
@@ -29,8 +29,8 @@ class SharedParameter:
         self.transfers, self.spec, mesh = menu.transfers, source.spec, menu.problem.mesh
         learns = any(gradient for _, _, gradient in uses)
         asked = [(choices[user.id].wanted[place].rows, user.id in menu.problem.fixed) for user, place, _ in uses]
-        rows = [one for one, fixed in asked if fixed] or [one for one, _ in asked]
-        layouts = dict.fromkeys(self.transfers.layout(one, i) for one in rows for i in range(len(one)))
+        options_of = [one for one, fixed in asked if fixed] or [one for one, _ in asked]
+        layouts = dict.fromkeys(self.transfers.layout(one, i) for one in options_of for i in range(len(one)))
         options = [
             (layout, frozenset(added))
             for layout in layouts
@@ -42,7 +42,12 @@ class SharedParameter:
         own = np.zeros(len(options))
         if learns:
             own = np.array([menu.parameter_seconds(Layout(x.dims, added), source.spec) for x, added in options])
-        self.own = Cell(lambda: own)
+        ref = Ref(source.id)
+        per_element = np.array([menu.parameter_bytes(layout, ref) for layout in self.layouts])
+        rows = self.transfers.rows_of(self.layouts)
+        self.bytes: Seconds = menu.elements(rows, source.spec) * per_element
+        self.own = Cell(lambda: own + menu.pressure * self.bytes)
+        self.own_seconds: Seconds = own
         share = max(sum(not gradient for _, _, gradient in uses), 1)
         self.parts = [
             _Use(self.transfers, source.spec, mesh, options, choices[user.id], place, gradient, share)
@@ -50,9 +55,22 @@ class SharedParameter:
         ]
         self.uses = [Cell(part.seconds) for part in self.parts]
 
-    def settle(self, option: int, users: Sequence[int]) -> bool:
-        """Prices what a solution uses; whether anything was too low before."""
-        return any([part.settle(option, user) for part, user in zip(self.parts, users, strict=True)])
+    def settle(self, option: int, users: Sequence[int]) -> None:
+        """Prices what a solution uses."""
+        for part, user in zip(self.parts, users, strict=True):
+            part.settle(option, user)
+
+    def cost(self, option: int, users: Sequence[int]) -> float:
+        """Seconds of a solution whose prices are settled: uses without a gradient pay once for what they share."""
+        total, paid = float(self.own_seconds[option]), {}
+        for part, cell, user in zip(self.parts, self.uses, users, strict=True):
+            seconds = float(cell.seconds[option, user])
+            if part.returned is None:
+                wanted = part.wanted.rows
+                paid[wanted.dims[part.wanted.of_option[user]].tobytes()] = seconds * part.share
+            else:
+                total += seconds
+        return total + sum(paid.values())
 
     def refresh(self) -> None:
         for cell in self.uses:
@@ -91,19 +109,18 @@ class _Use:
 
     def seconds(self) -> Seconds:
         found = self.transfers.seconds(self.stored, self.wanted.rows, self.spec)
-        found = found[np.ix_(self.of_option, self.wanted.of_option)]
+        found = found[np.array(self.of_option)[:, None], self.wanted.of_option]
         if self.returned is None:
             return np.asarray(found / self.share)
         columns = []
         for (before, after, of_option), forbidden in zip(self.back, self.forbidden, strict=True):
-            seconds = self.transfers.seconds(before, after, self.spec)[0, of_option]
+            seconds = self.transfers.seconds(before, after, self.spec, few=0)[0, of_option]
             columns.append(np.where(forbidden, np.inf, seconds))
         return np.asarray(found + np.stack(columns, 1)[:, self.returned.of_option])
 
-    def settle(self, option: int, user: int) -> bool:
+    def settle(self, option: int, user: int) -> None:
         wanted = int(self.wanted.of_option[user])
-        raised = self.transfers.settle(self.stored, self.wanted.rows, self.spec, self.of_option[option], wanted)
+        self.transfers.settle(self.stored, self.wanted.rows, self.spec, self.of_option[option], wanted)
         if self.returned is not None:
             before, after, of_option = self.back[int(self.returned.of_option[user])]
-            raised |= self.transfers.settle(before, after, self.spec, 0, of_option[option])
-        return raised
+            self.transfers.settle(before, after, self.spec, 0, of_option[option])

@@ -42,19 +42,21 @@ class Rows:
         return len(self.partial)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Asked:
-    """Pairs of layouts of a tensor: the `names` of their patterns, each with a pair that has it (`rows`, `columns`) and
-    a lower bound of its seconds (-1: none, it has to be priced); `inverse` [before, after] tells every pair's."""
+    """Pairs of layouts of a tensor: the `names` of their patterns and `places` in that list, each with a pair that has
+    it (`rows`, `columns`) and its seconds or a lower bound (`values`); `inverse` [before, after] tells every pair's."""
 
     before: Rows
     after: Rows
     spec: TensorSpec
     names: list[tuple[int, ...]]
+    places: dict[tuple[int, ...], int]
     rows: Integers
     columns: Integers
     inverse: Integers
-    lower: Seconds
+    values: Seconds
+    changes: int = 0
 
 
 class Transfers:
@@ -73,9 +75,17 @@ class Transfers:
         self.steps: dict[tuple[object, ...], int] = {}
         self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
         self.priced: dict[float, list[float]] = {}
+        self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
+        self.raised = 0
+        """How often a price was settled above its bound."""
+
+    @property
+    def counts(self) -> Integers:
+        """Slices that every tuple of axes makes, by its number."""
+        return np.array([self.mesh.product(axes) for axes in self.tuples])
 
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
@@ -86,40 +96,45 @@ class Transfers:
     def rows(self, places: Integers, dims: int) -> Rows:
         """From places [layouts, axes]: the dim that an axis slices, WHOLE or PARTIAL."""
         bits = 1 << np.arange(len(self.axes))
-        return Rows(
-            np.stack([((places == dim) * bits).sum(1) for dim in range(dims)], 1)
-            if dims
-            else np.zeros((len(places), 0), dtype=np.int64),
-            ((places == PARTIAL) * bits).sum(1),
-        )
+        sliced = (places[:, None, :] == np.arange(dims)[:, None]) @ bits
+        return self._once(sliced, (places == PARTIAL) @ bits)
 
     def rows_of(self, layouts: Sequence[Layout]) -> Rows:
         """From layouts, whose axes may stand in any order."""
         single = {name for name, size in self.mesh.axes if size == 1}
-        return Rows(
-            np.array(
-                [[self._number(tuple(a for a in dim if a not in single)) for dim in one.dims] for one in layouts],
-                dtype=np.int64,
-            ).reshape(len(layouts), len(layouts[0].dims)),
-            np.array([sum(1 << self.axes.index(a) for a in one.partial if a not in single) for one in layouts]),
+        dims = [[self._number(tuple(a for a in dim if a not in single)) for dim in one.dims] for one in layouts]
+        partial = [sum(1 << self.axes.index(a) for a in one.partial if a not in single) for one in layouts]
+        return self._once(
+            np.array(dims, dtype=np.int64).reshape(len(layouts), len(layouts[0].dims)),
+            np.array(partial, dtype=np.int64),
         )
+
+    def whole(self, rows: Rows) -> Rows:
+        """The same slices, nothing partial."""
+        return self._once(rows.dims, np.zeros_like(rows.partial))
+
+    def _once(self, dims: Integers, partial: Integers) -> Rows:
+        """Equal rows are one object."""
+        key = (dims.shape, dims.tobytes(), partial.tobytes())
+        return self.made.setdefault(key, Rows(dims, partial))
 
     def layout(self, rows: Rows, index: int) -> Layout:
         partial = frozenset(axis for i, axis in enumerate(self.axes) if rows.partial[index] >> i & 1)
         return Layout(tuple(self.tuples[number] for number in rows.dims[index]), partial)
 
-    def seconds(self, before: Rows, after: Rows, spec: TensorSpec) -> Seconds:
+    def seconds(self, before: Rows, after: Rows, spec: TensorSpec, few: int | None = None) -> Seconds:
         """[before, after]: seconds of the redistribution of a tensor like `spec` between every two layouts; where they
-        are not settled yet, a lower bound."""
+        are not settled yet, a lower bound. `few`: up to how many patterns are settled at once."""
         key = self._key(before, after, spec)
         if key not in self.asked:
-            self.asked[key] = self._asked(before, after, spec)
-        return self._current(self.asked[key])
+            self.asked[key] = self._asked(before, after, spec, self.few if few is None else few)
+        asked = self.asked[key]
+        return np.asarray(asked.values[asked.inverse])
 
     def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
         return id(before), id(after), spec.shape, spec.item_bytes
 
-    def _asked(self, before: Rows, after: Rows, spec: TensorSpec) -> Asked:
+    def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
         count = (len(before), len(after))
         parts, kinds = [], self._kinds(before, after, spec.shape)
         for dim, kind in enumerate(kinds):
@@ -132,40 +147,42 @@ class Transfers:
         names = list(zip(*(part[first].tolist() for part in flat), strict=True))
         rows, columns = np.divmod(first, count[1])
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        if ordered and not after.partial.any() and len(names) > self.few:
-            lower = self.bounds.seconds(
+        if ordered and len(names) > few:
+            values = self.bounds.seconds(
                 before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
             )
+            values[after.partial[columns] > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
-            lower = np.full(len(names), -1.0)
-        return Asked(before, after, spec, names, rows, columns, inverse.reshape(count), lower)
+            values = np.full(len(names), -1.0)
+        places = {name: position for position, name in enumerate(names)}
+        asked = Asked(before, after, spec, names, places, rows, columns, inverse.reshape(count), values)
+        for position, name in enumerate(names):
+            if values[position] < 0 and name not in self.patterns:
+                self._search(name, asked, position)
+            if name in self.patterns:
+                values[position] = self._price(name, spec)
+        return asked
 
-    def _current(self, asked: Asked) -> Seconds:
-        """The seconds as far as they are known: priced, or bounded from below."""
-        prices, found = self._prices(asked.spec), asked.lower.copy()
-        for position, name in enumerate(asked.names):
-            if found[position] < 0 or name in self.patterns:
-                if name not in self.patterns:
-                    self._search(name, asked, position)
-                    prices = self._prices(asked.spec)
-                found[position] = sum(prices[step] for step in self.chains[self.patterns[name]])
-        return np.asarray(found[asked.inverse])
-
-    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> bool:
-        """Prices one pair. Whether it was only bounded so far, and too low."""
+    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
+        """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
         position = int(asked.inverse[row, column])
-        if asked.names[position] in self.patterns:
-            return False
-        self._search(asked.names[position], asked, position)
+        name = asked.names[position]
+        if name not in self.patterns:
+            self._search(name, asked, position)
+
+    def changes(self, before: Rows, after: Rows, spec: TensorSpec) -> int:
+        """How often prices of these pairs were settled."""
+        return self.asked[self._key(before, after, spec)].changes
+
+    def _price(self, name: tuple[int, ...], spec: TensorSpec) -> float:
         prices = self._prices(spec)
-        price = sum(prices[step] for step in self.chains[self.patterns[asked.names[position]]])
-        return bool(price > asked.lower[position] * (1 + 1e-12))
+        return sum(prices[step] for step in self.chains[self.patterns[name]])
 
     def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> list[int]:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
-        counts = np.array([self.mesh.product(axes) for axes in self.tuples])
+        counts = self.counts
         even = all(
             not (size % counts[rows.dims[:, dim]]).any() for rows in (before, after) for dim, size in enumerate(shape)
         )
@@ -196,6 +213,12 @@ class Transfers:
             numbers.append(self.steps[told])
         self.patterns[name] = len(self.chains)
         self.chains.append(numbers)
+        for one in self.asked.values():
+            if name in one.places:
+                place, price = one.places[name], self._price(name, one.spec)
+                self.raised += price > one.values[place] * (1 + 1e-12)
+                one.values[place] = price
+                one.changes += 1
 
     def _prices(self, spec: TensorSpec) -> list[float]:
         """Seconds of every step for a tensor of this size."""

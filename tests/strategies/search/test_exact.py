@@ -134,3 +134,8 @@ def compare(seeds: range) -> int:
 
 def test_no_assignment_is_cheaper() -> None:
     assert compare(range(60)) >= 30
+
+
+@pytest.mark.slow
+def test_no_assignment_is_cheaper_on_many_graphs() -> None:
+    assert compare(range(1000, 1450)) >= 200
