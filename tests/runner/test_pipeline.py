@@ -79,7 +79,10 @@ BAD = [
     (("evaluate.metric=accuracy",), ("evaluate.metric=null", "parallel.pipeline.stages = 2")),
     (("parallel.mode=stand_alone", "world_size=1"), ("parallel.mode = 'stand_alone'", "stages=null")),
     (("parallel.pipeline.stages=null",), ("parallel.pipeline.cuts is given", "stages=N")),
-    (("parallel.comm_fusion.all_reduce={mode: index, index: [1]}",), ("mode = 'index'", "choose mode auto or size")),
+    (
+        ("parallel.comm_fusion.all_reduce={mode: index, config: [1]}",),
+        ("all_reduce.mode = 'index'", "choose mode auto or size"),
+    ),
     (("parallel.mode=auto", "parallel.mesh={dp: 4}"), ("4 devices", "world_size / parallel.pipeline.stages = 2")),
     ((f"~{CUTS}.outer", f"+{CUTS}.outr=1"), ("'outr' is no module", "Did you mean 'outer'?")),
     ((f"+{CUTS}.inner=1", f"{CUTS}.outer=0"), ("outer = 0 comes before what it uses", "in stage 1")),

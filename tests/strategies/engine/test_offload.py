@@ -4,9 +4,12 @@ A layer of 1100 x 1100 leaves 1.15 MiB to each of 4 ranks, more than the 1 MiB b
 in memory.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from strategies.engine import swapping
 from strategies.engine.offload import Moved, Offload
 
 WIDTH, COUNT, STEPS, RANKS = 1100, 2, 3, 4
@@ -106,3 +109,13 @@ def test_what_went_to_the_host_is_counted(results):
 )
 def test_refused(results, what, says):
     assert says in results[0][what]
+
+
+def test_gradients_kept_for_the_step_are_copies():
+    """DeepSpeed uses the memory of a gradient again for the next bucket."""
+    info = SimpleNamespace(unswapped_gradients={})
+    swapper = SimpleNamespace(swap_params_info={7: info}, parameter_id=lambda parameter: parameter)
+    bucket = torch.arange(6.0)
+    swapping.keep_gradients(swapper, 7, [0, 3], [bucket[:3], bucket[3:]])
+    bucket.zero_()
+    assert {offset: kept.tolist() for offset, kept in info.unswapped_gradients.items()} == {0: [0, 1, 2], 3: [3, 4, 5]}

@@ -5,7 +5,8 @@ import torch
 
 from strategies.engine import ir
 from strategies.engine.lowering import lower
-from strategies.engine.place import on_host, place
+from strategies.engine.offload import Moved
+from strategies.engine.place import copier, on_host, place
 from strategies.engine.program import Compute, Copy, Options, Redistribute
 from strategies.engine.simulate import Simulation
 from strategies.errors import StrategyError
@@ -37,9 +38,10 @@ def test_same_numbers(training, task, globs, seed):
     assert all(torch.equal(gradient, grads[name]) for name, gradient in gradients.items())
 
 
+@pytest.mark.parametrize("globs", [["dense1", "head", "add"], ["*"]])
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2, 3])
-def test_every_operand_is_on_its_side(training, task, seed):
-    hosted = on_host(task.graph, ["dense1", "head", "add"])
+def test_every_operand_is_on_its_side(training, task, seed, globs):
+    hosted = on_host(task.graph, globs)
     program = place(lower(task.graph, training.plan_of(task.graph, seed), Options(partial_loss=True)), hosted)
     host, copies = {source.id: False for source in program.sources}, []
     for instruction in program.instructions:
@@ -57,6 +59,17 @@ def test_every_operand_is_on_its_side(training, task, seed):
             assert used == [ref for ref in used if host[ref.id] == instruction.host]
     assert len(copies) == len(set(copies)) > 0
     assert not any(host[ref.id] for ref in program.outputs)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_the_gradient_takes_the_way_back(host):
+    moved, value = Moved(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    copy = copier(host, torch.device("cpu"), moved)(value)
+    copied = 24
+    assert copy.data_ptr() != value.data_ptr()
+    assert (moved.out, moved.back) == ((copied, 0) if host else (0, copied))
+    copy.sum().backward()
+    assert (moved.out, moved.back) == (copied, copied)
 
 
 def test_the_dump_shows_the_copies(training, task):

@@ -1,0 +1,74 @@
+"""What a run may combine, together: sharding, pipeline, recompute, ZeRO, offload, fusion, precision, accumulation.
+
+Every combination agrees with one process, dropout on, in loss, every gradient and the weights after two steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+GPT = (
+    "world_size=4",
+    "model.target=models.gpt.GPT",
+    "model.args={vocabulary: 256, length: 16, width: 32, layers: 4, heads: 4, dropout: 0.1}",
+    "loss.target=models.losses.NextTokenLoss",
+    "data.target=runner.data.text.Windows",
+    "data.args={length: 16, train: true}",
+    "optimizer.target=torch.optim.AdamW",
+    "data.batch_size=16",
+    "train.clip=0.5",
+    "train.random=exact",
+    "verify.steps=2",
+)
+
+
+def products(data: int, tensor: int) -> tuple[str, ...]:
+    """The recipe's strategies on a mesh of `data` x `tensor` ranks."""
+    first, second = [[data, 1, 1], [1, tensor]], [[data, 1, tensor], [tensor, 1]]
+    inside = dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj", "feed_forward.up_proj"), first)
+    inside |= dict.fromkeys(("attention.o_proj", "feed_forward.down_proj"), second)
+    told = ", ".join(f"layers.*.{path}.matmul: {strategy}" for path, strategy in inside.items())
+    return "parallel=auto", f"parallel.mesh={{dp: {data}, tp: {tensor}}}", f"parallel.strategies={{{told}}}"
+
+
+TWO_BY_TWO, TENSOR = products(2, 2), products(1, 2)
+DATA = ("parallel=data_parallel",)
+PIPELINE = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
+GPIPE = (*PIPELINE, "parallel.pipeline.schedule=gpipe")
+FULL, SELECTIVE = "parallel.recompute=full", "parallel.recompute=selective"
+SLICED = ("parallel.recompute.operators=full", "parallel.recompute.slice_inputs=true")
+ACCUMULATE = "train.accumulate=2"
+STATES, ACTIVATIONS = "parallel.offload.optimizer=host", "parallel.offload.activations.to=host"
+HOST = "parallel.place={tokens: host}"
+ZERO = {stage: f"parallel.zero.stage={stage}" for stage in (1, 2, 3)}
+FP64, BF16 = "train.precision=fp64", "train.precision=bf16"
+
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "2-d, recompute, fp64": (*TWO_BY_TWO, FULL, FP64),
+    "2-d, recompute with sliced inputs, accumulation, fp64": (*TWO_BY_TWO, *SLICED, ACCUMULATE, FP64),
+    "2-d, selective recompute, ZeRO-1": (*TWO_BY_TWO, SELECTIVE, ZERO[1]),
+    "2-d, recompute, ZeRO-2, accumulation": (*TWO_BY_TWO, FULL, ZERO[2], ACCUMULATE),
+    "2-d, recompute, ZeRO-3": (*TWO_BY_TWO, FULL, ZERO[3]),
+    "2-d, activations on the host, fp64": (*TWO_BY_TWO, ACTIVATIONS, FP64),
+    "2-d, activations and states on the host, ZeRO-2": (*TWO_BY_TWO, ACTIVATIONS, STATES, ZERO[2]),
+    "2-d, embedding on the host, accumulation, fp64": (*TWO_BY_TWO, HOST, ACCUMULATE, FP64),
+    "2-d, embedding on the host, ZeRO-1": (*TWO_BY_TWO, HOST, ZERO[1]),
+    "2-d, bf16, ZeRO-1": (*TWO_BY_TWO, BF16, ZERO[1]),
+    "2-d, recompute, bf16, ZeRO-3": (*TWO_BY_TWO, FULL, BF16, ZERO[3]),
+    "data parallel, recompute, ZeRO-3, states on the host": (*DATA, FULL, ZERO[3], STATES),
+    "data parallel, activations on the host, ZeRO-3, bf16": (*DATA, ACTIVATIONS, ZERO[3], BF16),
+    "pipeline, tensor parallel, fp64": (*TENSOR, *PIPELINE, FP64),
+    "pipeline, tensor parallel, gpipe, accumulation": (*TENSOR, *GPIPE, ACCUMULATE, "data.batch_size=32"),
+    "pipeline, data parallel, bf16": (*DATA, *PIPELINE, BF16),
+}
+QUICK = ("2-d, recompute with sliced inputs, accumulation, fp64", "2-d, activations and states on the host, ZeRO-2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINATIONS]
+)
+def test_one_process_agrees(start, name):
+    words = COMBINATIONS[name]
+    ended = start(*GPT, *words, verb="verify")
+    assert ended.verdict["passed"]
+    assert ended.value <= (1e-10 if FP64 in words else 2e-2 if BF16 in words else 1e-5)
