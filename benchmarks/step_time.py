@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--ranks 8] [--rounds 12] [--seconds 40] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. All
-plans of a model are built in the same processes and take one step each in turn, so that what else the machine does
+plans are built in the same processes and take one step each in turn, so that what else the machine does
 falls on all of them; a plan's time is the median over the rounds of the slowest rank's. Printed: a table, Spearman's
 rank correlation over all plans and by model, and how much slower the plan that is predicted to be the fastest is than
 the fastest one. Goals: at least 0.9, and at most 1.05.
@@ -208,11 +208,8 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    for position, index in enumerate(order):
-        found[index] = float(position)
-    return found
+    """The place of every value among all; equal ones share the middle of their places."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -251,25 +248,27 @@ def main() -> None:
             calibrated(file, options.ranks, options.seconds)
             print(file.read_text(), flush=True)
         cluster = from_description(file)
-        predicted, measured = [], []
-        for model in options.models.split(","):
-            wanted = list(tasks(model, options.ranks))
-            costs = [step_cost(task.graph, task.plan, program_of(task), cluster, updating(task)) for _, task in wanted]
-            payload = {"tasks": [tuple(vars(task).values()) for _, task in wanted], "rounds": options.rounds}
-            found = launch.run_ranks(
-                "benchmarks.step_time:measure", payload, world_size=options.ranks, run_dir=folder, device="cpu",
-                timeout=300, threads=1,
-            )  # fmt: skip
+        models = options.models.split(",")
+        wanted = {model: list(tasks(model, options.ranks)) for model in models}
+        every = [tuple(vars(task).values()) for model in models for _, task in wanted[model]]
+        measured = launch.run_ranks(
+            "benchmarks.step_time:measure", {"tasks": every, "rounds": options.rounds}, world_size=options.ranks,
+            run_dir=folder, device="cpu", timeout=300, threads=1,
+        )  # fmt: skip
+        predicted: list[float] = []
+        for model in models:
+            costs = [
+                step_cost(task.graph, task.plan, program_of(task), cluster, updating(task)) for _, task in wanted[model]
+            ]
+            found = measured[len(predicted) : len(predicted) + len(costs)]
             print(f"{model:14} predicted  measured   ms: compute, communication, optimizer predicted")
-            for (wish, _), cost, seconds in zip(wanted, costs, found, strict=True):
+            for (wish, _), cost, seconds in zip(wanted[model], costs, found, strict=True):
                 parts = ", ".join(f"{x * 1e3:.1f}" for x in (cost.compute, cost.communication, cost.optimizer))
-                print(f"  {wish.name:12} {cost.total * 1e3:9.1f} {seconds * 1e3:9.1f}   {parts}", flush=True)
+                print(f"  {wish.name:12} {cost.total * 1e3:9.1f} {seconds * 1e3:9.1f}   {parts}")
             totals = [cost.total for cost in costs]
-            chosen = found[totals.index(min(totals))]
-            ratio = f"the plan predicted best takes {chosen / min(found):.3f} of the best"
-            print(f"  Spearman {spearman(totals, found):.3f}; {ratio}", flush=True)
+            ratio = f"the plan predicted best takes {found[totals.index(min(totals))] / min(found):.3f} of the best"
+            print(f"  Spearman {spearman(totals, found):.3f}; {ratio}")
             predicted += totals
-            measured += found
         print(f"Spearman over {len(predicted)} plans: {spearman(predicted, measured):.3f}")
 
 

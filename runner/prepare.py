@@ -158,7 +158,7 @@ def request_of(config: Config, world_size: int) -> Request:
 
 def wanted_recompute(given: Recompute) -> WantedRecompute | None:
     """The planner's request for recompute, from the config."""
-    if given.operators in ("none", "auto"):  # auto is decided when there is a plan
+    if given.operators == "none" or given.operators == "auto":  # auto is decided when there is a plan
         return None
     return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 

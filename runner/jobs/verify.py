@@ -146,8 +146,8 @@ def _reference(config: Config) -> Config:
     content["train"]["compile"] = False
     content["parallel"] |= {
         "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
-        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none", "memory_limit": None,
-        "dump_ir": False,
+        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none",
+        "memory_limit": None, "dump_ir": False,
         "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
         "place": {}, "plan": None,
         "offload": {
