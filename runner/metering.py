@@ -6,6 +6,7 @@ Invariant: measuring changes no number of the training.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +78,8 @@ class Meter:
 
     def told(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other). What
-        is left after a phase is the least of the steps: a thread that communicates may let go of a tensor late."""
+        is left after a phase is the least of the steps, and a peak the median: a thread that communicates may let go of
+        a tensor late now and then. `highest` is the most that there ever was."""
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -85,7 +87,7 @@ class Meter:
         held = [tensor for tensor in held if tensor.untyped_storage()._cdata not in own]
         before = max(step["before"] for step in steps)
         states = bytes_of(held)
-        peaks = {name: max(step["peaks"][name] for step in steps) for name in steps[-1]["peaks"]}
+        peaks = {name: statistics.median_low(step["peaks"][name] for step in steps) for name in steps[-1]["peaks"]}
         gradients = min(step["ends"].get("backward", step["before"]) - step["before"] for step in steps)
         where = max(peaks, key=lambda name: peaks[name])
         return {
@@ -96,6 +98,7 @@ class Meter:
             "held": before,
             "peak": peaks[where],
             "peak_in": where,
+            "highest": max(most for step in steps for most in step["peaks"].values()),
             "peaks": peaks,
             "host": max(step["host"] for step in steps),
         }

@@ -80,7 +80,7 @@ def test_a_difference_is_that_of_the_whole_plans(make) -> None:
             assert other.compute - around.planned.compute == pytest.approx(now[0] - compute, abs=1e-12)
             assert other.communication - around.planned.communication == pytest.approx(now[1] - sent, abs=1e-12)
             tried += 1
-    assert tried > 10
+    assert tried > 5
 
 
 @pytest.mark.parametrize("make", [quickstart, gpt])
