@@ -42,6 +42,7 @@ MODELS = {
     "gpt, wide": f"{GPT} model.args.width=384 model.args.heads=6 data.batch_size=4",
     "llama": f"+recipe=llama {OTHER}",
     "vit": f"+recipe=vit {OTHER}",
+    "gpt_offload_disk": "+recipe=gpt_offload_disk",
     "resnet": f"+recipe=resnet {OTHER} data.batch_size=32",
 }
 STEPS = "train.epochs=null train.steps=4 checkpoint.at_end=false evaluate.metric=null evaluate.every=null"
@@ -59,6 +60,7 @@ PAIRS: list[tuple[str, str]] = [
     ("gpt", "parallel.recompute.operators=full parallel.recompute.communication=keep"),
     *(("gpt", words) for words in (HOST, DISK, f"{HOST} parallel.offload.activations.modules=[layers.*]")),
     ("gpt", f"{FULL} {HOST}"),
+    ("gpt", f"{ZERO[3]} {HOST}"),
     *(("gpt", f"{zero} {STATES}") for zero in ZERO[1:]),
     ("gpt", f"{ZERO[3]} {STATES} parallel.offload.parameters=host"),
     ("gpt", "optimizer.target=torch.optim.SGD"),
@@ -71,6 +73,7 @@ PAIRS: list[tuple[str, str]] = [
     *(("gpt, wide", words) for words in (*ZERO, f"{ZERO[3]} {STATES}")),
     *(("llama", words) for words in (ZERO[0], ZERO[2], FULL)),
     *(("vit", words) for words in (ZERO[0], ZERO[1])),
+    ("gpt_offload_disk", "parallel.zero.stage=3"),
     *(("resnet", words) for words in (ZERO[0], HOST)),
 ]
 """Model and the words of the plan."""

@@ -52,13 +52,10 @@ class Meter:
         finally:
             self._live.counting = True
 
-    def hosted(self, tensors: Sequence[Tensor]) -> None:
-        """These stand for the host's memory."""
+    def begin(self, hosted: Sequence[Tensor]) -> None:
+        """A new step; `hosted` stand for the host's memory."""
         if self._live is not None:
-            self._live.hosted(tensors)
-
-    def begin(self) -> None:
-        """A new step."""
+            self._live.hosted(hosted)
         self.steps.append({"before": self._now(), "kept": 0, "host": 0, "ends": {}, "peaks": {}})
 
     @contextmanager

@@ -78,8 +78,6 @@ class Trainer:
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
-        if meter is not None:
-            meter.hosted(self.updates.hosted())
         self.evaluator: Evaluator | None = None
         if evaluating is not None:
             self.evaluator = evaluator(
@@ -139,7 +137,7 @@ class Trainer:
             for step in range(first, self.prepared.steps + 1):
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
-                    self.meter.begin()
+                    self.meter.begin(self.updates.hosted())
                 lr = self.updates.optimizer.param_groups[0]["lr"]
                 loss = self._micro_batches(step)
                 if not numpy.isfinite(loss):

@@ -18,7 +18,7 @@ from strategies.cost.optimizer import Need
 from strategies.engine.offload import NOTHING, Offload
 from strategies.engine.program import Program
 from strategies.engine.updates import Groups, layout_of, learning_groups, parameters
-from strategies.engine.zero_options import LARGEST_BUCKET
+from strategies.engine.zero_options import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
 
 ALIGNED = 2
 """Elements to which DeepSpeed rounds a rank's part of a group up, at stages 1 and 2."""
@@ -134,10 +134,21 @@ class Sharded:
             host = found.optimizer + found.gradients + parts * FP32
             if self.stage < 3:  # a copy of the new weights, and a gradient on its way, on either side
                 host += parts * item + largest
+                if self.accumulate > 1:  # gradients wait for those of the next micro-batch
+                    host += sum(group.touched() for group in self.groups) * item
                 found = replace(found, buffers=found.buffers + largest)
+            found = replace(found, optimizer=0, gradients=0)
+        if self.offload.optimizer == "disk":  # gradients stay in the host's memory
+            buffers = SWAP_BUFFERS * min(SWAPPED_TOGETHER, max(group.part for group in self.groups)) * FP32
+            host, disk = host + found.gradients + buffers, disk + found.optimizer
             found = replace(found, optimizer=0, gradients=0)
         if self.offload.parameters == "host":
             host, found = host + found.parameters, replace(found, parameters=0)
+        if self.offload.parameters == "disk":  # smaller pieces stay
+            pieces = [-(-one // group.replicas) * item for group in self.groups for one in group.elements.values()]
+            gone = sum(piece for piece in pieces if piece >= SMALLEST_ON_DISK)
+            disk, found = disk + gone, replace(found, parameters=found.parameters - gone)
+            host += SWAP_BUFFERS * max(pieces)
         return replace(found, host=host, disk=disk)
 
     def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -218,4 +229,7 @@ class Sharded:
 
     def during_update_on_host(self) -> int:
         """The same where the optimizer works on the host."""
-        return max(self.need.during([group.part]) for group in self.groups) if self.lets_go else 0
+        if not self.lets_go:
+            return 0
+        gradients = sum(group.part for group in self.groups) * FP32 if self.offload.optimizer == "disk" else 0
+        return gradients + max(self.need.during([group.part]) for group in self.groups)

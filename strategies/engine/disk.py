@@ -55,7 +55,7 @@ class Disk:
         """Begin to write `tensor` over what is there; it has the same size."""
         self.wait(extent)
         self.written += extent.size
-        extent.writing = self._writer.submit(_write, self.file.fileno(), _bytes(tensor), extent.offset, after)
+        extent.writing = self._writer.submit(_write, self.file.fileno(), [_bytes(tensor)], extent.offset, after)
 
     def get(self, extent: Extent, into: Tensor) -> None:
         """Fill `into` with the first of the bytes that were put."""
@@ -94,7 +94,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy().data)
 
 
-def _write(file: int, content: memoryview, offset: int, after: Callable[[], object] | None) -> None:
+def _write(file: int, held: list[memoryview], offset: int, after: Callable[[], object] | None) -> None:
+    """Write the one entry of `held`, which is let go of before anybody hears that it is written."""
+    content = held.pop()
     if after is not None:
         after()
     done = 0

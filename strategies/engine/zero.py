@@ -352,7 +352,10 @@ class ZeroUpdates:
             zero = self._zero
             found += self._masters()
             found += [zero.grad_partitions_flat_buffer] if self._stage == 3 else [zero.temp_grad_buffer_for_cpu_offload]
-            found += [] if self._stage == 3 else zero.param_buffer_of_bit16_for_cpu_offload_groups
+            if self._stage < 3:
+                found += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
+        if self._offload.optimizer == "disk":
+            found += [self._zero.grad_partitions_flat_buffer]
         if self._offload.parameters == "host":
             found += [
                 parameter.ds_tensor  # type: ignore[attr-defined]
