@@ -1,5 +1,9 @@
 """A slow link between ranks, injected: every all-reduce takes a latency and its bytes over a bandwidth, one after the
-other, on top of what it takes anyway. Waiting costs no computing time, as on a real link."""
+other, on top of what it takes anyway. Waiting costs no computing time, as on a real link.
+
+By the wall clock the link is slept for. By the clock `cpu` time is what this process computes plus what it would have
+slept, so that other work on the machine does not count; the ranks, which do the same, are taken to go at one speed.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,43 @@ from typing import Any
 
 @dataclass
 class Link:
-    """What calls take, in seconds and bytes per second; `free` is when the last one has come through."""
+    """What calls take, in seconds and bytes per second; `free` is when the last one has come through, `taken` how long
+    all of them took and `waited` how long somebody waited for the link alone."""
 
     latency: float
     bandwidth: float
+    clock: str = "wall"
     free: float = 0.0
+    taken: float = 0.0
+    waited: float = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() if self.clock == "wall" else time.thread_time() + self.waited
 
     def accept(self, size: int) -> float:
         """When a call that is made now has come through."""
-        self.free = max(self.free, time.perf_counter()) + self.latency + size / self.bandwidth
+        seconds = self.latency + size / self.bandwidth
+        self.taken += seconds
+        self.free = max(self.free, self.now()) + seconds
         return self.free
+
+    def wait(self, due: float) -> None:
+        """Until a call is due."""
+        missing = max(due - self.now(), 0.0)
+        self.waited += missing
+        if self.clock == "wall":
+            time.sleep(missing)
 
 
 class _Work:
     """A collective under way, which is done when both the real one and the link are."""
 
-    def __init__(self, work: Any, due: float) -> None:
-        self.work, self.due = work, due
+    def __init__(self, work: Any, link: Link, due: float) -> None:
+        self.work, self.link, self.due = work, link, due
 
     def wait(self) -> bool:
         done: bool = self.work.wait()
-        time.sleep(max(self.due - time.perf_counter(), 0.0))
+        self.link.wait(self.due)
         return done
 
 
@@ -44,7 +64,8 @@ def slowed(link: Link) -> Iterator[Link]:
     real: Any = dist.all_reduce
 
     def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> _Work | None:
-        work = _Work(real(tensor, *args, async_op=True, **kwargs), link.accept(tensor.numel() * tensor.element_size()))
+        due = link.accept(tensor.numel() * tensor.element_size())
+        work = _Work(real(tensor, *args, async_op=True, **kwargs), link, due)
         if async_op:
             return work
         work.wait()
@@ -55,3 +76,13 @@ def slowed(link: Link) -> Iterator[Link]:
         yield link
     finally:
         dist.all_reduce = real
+
+
+def agreed(seconds: float) -> float:
+    """The longest time that a rank has measured, on all ranks alike."""
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()

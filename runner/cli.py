@@ -32,11 +32,12 @@ from yaml import YAMLError
 
 from runner import config, recipes, words
 from runner.errors import ConfigError, RunFailed
+from runner.folders import CONFIG_FILE, remove_if_unused
 from runner.origins import Origins, given
 from runner.rewording import reword
 from runner.verbs import VERBS
 
-CONFIG_FILE, ERROR_FILE = "config.json", "error.txt"
+ERROR_FILE = "error.txt"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
@@ -141,7 +142,7 @@ def _job(composed: DictConfig) -> float | None:
             raise SweepFailed(job) from error
         if failure.code == 2:
             if before is None:
-                _remove_if_unused(run_dir)
+                remove_if_unused(run_dir)
             else:  # the run that wanted to go on here is refused, and the folder is that of the run before
                 (run_dir / CONFIG_FILE).write_text(before, encoding="utf-8")
         else:
@@ -217,19 +218,6 @@ def _is_strategy_error(error: Exception) -> bool:
 def _record(failure: Failure, run_dir: Path) -> None:
     text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
     (run_dir / ERROR_FILE).write_text(text, encoding="utf-8")
-
-
-def _remove_if_unused(run_dir: Path) -> None:
-    """Remove a run folder that holds nothing but the config, and the folders of runs that are empty then."""
-    if {file.name for file in run_dir.iterdir()} - {CONFIG_FILE}:
-        return
-    (run_dir / CONFIG_FILE).unlink(missing_ok=True)
-    run_dir.rmdir()
-    here = Path.cwd()
-    for folder in run_dir.parents:
-        if here not in folder.parents or any(folder.iterdir()):
-            return
-        folder.rmdir()
 
 
 def _tell_traceback(error: Exception) -> None:

@@ -1,5 +1,5 @@
-"""What a config says about collectives, in the engine's terms: what may be joined, how gradients are cut into buckets,
-and what DeepSpeed is told of it.
+"""What a config says about collectives, in the engine's terms: what may be joined or run beside computation, how
+gradients are cut into buckets, and what DeepSpeed is told of it.
 
 Invariant: only what is asked for differs from DeepSpeed's own choice, and the user's options for ZeRO come last.
 """
@@ -9,8 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from runner.schema import Config
+from strategies.cost.operators import flops_of
 from strategies.engine.fusion import KINDS, LARGEST
+from strategies.engine.overlap import overlap
+from strategies.engine.program import Program
 from strategies.engine.updates import Cut
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
 
 
 def joined(config: Config) -> dict[str, int]:
@@ -21,6 +26,14 @@ def joined(config: Config) -> dict[str, int]:
         if one.mode != "none":
             found[kind] = one.bytes if one.mode == "size" else LARGEST
     return found
+
+
+def beside_computation(program: Program, graph: OperatorGraph, plan: Plan, config: Config) -> Program:
+    """`program` of `graph` with its redistributions beside what does not need them. A compiler would take the pieces
+    apart again, so what is compiled communicates at once."""
+    if not config.parallel.comm_async or config.train.compile:
+        return program
+    return overlap(program, flops_of(graph, plan), by_unit=config.parallel.zero.stage == 3)
 
 
 def cut(config: Config) -> Cut:

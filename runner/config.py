@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from runner.errors import ConfigError, allowed
 from runner.origins import Origins
 from runner.schema import Config
+from runner.sections.cluster import from_file
 from runner.sections.parallel import Mode
 from runner.sections.section import Section
 
@@ -62,6 +63,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     except OmegaConfBaseException as error:
         text = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
+    assert isinstance(values, dict)
+    if isinstance(cluster := values.get("cluster"), Mapping):
+        values |= {"cluster": from_file(cluster)}
     config = _validate(values, origins)
     chosen = origins.choice("parallel")
     if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):

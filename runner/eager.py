@@ -48,7 +48,7 @@ class Eager(nn.Module):
             pairs = zip(step.names, entries, strict=True)
             kept = {name: tensor for name, tensor in pairs if name not in step.targets}
             step.model.eval()
-            found = Objective(step.model, None, tuple(kept), ())(*kept.values())
+            found = Objective(step.model, None, tuple(kept), (), step.autocast)(*kept.values())
             step.model.train()
             return found
 

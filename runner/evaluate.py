@@ -2,7 +2,8 @@
 
 All ranks run the evaluation program of the batch's size (or the user's own module) on their parts of it; rank 0
 measures.
-Only the short last batch of a hybrid module, whose slices need a size that the mesh divides, is filled up.
+In a pipeline a batch goes forward through the stages, and the last one brings its results to rank 0. Only the short
+last batch of a hybrid module, whose slices need a size that the mesh divides, is filled up.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
+from runner.building import build_loss
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.eager import hybrid_inputs, loss_of
 from runner.errors import ConfigError
 from runner.execution import Execution, whole
-from runner.prepare import DTYPES, Prepared, build_loss, cast, evaluation_rows
+from runner.precision import DTYPES, cast
+from runner.prepare import Prepared, evaluation_rows
 from runner.scores import Scores, scores
 from runner.worker import RankContext
+from strategies.engine.stages import StageRunner
 from strategies.graph import Source
 from strategies.layout import Layout
 from strategies.redistribution import chain
@@ -67,6 +71,10 @@ class Evaluator:
             source = sources.get(f"loss.{name}")
             if source is not None:
                 tensor.copy_(self._whole(source))
+            if (runner := self.execution.runner) is not None:
+                held = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
+                for number in held[:1]:
+                    runner.peers.share(tensor.detach(), number % runner.peers.count)
 
     def _whole(self, source: Source) -> Tensor:
         mine = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
@@ -78,16 +86,32 @@ class Evaluator:
             return self.execution.module(*self._whole_batch(rows), key=key, outputs=True)
         if self.prepared.config.parallel.mode == "hybrid":
             return self._hybrid(rows, key)
-        size = len(rows)
-        module, program = self.execution.evaluations[size]
-        if size not in self._batches:
-            sources = [source for source in program.sources if source.kind == "input"]
-            blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, self.rank.rank) for s in sources}
-            self._batches[size] = self._loader(blocks)
+        size, runner = len(rows), self.execution.runner
+        program = self.execution.evaluations[size][1] if runner is None else runner.evaluations[size][0].program
         wanted = [name for name in self.prepared.names if name not in self.prepared.targets]
+        if size not in self._batches:
+            rank = self.execution.communicator.rank
+            sources = [source for source in program.sources if source.kind == "input" and source.name in wanted]
+            blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, rank) for s in sources}
+            self._batches[size] = self._loader(blocks)
         entries = self._entries(self._batches[size], rows, wanted)
-        found = module(*entries, key) if program.random else module(*entries)
-        return self.prepared.evaluations[size].structure.filled(list(found) if isinstance(found, tuple) else [found])
+        if runner is not None:
+            found = self._through_stages(runner, size, entries, key)
+        else:
+            module = self.execution.evaluations[size][0]
+            made = module(*entries, key) if program.random else module(*entries)
+            found = list(made) if isinstance(made, tuple) else [made]
+        return self.prepared.evaluations[size].structure.filled(found) if found else None
+
+    def _through_stages(self, runner: StageRunner, size: int, entries: list[Tensor], key: int) -> list[Tensor]:
+        """The results on rank 0; on others some or none."""
+        graph = self.prepared.evaluations[size].graph
+        found = runner.evaluate(size, entries, key)
+        if self.rank.rank == 0:
+            specs = [graph.specs[ref] for ref in graph.outputs]
+            found = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
+        runner.peers.to_first(found, found)
+        return found
 
     def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
         """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""

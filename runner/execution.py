@@ -10,24 +10,30 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from runner import eager
-from runner.prepare import WEIGHTS, Prepared, lowered, lowered_evaluation, objective, schedule_of, stage_program
+from runner import eager, pipelining
+from runner.building import objective
+from runner.prepare import WEIGHTS, Prepared, evaluation_options, lowered, lowered_evaluation, options_of
 from runner.worker import RankContext
 from strategies import collectives
 from strategies.engine import compiled, weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import as_key
-from strategies.engine.partition import build
+from strategies.engine.partition import MODULE, OPERATORS, build
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
-from strategies.engine.stages import Peers, StageRunner
+from strategies.engine.stages import StageRunner, Unit
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
+from strategies.pipeline.cutting import Stage
+from strategies.pipeline.programs import joined
 from strategies.redistribution import LOCAL, Chain, chain
 from strategies.rules.random import mix
 
@@ -49,7 +55,8 @@ class Execution:
     blocks: tuple[Block, ...]
     evaluations: Mapping[int, tuple[nn.Module, Program]]
     runner: StageRunner | None = None
-    """What runs the stage of this rank, in a pipeline: then `module` returns what the next stage receives."""
+    """What runs the stages of this rank, in a pipeline: then `program` and `module` hold all of them, and are not run
+    themselves."""
     loss_divisor: int = 1
     """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
 
@@ -63,8 +70,8 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
-    assert prepared.graph is not None and prepared.plan is not None
-    program = lowered(prepared.config, prepared.graph, prepared.plan)
+    assert prepared.step is not None
+    program = lowered(prepared.config, *prepared.step)
     evaluations = {
         rows: lowered_evaluation(prepared.config, one.graph, one.plan) for rows, one in prepared.evaluations.items()
     }
@@ -81,7 +88,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
     blocks = _blocks(program, rank.rank)
 
-    forward = _calling(program, prepared.graph, prepared.config.train.compile)
+    forward = _calling(program, prepared.step[0], prepared.config.train.compile)
     return Execution(program, communicator, module, forward, tensors, blocks, modules)
 
 
@@ -92,39 +99,90 @@ def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
         try:
             return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
         except Exception as error:
-            if (operator := blamed(error, program, graph)) is not None:
+            if (operator := blamed(error, graph)) is not None:
                 error.operator = operator  # type: ignore[attr-defined]
             raise
 
     return forward
 
 
+class Stages(nn.Module):
+    """The modules of the stages of one rank. Each of them names all parameters that the rank holds."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, module in enumerate(modules):
+            self.add_module(f"stage_{number}", module)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return next(self.children()).get_parameter(target)
+
+
 def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
-    """The stage of a pipeline that this rank belongs to: ranks of stage 0 come first."""
+    """The stages of a pipeline that this rank runs: ranks of the first group come first."""
     assert prepared.plan is not None
-    count, size = len(prepared.stages), prepared.plan.mesh.size
+    config, compile_ = prepared.config, prepared.config.train.compile
+    count, size = pipelining.groups_of(config), prepared.plan.mesh.size
     number, local = divmod(rank.rank, size)
-    stage = prepared.stages[number]
-    program = stage_program(stage, prepared.config)
+    mine = range(number, len(prepared.stages), count)
+    programs = pipelining.programs_of(config, prepared.stages, options_of(config))
+    tried = {
+        rows: pipelining.programs_of(config, one.stages, evaluation_options(config))
+        for rows, one in prepared.evaluations.items()
+    }
+    program = joined([prepared.stages[k] for k in mine], [programs[k] for k in mine])
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
+    for evaluation in tried.values():
+        used += [names for k in mine for names in _axes_used(evaluation[k])]
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
-    module = build(program, tensors, communicator, rank.device)
-    runner = StageRunner(Peers(stage, communicator), program, schedule_of(prepared.config)[number], rank.device)
+    for evaluation in tried.values():
+        for k in mine:
+            tensors = weights.read_slices(folder / WEIGHTS, evaluation[k], local, rank.device) | tensors
+
+    def unit(stage: Stage, lowered: Program, learns: bool) -> tuple[Unit, nn.Module]:
+        module = build(lowered, tensors, communicator, rank.device, compiled=learns and compile_)
+        module.meta[MODULE] = ""
+        if learns and compile_:
+            compiled.compile_units(module, prepared.device)
+        forward = _calling(lowered, stage.graph, learns and compile_)
+        learning = tuple(tensors[name] for name in lowered.reductions) if learns else ()
+        return Unit(stage, lowered, partial(forward, module), learning), module
+
+    units = [unit(prepared.stages[k], programs[k], True) for k in mine]
+    evaluations = {
+        rows: [unit(one.stages[k], tried[rows][k], False)[0] for k in mine]
+        for rows, one in prepared.evaluations.items()
+    }
+    modules = [module for _, module in units]
+    peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
+    actions = pipelining.schedule_of(config)[number]
+    runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations)
     blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
-    forward = _calling(program, stage.graph, compiled=False)
-    return Execution(program, communicator, module, forward, tensors, blocks, {}, runner)
+    module = modules[0] if len(modules) == 1 else Stages(modules)
+    return Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner)
 
 
-def blamed(error: BaseException, program: Program, graph: OperatorGraph) -> str | None:
+def _not_run(module: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
+    raise AssertionError("the stages of a pipeline are run by its runner")
+
+
+def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
     """The operator, with its source line in the user's model, whose generated code raised `error`.
 
-    A line of generated code assigns the instruction of the same name: `linear_1 = torch.ops.aten.linear.default(...)`.
+    A line of generated code assigns a value: `linear_1 = torch.ops.aten.linear.default(...)`. Layers share their code;
+    the unit that ran it knows what computes this value there.
     """
-    by_id = {instruction.id: instruction.operator for instruction in program.instructions}
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith("<eval_with_key>") and (name := by_id.get((frame.line or "").partition(" = ")[0])):
-            return graph.by_name[name].where if name in graph.by_name else name
+    trace = error.__traceback__
+    pairs = zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+    for (frame, _), told in reversed(list(pairs)):
+        unit = frame.f_locals.get("self")
+        if told.filename.startswith("<eval_with_key>") and isinstance(unit, GraphModule):
+            values, operators = unit.meta[OPERATORS]
+            value = (told.line or "").partition(" = ")[0]
+            if value in values:
+                name = operators[values.index(value)]
+                return graph.by_name[name].where if name in graph.by_name else str(name)
     return None
 
 

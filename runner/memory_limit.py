@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from runner import communication, optimizers
+from runner.clusters import cluster_of
 from runner.offloading import offload_of
 from runner.schema import Config
 from strategies.cost.activations import trace
-from strategies.cost.estimate import GPU, LAPTOP, Machine
 from strategies.cost.fitting import Fitting
 from strategies.cost.limit import check_limit
-from strategies.cost.memory import memory, under_way
+from strategies.cost.memory import memory
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
-from strategies.pipeline.schedule import Schedule, held
+from strategies.pipeline.memory import group_memory
+from strategies.pipeline.schedule import Schedule
 from strategies.plan import Plan
 from strategies.request import WantedRecompute
-
-
-def machine_of(device: str) -> Machine:
-    """The machine whose seconds are predicted."""
-    return GPU if device == "cuda" else LAPTOP
 
 
 def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:
@@ -55,7 +51,8 @@ def within_limit(
     updating = updating_of(config, graph, device)
     if asked.operators == "auto":
         wanted = WantedRecompute("full", asked.modules, asked.communication, asked.slice_inputs)
-        return Fitting(graph, plan, wanted, updating, machine_of(device), lowered).within(limit)
+        cluster = cluster_of(config, device, plan.mesh.size)
+        return Fitting(graph, plan, wanted, updating, cluster, lowered).within(limit)
     check_limit(memory(trace(lowered(plan), updating), updating), limit, plan, updating)
     return plan
 
@@ -63,8 +60,11 @@ def within_limit(
 def check_stages(
     config: Config, graph: OperatorGraph, plan: Plan, device: str, programs: Sequence[Program], schedule: Schedule
 ) -> None:
-    """The same for the stages of a pipeline. Raises StrategyError."""
+    """The same for the ranks of a pipeline, whose stages have these `programs`. Raises StrategyError."""
     limit = config.parallel.memory_limit
+    if limit is None:
+        return
     updating = updating_of(config, graph, device)
-    for program, actions in zip(programs, schedule, strict=True) if limit is not None else ():
-        check_limit(under_way(memory(trace(program, updating), updating), held(actions)), limit or 0, plan, updating)
+    traces = [trace(program, updating) for program in programs]
+    for group, actions in enumerate(schedule):
+        check_limit(group_memory(group, traces, actions, len(schedule), updating), limit, plan, updating)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from runner.errors import ConfigError
 from runner.logs import console
+from strategies.engine.scaling import LossScale
 
 FILE = "metrics.jsonl"
 
@@ -89,6 +90,7 @@ class Metrics:
         samples: int,
         grad_norm: float | None = None,
         offload: Mapping[str, int] | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Record one optimizer step.
 
@@ -99,12 +101,15 @@ class Metrics:
             seconds: wall time of the step.
             samples: rows of the whole batch, over all ranks and micro-batches.
             grad_norm: norm of all gradients before clipping, where it is known.
+            loss_scale: in fp16, what the next step's loss is multiplied by, and how many steps were skipped so far.
             offload: bytes that were moved away from the device and back in this step, by kind.
         """
         rate = samples / seconds if seconds > 0 else 0.0
         values = {"loss": loss, "lr": lr, "seconds": seconds, "samples_per_second": rate}
         if grad_norm is not None:
             values["grad_norm"] = grad_norm
+        if loss_scale is not None:
+            values |= {"loss_scale": loss_scale.value, "skipped_steps": loss_scale.skipped}
         self._write(step, values | ({"offload": dict(offload)} if offload else {}))
         self._plot(step, {**values, **(offload or {})}, "train")
         self._steps += 1

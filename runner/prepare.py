@@ -8,7 +8,6 @@ ends as one paragraph (exit code 2).
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,40 +19,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, huggingface, optimizers, pretrained, targets
+from runner import communication, copies, optimizers, pipelining, pretrained, targets
+from runner.building import captured_from_shapes, objective
+from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.memory_limit import check_stages, within_limit
 from runner.offloading import check_modules
+from runner.planning import planned
+from runner.precision import DTYPES, cast, check_half
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
-from strategies.capture import LossFunction, Objective, capture, run_once
+from strategies.capture import Objective, capture, run_once
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower, random_ordinals
+from strategies.engine.lowering import lower
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage, cut
-from strategies.pipeline.placing import in_stages
-from strategies.pipeline.schedule import Schedule, make_schedule
+from strategies.pipeline.cutting import Stage
 from strategies.plan import Plan
-from strategies.planner import follow, make_plan
+from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 WEIGHTS = "initial.pt"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation graph of one batch size, its plan, and how the model's output is made of the graph's results."""
+    """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, and its
+    stages in a pipeline."""
 
     graph: OperatorGraph
     plan: Plan
     structure: Structure
+    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class Prepared:
     steps: int
     """The number of the last optimizer step, counted from 1."""
     stages: tuple[Stage, ...] = ()
-    """Those of a pipeline, made from graph and plan; none without one."""
+    """Those of a pipeline, made from the step; none without one."""
+    step: tuple[OperatorGraph, Plan] | None = None
+    """What a training step computes: graph and plan, with an operator per copy of the batch where there are several."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
@@ -108,65 +112,11 @@ def evaluation_rows(config: Config) -> int:
     return config.evaluate.batch_size or micro_rows(config)
 
 
-def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Floating-point batch entries in the precision of training."""
-    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-
-
-def build_model(config: Config) -> nn.Module:
-    """The user's model, from the seed, in the precision of training."""
-    torch.manual_seed(config.train.seed)
-    model = huggingface.build(config.model)
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
-    for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
-        model.get_parameter(name).requires_grad_(False)
-    return model.to(DTYPES[config.train.precision])
-
-
-def build_loss(config: Config) -> nn.Module | None:
-    """The loss as a module: an instance of a class, or a plain function with its keyword arguments bound."""
-    if config.loss.target is None:
-        return None
-    function = targets.resolve(config.loss.target, "loss.target")
-    if not inspect.isclass(function):
-        return LossFunction(function, dict(config.loss.args))
-    loss = targets.call(function, config.loss.args, config.loss.target, "loss")
-    module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
-    return module.to(DTYPES[config.train.precision])
-
-
-def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """The batch entries that only the loss takes: the last of a tuple, or what `forward` does not take by name."""
-    if config.loss.target is None:
-        return ()
-    if all(name.isdigit() for name in names):
-        if len(names) < 2:
-            raise ConfigError(
-                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
-                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
-                "returns its loss."
-            )
-        return (names[-1],)
-    taken = [name for name in names if targets.accepts(model.forward, name)]
-    left = tuple(name for name in names if name not in taken)
-    if not left:
-        raise ConfigError(
-            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
-            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
-        )
-    return left
-
-
-def objective(config: Config, names: Sequence[str]) -> Objective:
-    """The user's model and loss as one module, eager and untouched."""
-    model = build_model(config)
-    return Objective(model, build_loss(config), names, target_names(config, model, names))
-
-
 def device_of(config: Config) -> tuple[str, int]:
     """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
+    machine = config.cluster.machine
+    if machine is not None and config.world_size is None and config.job.name in ("plan", "explain"):
+        return "cpu", 1 if config.parallel.mode == "stand_alone" else machine.devices  # only described
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     alone = config.parallel.mode == "stand_alone"
     wanted = 1 if alone else config.world_size
@@ -201,6 +151,8 @@ def request_of(config: Config, world_size: int) -> Request:
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
+        stage=parallel.zero.stage,
+        memory_limit=parallel.memory_limit,
     )
 
 
@@ -230,9 +182,16 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    step = objective(config, names)
+    only_planned = config.job.name in ("plan", "explain") and config.parallel.mode not in ("stand_alone", "hybrid")
+    if only_planned:
+        evaluating = None
+        step, captured, tensors = captured_from_shapes(config, names, tensors, say)
+    else:
+        step, captured = objective(config, names), None
     _check_training(config, step.model)
     check_modules(config, step.model)
+    if not only_planned:
+        check_half(config, step, tensors, device)
     targeted = tuple(name for name in names if name in step.targets)
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
@@ -247,57 +206,37 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
     plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
     stages: tuple[Stage, ...] = ()
+    in_step: tuple[OperatorGraph, Plan] | None = None
     if config.parallel.mode == "stand_alone":
         run_once(step, tensors)
         own = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
     else:
-        captured = capture(step, tensors, training=True)
+        captured = captured or capture(step, tensors, training=True)
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
-        _check_stages(config, world_size)
-        plan = make_plan(graph, request_of(config, world_size // (config.parallel.pipeline.stages or 1)))
-        stages = _stages(config, graph, plan)
+        pipelining.check_ranks(config, world_size)
+        request = request_of(config, world_size // pipelining.groups_of(config))
+        plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
+        of_step = partial(copies.of_step, config, step, tensors, graph)
+        in_step = of_step(plan)
+        stages = pipelining.stages_of(config, *in_step, options_of(config))
         if stages:
-            programs = [stage_program(stage, config) for stage in stages]
-            check_stages(config, graph, plan, device, programs, schedule_of(config))
+            programs = pipelining.programs_of(config, stages, options_of(config))
+            check_stages(config, graph, plan, device, programs, pipelining.schedule_of(config))
         else:
-            plan = within_limit(config, graph, plan, device, partial(lowered, config, graph))
+            fitted = within_limit(config, graph, plan, device, lambda one: lowered(config, *of_step(one)))
+            if fitted != plan:
+                plan, in_step = fitted, of_step(fitted)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
     if evaluating is not None:
-        evaluations, more = _evaluations(config, step, plan, evaluating, collate)
+        evaluations, more = _evaluations(config, step, plan, stages, evaluating, collate)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
-    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages)
-
-
-def _check_stages(config: Config, world_size: int) -> None:
-    """Where world_size is left open, only now is it known. Raises ConfigError."""
-    stages = config.parallel.pipeline.stages or 1
-    if world_size % stages:
-        raise ConfigError(
-            f"There are {world_size} ranks (world_size is null: as many as devices), which cannot be divided among "
-            f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}."
-        )
-    ranks, rows = world_size // stages, micro_rows(config)
-    if stages > 1 and config.parallel.mode == "data_parallel" and rows % ranks:
-        raise ConfigError(
-            f"parallel.mode = data_parallel slices the batch over the {ranks} ranks of a stage, but a micro-batch has "
-            f"{rows} samples (data.batch_size / train.accumulate / parallel.pipeline.micro_batches); take a "
-            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches."
-        )
-
-
-def _stages(config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a pipeline. Raises StrategyError for cuts that do not fit the model."""
-    wanted = config.parallel.pipeline
-    if wanted.stages is None:
-        return ()
-    placed = in_stages(graph, wanted.stages, wanted.cuts)
-    return cut(graph, plan, placed, random_ordinals(graph, plan, options_of(config)))
+    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages, step=in_step)
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -330,7 +269,12 @@ def _check_training(config: Config, model: nn.Module) -> None:
 
 
 def _evaluations(
-    config: Config, step: Objective, plan: Plan | None, dataset: MapDataset, collate: Collate | None
+    config: Config,
+    step: Objective,
+    plan: Plan | None,
+    stages: Sequence[Stage],
+    dataset: MapDataset,
+    collate: Collate | None,
 ) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
     """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
     would change what models that mix rows return. Loss and metric are tried. Without a plan (stand_alone) only that.
@@ -338,7 +282,7 @@ def _evaluations(
     rows = min(evaluation_rows(config), len(dataset))
     sizes = {rows, len(dataset) % rows} - {0}
     wanted = [name for name in step.names if name not in step.targets]
-    model = Objective(step.model, None, wanted, ())
+    model = Objective(step.model, None, wanted, (), step.autocast)
     tensors: dict[str, Tensor] = {}
     found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
@@ -352,21 +296,23 @@ def _evaluations(
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
         if plan is not None:
             seen = capture(model, [entries[name] for name in wanted], training=False)
-            found[size] = Evaluation(seen.graph, follow(plan, seen.graph), structure)
+            own, options = follow(plan, seen.graph), evaluation_options(config)
+            parts = pipelining.evaluation_stages(stages, seen.graph, own, options)
+            found[size] = Evaluation(seen.graph, own, structure, parts)
             tensors |= seen.tensors
     return found, tensors
 
 
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
-    return Options(config.train.random == "exact", config.parallel.zero.stage > 0, partial_loss=True)
+    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.stage > 0, partial_loss=True)
 
 
 def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
     """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
     program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
     buckets(program, communication.cut(config))
-    return program
+    return communication.beside_computation(program, graph, plan, config)
 
 
 def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
@@ -378,21 +324,16 @@ def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) 
     return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
 
 
-def stage_program(stage: Stage, config: Config) -> Program:
-    """The program of a stage of a pipeline."""
-    program = lower(stage.graph, stage.plan, options_of(config), outputs=stage.sends, ordinals=stage.ordinals)
-    return fuse(program, communication.joined(config))
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The order in which the stages of a pipeline work."""
-    wanted = config.parallel.pipeline
-    return make_schedule(wanted.schedule, wanted.stages or 1, wanted.parts)
-
-
 def evaluation_options(config: Config) -> Options:
     """How an evaluation graph is lowered."""
-    return Options(config.train.random == "exact")
+    return Options(config.train.random == "exact", wide_sums=wide_sums(config))
+
+
+def wide_sums(config: Config) -> bool:
+    """Whether ranks add up values below fp32 in fp32. A GPU has fast products for such values only, and adds up a
+    rank's own part in fp32 there."""
+    wanted = config.parallel.reduce_precision
+    return wanted == "fp32" or (wanted == "auto" and device_of(config)[0] == "cpu")
 
 
 def digest(*parts: object) -> str:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.cluster import ClusterForm
 from runner.sections.parallel import Parallel
 from runner.sections.section import Arguments, Count, Glob, Positive, Section, refusal
 
@@ -35,7 +36,7 @@ def _metric(name: str) -> str:
 Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 
-Verb = Literal["train", "plan", "verify", "explain"]
+Verb = Literal["train", "plan", "verify", "explain", "calibrate"]
 
 
 class OptionallyBuilt(Section):
@@ -121,7 +122,8 @@ class Train(Section):
     steps: Count | None
     epochs: Count | None
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-    precision: Literal["fp32", "fp64", "bf16"]
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "bf16_autocast"]
+    loss_scale: Annotated[Positive | None, Field(description="For fp16; null: one that adapts.")]
     accumulate: Count
     clip: Positive | None
     random: Literal["fast", "exact"]
@@ -138,6 +140,17 @@ class Train(Section):
                 "drop one with train.steps=null or train.epochs=null.",
                 "train.steps",
                 "train.epochs",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_scale(self) -> Train:
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise refusal(
+                f"train.loss_scale = {self.loss_scale:g} is for fp16, but train.precision = {self.precision!r} needs "
+                "no scale; choose train.precision=fp16 or train.loss_scale=null.",
+                "train.loss_scale",
+                "train.precision",
             )
         return self
 
@@ -166,6 +179,15 @@ class Verify(Section):
     reference: OptionallyBuilt
 
 
+class Calibrate(Section):
+    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
+    seconds: Annotated[Positive, Field(description="How long to measure.")]
+
+
+class Explain(Section):
+    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
+
+
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -188,8 +210,11 @@ class Config(Section):
     evaluate: Evaluate
     checkpoint: Checkpoint
     parallel: Parallel
+    cluster: ClusterForm
     launch: Launch
     verify: Verify
+    explain: Explain
+    calibrate: Calibrate
     report: Report
     job: Job
 
@@ -228,8 +253,8 @@ class Config(Section):
         return self.train.accumulate * self.parallel.pipeline.parts
 
     @model_validator(mode="after")
-    def _pipeline_alone(self) -> Config:
-        stages, asked = self.parallel.pipeline.stages, self.evaluate
+    def _pipeline_fits(self) -> Config:
+        stages = self.parallel.pipeline.stages
         if stages is None:
             return self
         if self.world_size is not None and self.world_size % stages:
@@ -239,19 +264,13 @@ class Config(Section):
                 "world_size",
                 "parallel.pipeline.stages",
             )
-        if self.train.compile:
+        if self.train.compile and self.parallel.pipeline.schedule == "zero_bubble":
             raise refusal(
-                f"train.compile = true and parallel.pipeline.stages = {stages} do not go together yet; choose one of "
-                "them.",
+                "train.compile = true makes backward of a stage one function, but parallel.pipeline.schedule = "
+                "'zero_bubble' needs it in two halves; choose schedule 1f1b or interleaved_1f1b, or "
+                "train.compile=false.",
                 "train.compile",
-                "parallel.pipeline.stages",
-            )
-        if asked.metric is not None or asked.every is not None or asked.batch_size is not None or asked.args:
-            raise refusal(
-                f"evaluate asks for evaluation, which does not run through parallel.pipeline.stages = {stages} "
-                "yet; set evaluate.metric=null, evaluate.every=null, evaluate.batch_size=null and evaluate.args={}.",
-                "evaluate.metric",
-                "parallel.pipeline.stages",
+                "parallel.pipeline.schedule",
             )
         return self
 
@@ -315,6 +334,17 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_loss_scale(self) -> Config:
+        if self.train.precision == "fp16" and self.parallel.zero.stage and self.parallel.pipeline.stages is not None:
+            raise refusal(
+                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline "
+                "decide for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
+                "train.precision",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _devices_agree(self) -> Config:
         if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
             raise refusal(
@@ -339,6 +369,14 @@ class Config(Section):
                     key,
                     first,
                 )
+        machine, ranks = self.cluster.machine, prod(known[0][1]) * (stages or 1) if known else 1
+        if machine is not None and ranks > machine.devices:
+            raise refusal(
+                f"{known[0][0]} = {_shown(known[0][1])} needs {ranks} devices, but cluster = "
+                f"{self.cluster.name!r} has {machine.devices}; choose a larger cluster (cluster.nodes) or fewer ranks.",
+                known[0][0],
+                "cluster.nodes",
+            )
         if known:
             check_counts(self.parallel.operands(), prod(known[0][1]))
         return self

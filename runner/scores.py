@@ -88,7 +88,7 @@ def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Str
     step.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(()):
-            output = Objective(step.model, None, kept, ())(*(batch[name] for name in kept))
+            output = Objective(step.model, None, kept, (), step.autocast)(*(batch[name] for name in kept))
             if step.loss is not None and output is not _plain(output):
                 raise ConfigError(
                     f"evaluate: the model returns a {type(output).__name__}, which cannot be handed to the loss in "

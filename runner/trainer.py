@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random as python_random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +29,11 @@ from runner.metering import Meter
 from runner.metrics import Metrics
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
-from runner.prepare import DTYPES, WEIGHTS, Prepared, cast, datasets
+from runner.precision import DTYPES, cast
+from runner.prepare import WEIGHTS, Prepared, datasets
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
-from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
@@ -109,19 +109,23 @@ class Trainer:
             groups,
             clip=config.train.clip,
             accumulate=config.parts,
-            precision=config.train.precision,
+            precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
             zero_options=communication.zero_options(config),
             cut=communication.cut(config),
             overlap=communication.overlapped(config) and self.execution.runner is None,
             offload=self.offload,
             peers=None if self.execution.runner is None else self.execution.runner.peers,
+            loss_scale=config.train.loss_scale,
         )
 
     def _moved(self) -> dict[str, Moved]:
         """What was offloaded since the start, by kind."""
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
-        copied: Moved = getattr(self.execution.module, "meta", {}).get(COPIED, Moved())
+        copied, module = Moved(), self.execution.module
+        for part in (module, *module.children()):  # the stages of a pipeline, if it is one
+            one: Moved = getattr(part, "meta", {}).get(COPIED, Moved())
+            copied.out, copied.back = copied.out + one.out, copied.back + one.back
         return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 
     def run(self) -> dict[str, Any]:
@@ -143,10 +147,7 @@ class Trainer:
                 with self._phase("update"):
                     self.updates.reduce()
                 if self.config.train.compile and step == first:  # every graph of training has been compiled
-                    _agree(
-                        compiled.order(),
-                        "The ranks' compiled programs communicate in different orders; set train.compile=false.",
-                    )
+                    self._agree_on_order()
                 if self.job.record is not None:
                     self._record(step, loss)
                 if self.job.follow is not None:
@@ -168,6 +169,7 @@ class Trainer:
                         samples=self.config.data.batch_size,
                         grad_norm=norm,
                         offload=change(moved, self._moved()),
+                        loss_scale=self.updates.loss_scale,
                     )
                 if self.evaluator is not None and self._due(step):
                     results = self.evaluator.run()
@@ -194,34 +196,43 @@ class Trainer:
         dist.all_gather_object(found, self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
         return found
 
+    def _agree_on_order(self) -> None:
+        """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
+        communicator = self.execution.communicator
+        if communicator.mesh.size > 1:
+            _agree(
+                compiled.order(),
+                "The ranks' compiled programs communicate in different orders; set train.compile=false.",
+                communicator.group(communicator.mesh.names),
+            )
+
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         with self._aside():
             rows = self.order.rows(step - 1)
         total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
-        def forward(micro: int, received: Sequence[Tensor] = ()) -> Any:
+        def load(first: int, number: int) -> tuple[list[Tensor], int]:
+            micro = first + number
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             with self._aside():
                 entries = [
                     _placed(tensor, self.rank.device)
                     for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
                 ]
-            key = mix(self.config.train.seed, step, micro)
-            return self.execution.forward(self.updates.module, [*entries, *received], key)
+            return entries, mix(self.config.train.seed, step, micro)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
         for turn in range(self.config.train.accumulate):
             if runner is None:
                 with self._phase("forward"):
-                    loss = forward(turn)
+                    loss = self.execution.forward(self.updates.module, *load(turn, 0))
                 with self._phase("backward"):
                     self.updates.backward(loss)
                 total += loss.detach().double()
             else:
-                assert isinstance(self.updates, BucketedUpdates)
                 with self._phase("backward"):
-                    total += runner.step(partial(_after, forward, turn * parts), self.updates)
+                    total += runner.step(partial(load, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
         if axes:
             dist.all_reduce(total, group=communicator.group(axes))
@@ -355,24 +366,20 @@ class _Nothing:
         return None
 
 
-def _after(forward: Callable[..., Any], first: int, number: int, received: Sequence[Tensor]) -> Any:
-    """`forward` of the micro-batches that begin with number `first`."""
-    return forward(first + number, received)
-
-
 def _placed(tensor: Tensor, device: str) -> Tensor:
     """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _agree(number: int, otherwise: str) -> None:
-    """Every rank proves that all have the same number (collective). Raises RuntimeError with the text `otherwise`."""
+def _agree(number: int, otherwise: str, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of a group, by default all, proves that they have the same number (collective). Raises RuntimeError
+    with the text `otherwise`."""
     mine = torch.tensor([number])
     if dist.get_backend() == "nccl":
         mine = mine.cuda()
     lowest, highest = mine.clone(), mine.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     if lowest.item() != highest.item():
         raise RuntimeError(otherwise)
 

@@ -22,12 +22,14 @@ class Verb:
         example: a command line that works on a fresh install.
         target: `module:function`.
         composed: whether it needs a config.
+        argument: the key of which a bare word behind the verb is the value; none: there is no such word.
     """
 
     summary: str
     example: str
     target: str
     composed: bool = True
+    argument: str = ""
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function. Raises what the import raises."""
@@ -53,9 +55,22 @@ VERBS = {
         "runner.jobs.verify:run",
     ),
     "explain": Verb(
-        "print the plan as a table: every operator, its slices, what is sent and why",
-        "run explain +recipe=semi_auto_redistribution",
+        "print the plan as a table: every operator, its slices, what is sent; or why one is sliced so",
+        "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.jobs.explain:run",
+        argument="explain.operator",
+    ),
+    "calibrate": Verb(
+        "measure this machine and write it down as a cluster",
+        "run calibrate cluster.yaml",
+        "runner.jobs.calibrate:run",
+        argument="calibrate.file",
+    ),
+    "diff": Verb(
+        "compare two plans: operators that are sliced otherwise, and what that changes",
+        "run diff runs/a/plan.json runs/b",
+        "runner.jobs.diff:run",
+        composed=False,
     ),
     "doctor": Verb(
         "check that this machine and installation can run",

@@ -44,6 +44,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
         previous = word
         if not bare or (verb is not None and not VERBS[verb].composed):
             rest.append(word)
+        elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
+            rest.append(f"{VERBS[verb].argument}='{word}'")
         elif word not in VERBS:
             raise ConfigError(f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}")
         elif verb is not None:

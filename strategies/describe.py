@@ -8,9 +8,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from strategies.cost.activations import Traced, trace
-from strategies.cost.estimate import Machine, seconds
+from strategies.cost.cluster import Cluster
 from strategies.cost.memory import memory
+from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
+from strategies.engine import zero_traffic
 from strategies.engine.buckets import predicted
 from strategies.engine.program import Program, Redistribute
 from strategies.graph import Operator, OperatorGraph
@@ -25,19 +27,21 @@ def describe(
     program: Program,
     *,
     updating: Updating,
-    machine: Machine,
+    cluster: Cluster,
     traced: Traced | None = None,
 ) -> dict[str, Any]:
-    """The content of plan.json. `updating` is how a step goes on after backward; `traced` is `trace(program, updating)`
-    if it is known."""
-    by_operator: dict[str, list[Redistribute]] = {}
+    """The content of plan.json; its seconds are those of `cluster`. `updating` is how a step goes on after backward;
+    `traced` is `trace(program, updating)` if it is known."""
+    by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
-        by_operator.setdefault(redistribution.operator, []).append(redistribution)
+        name, copy = program.copies.get(redistribution.operator, (redistribution.operator, 0))
+        by_operator.setdefault(name, []).append((redistribution, copy))
     traced = trace(program, updating) if traced is None else traced
-    sent = communication(program, updating.stage, updating.accumulate, traced)
+    sent = communication(program, updating, traced)
     return plan.to_json() | {
         "operators": [
-            operator_entry(graph, plan, operator, by_operator.get(operator.name, [])) for operator in graph.operators
+            operator_entry(graph, plan, operator, by_operator.get(in_model(operator), []))
+            for operator in told_operators(graph, plan)
         ],
         "parameters": {
             source.name: {
@@ -52,7 +56,7 @@ def describe(
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": seconds(graph, plan, program, sent, machine, updating.accumulate),
+        "cost": step_cost(graph, plan, program, cluster, updating).to_json(),
         "communication": sent,
         "memory": memory(traced, updating).told(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),
@@ -72,16 +76,17 @@ def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: Upda
 
 
 def operator_entry(
-    graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[Redistribute]
+    graph: OperatorGraph, plan: Plan, operator: Operator, redistributions: list[tuple[Redistribute, int]]
 ) -> dict[str, Any]:
-    """One operator: its slices in torch's operand order, and every redistribution that it causes."""
+    """One operator: its slices in torch's operand order, and every redistribution that it causes, with the number of
+    the copy of the batch."""
     chosen, sharding, mesh = plan.operators[operator.name], rule_of(operator, graph), plan.mesh
     operands = sharding.operand_layouts(chosen.assignment)
     results = chosen.outputs or sharding.result_layouts(chosen.assignment)
     counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
     used = mesh.product(sharding.used(chosen.assignment))
     return {
-        "name": operator.name,
+        "name": in_model(operator),
         "module": operator.module,
         "op": operator.op,
         "source": operator.source,
@@ -96,8 +101,21 @@ def operator_entry(
             list(layout.local_shape(spec.shape, mesh))
             for layout, spec in zip(operands, graph.operand_specs(operator), strict=True)
         ],
-        "redistributions": [redistribution_entry(graph, plan, r) for r in redistributions],
+        "redistributions": [redistribution_entry(graph, plan, r) | {"copy": copy} for r, copy in redistributions],
     }
+
+
+def told_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
+    """The operators of the model; of those that are there once per copy of the batch, the first copy's."""
+    return [
+        operator
+        for operator in graph.operators
+        if plan.operators[operator.name].origin != "copies" and (operator.share is None or not operator.share.index)
+    ]
+
+
+def in_model(operator: Operator) -> str:
+    return operator.name if operator.share is None else operator.share.name
 
 
 def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:
@@ -125,12 +143,13 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(program: Program, stage: int, accumulate: int = 1, traced: Traced | None = None) -> dict[str, int]:
+def communication(program: Program, updating: Updating, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
-    micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients at stage 0."""
+    micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients and weights as
+    stage 0 or ZeRO sends them, without the norm."""
     total: Counter[str] = Counter()
     if traced is not None and program.recompute is not None:
-        total.update({kind: accumulate * count for kind, count in traced.sent.items()})
+        total.update({kind: updating.accumulate * count for kind, count in traced.sent.items()})
     for redistribution in program.redistributions if traced is None or program.recompute is None else ():
         chains = (
             (redistribution.forward, redistribution.backward)
@@ -140,10 +159,14 @@ def communication(program: Program, stage: int, accumulate: int = 1, traced: Tra
         for chain in chains:
             for step in chain:
                 if step.kind not in LOCAL:
-                    total[step.kind] += accumulate * step.busiest(program.mesh) * redistribution.spec.item_bytes
+                    size = step.busiest(program.mesh) * redistribution.spec.item_bytes
+                    total[step.kind] += updating.accumulate * size
     if program.loss_axes:  # one double
         ranks = program.mesh.product(program.loss_axes)
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
-    if stage == 0:
+    if updating.stage == 0:
         total.update(predicted(program, measure=False))
+    else:
+        groups = updating.groups_for(program)
+        total.update(zero_traffic.predicted(program, updating.stage, updating.accumulate, groups))
     return dict(total)

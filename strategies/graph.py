@@ -70,6 +70,20 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The rows of the batch for which an operator is computed: `index`, `index + count`, ... They are `rows` in number
+    and lie along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
+    name of the operator in the model."""
+
+    index: int
+    count: int
+    dim: int
+    rows: int
+    of: str
+    name: str
+
+
+@dataclass(frozen=True)
 class Operator:
     """One call of a torch operator on the global tensors.
 
@@ -88,6 +102,8 @@ class Operator:
     multiple: bool
     source: str
     path: tuple[str, ...]
+    share: Share | None = None
+    """Where the batch has several copies: which one this operator works on."""
 
     @cached_property
     def operands(self) -> tuple[Ref, ...]:
@@ -143,6 +159,27 @@ class OperatorGraph:
             for position, ref in enumerate(operator.operands):
                 found[ref].append((operator, position))
         return {ref: tuple(uses) for ref, uses in found.items()}
+
+    @cached_property
+    def trained(self) -> frozenset[Ref]:
+        """The values that have a gradient."""
+        found = {Ref(source.id) for source in self.sources if source.trainable}
+        for operator in self.operators:
+            if operator.op != "detach" and any(ref in found for ref in operator.operands):
+                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
+        return frozenset(found)
+
+    @cached_property
+    def returning(self) -> frozenset[str]:
+        """The operators to which a gradient comes back from the outputs: not those behind comparisons, indices or
+        detach."""
+        wanted, found = set(self.outputs), set()
+        for operator in reversed(self.operators):
+            results = [Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating]
+            if operator.op != "detach" and not wanted.isdisjoint(results):
+                found.add(operator.id)
+                wanted.update(operator.operands)
+        return frozenset(found)
 
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""

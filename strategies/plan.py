@@ -13,7 +13,7 @@ from typing import Any, Literal
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 
-Origin = Literal["configured", "data_parallel", "propagated", "default", "no rule"]
+Origin = Literal["configured", "data_parallel", "propagated", "searched", "default", "no rule", "copies"]
 
 
 @dataclass(frozen=True)

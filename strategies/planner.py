@@ -7,8 +7,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from strategies.addressing import Configured, configured, in_module
+from strategies.cost.cluster import Cluster, one_level
 from strategies.errors import StrategyError, closest
 from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.layout import Layout
@@ -19,20 +21,23 @@ from strategies.request import NamedDims, Operand, Request, check, operands, wit
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.search.exact import search
+from strategies.search.meshes import choose
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
+from strategies.search.recursive import bisect
 
 
-def make_plan(graph: OperatorGraph, request: Request) -> Plan:
-    """The plan of a training graph. Raises StrategyError for strategies that do not fit the mode, the model, the
-    mesh or one another."""
+def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
+    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Raises
+    StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
     check(request)
-    return _Planning(graph, without_idle_axes(request)).plan()
+    return _Planning(graph, without_idle_axes(request), cluster or one_level(request.world_size)).plan()
 
 
 class _Planning:
-    def __init__(self, graph: OperatorGraph, request: Request) -> None:
-        self.graph, self.request = graph, request
+    def __init__(self, graph: OperatorGraph, request: Request, cluster: Cluster) -> None:
+        self.graph, self.request, self.cluster = graph, request, cluster
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
@@ -52,8 +57,21 @@ class _Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        problem = replace(bare, fixed=fixed, outputs=outputs)
-        searched = self._search(problem)
+        asked = self.request
+        priced = replace(bare, stage=asked.stage, states=asked.states, memory=asked.memory_limit)
+        problem = replace(priced, fixed=fixed, outputs=outputs)
+        certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
+        shared: Mapping[Ref, Layout] = {}
+        if self.request.mode == "auto" and self.request.search == "dynamic_programming":
+            best = search(problem, self.cluster)
+            searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
+            shared = best.tensors
+            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap}
+        elif self.request.mode == "auto" and self.request.search == "recursive_programming":
+            searched, meshes = self._bisected(problem)
+            certificate |= meshes
+        else:
+            searched = self._search(problem)
         operators = {
             operator.name: OperatorPlan(
                 searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
@@ -61,16 +79,16 @@ class _Planning:
             for operator in self.graph.operators
         }
         tensors = self._tensors(operators)
+        tensors |= {source.name: shared[ref] for source in self.graph.sources if (ref := Ref(source.id)) in shared}
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        search = {
+        told = {
             "algorithm": algorithm,
             "seconds": round(time.perf_counter() - started, 4),
-            "cost": None,
-            "lower_bound": None,
+            **certificate,
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
-        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, search), self.meshing.boundaries())
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, told), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
 
     def _operator(self, id: str) -> Operator:
@@ -109,6 +127,8 @@ class _Planning:
         for operand in dataset if isinstance(dataset, tuple) else ():
             if not isinstance(operand, NamedDims):
                 matrices.append(list(operand))
+        if self.request.mode == "auto":
+            matrices += [[units] for units in self.cluster.units(world)]
         sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
         matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
         used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
@@ -263,7 +283,7 @@ class _Planning:
 
     def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         if self.request.mode == "auto":
-            return propagate(problem, self.meshing)
+            return propagate(problem, self.meshing, self.cluster)
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:
             assignment = problem.fixed.get(operator.id)
@@ -276,6 +296,16 @@ class _Planning:
             found[operator.id] = assignment, False
         return found
 
+    def _bisected(self, problem: Problem) -> tuple[dict[str, tuple[Assignment, bool]], dict[str, Any]]:
+        """Recursive programming; over several meshes where nobody fixed one, and then which was the best."""
+        if self.meshing.named:
+            found: Mapping[str, Assignment] = bisect(problem, self.cluster, self.meshing.fixed)
+            told: dict[str, Any] = {}
+        else:
+            chosen = choose(problem, self.cluster)
+            found, told = chosen.assignments, chosen.to_json()
+        return {id: (assignment, True) for id, assignment in found.items()}, told
+
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:
             return "no rule"
@@ -283,7 +313,8 @@ class _Planning:
             return "configured"
         if operator in self.marked:
             return "data_parallel"
-        return "propagated" if reached else "default"
+        found: Origin = "propagated" if self.request.search == "sharding_propagation" else "searched"
+        return found if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
         """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError

@@ -21,24 +21,18 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count, product
 
-import numpy as np
-import numpy.typing as npt
-
+from strategies.chains import ALL_GATHER as ALL_GATHER
+from strategies.chains import ALL_REDUCE as ALL_REDUCE
+from strategies.chains import ALL_TO_ALL as ALL_TO_ALL
+from strategies.chains import EXCHANGE as EXCHANGE
+from strategies.chains import LOCAL as LOCAL
+from strategies.chains import PAD as PAD
+from strategies.chains import REDUCE_SCATTER as REDUCE_SCATTER
+from strategies.chains import SLICE as SLICE
+from strategies.chains import Pattern, common, exchange_elements, pattern_chain
 from strategies.errors import StrategyError
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
-
-SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
-    "slice",
-    "pad",
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-    "all_to_all",
-    "exchange",
-)
-LOCAL = (SLICE, PAD)
-"""Steps that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,6 @@ class Step:
 
 
 Chain = tuple[Step, ...]
-Integers = npt.NDArray[np.int64]
 
 
 def size_of(block: Block) -> int:
@@ -152,32 +145,9 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 
 @cache
 def _exchange_elements(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
-    """What the busiest rank sends in an exchange: the blocks of `receives`, for all pairs of a group at once."""
+    """What the busiest rank sends in an exchange."""
     axes = _exchange(before, after, shape, mesh).axes
-    group = np.array(mesh.group(0, axes))  # every other group is a translation of this one
-    starts, stops = _bounds(before, shape, mesh, group)
-    wanted_starts, wanted_stops = _bounds(after, shape, mesh, group)
-    overlap = np.minimum(stops[:, None], wanted_stops[None]) - np.maximum(starts[:, None], wanted_starts[None])
-    moved = overlap.clip(0).prod(axis=2)
-    replica = _index(group, [axis for axis in axes if axis not in before.axes], mesh)
-    moved[replica[:, None] != replica[None]] = 0
-    np.fill_diagonal(moved, 0)
-    return int(moved.sum(axis=1).max())
-
-
-def _index(ranks: Integers, axes: Sequence[str], mesh: Mesh) -> Integers:
-    """`mesh.index` of many ranks."""
-    position = np.zeros_like(ranks)
-    for axis in axes:
-        position = position * mesh.sizes[axis] + ranks // mesh.strides[axis] % mesh.sizes[axis]
-    return position
-
-
-def _bounds(layout: Layout, shape: tuple[int, ...], mesh: Mesh, ranks: Integers) -> tuple[Integers, Integers]:
-    """`layout.block` of many ranks: starts and stops, [rank, dim]."""
-    local = np.array(layout.local_shape(shape, mesh))
-    starts = np.stack([_index(ranks, dim, mesh) for dim in layout.dims], axis=1) * local
-    return np.minimum(starts, shape), np.minimum(starts + local, shape)
+    return exchange_elements(mesh.axes, before.dims, after.dims, shape, axes)
 
 
 def _exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Step:
@@ -186,21 +156,10 @@ def _exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh)
         axis
         for size, x, y in zip(shape, before.dims, after.dims, strict=True)
         if x == y or not (_padded(size, x, mesh) or _padded(size, y, mesh))
-        for axis, _ in _common(x, y)
+        for axis in x[: common(x, y)]
     }
     axes = mesh.sorted((before.axes | after.axes) - same)
     return Step(EXCHANGE, axes, 0, 0, before, after, shape)
-
-
-def _common(x: Sequence[str], y: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for a, b in zip(x, y, strict=False):
-        if a != b:
-            return
-        yield a, b
-
-
-def _prefix(x: Sequence[str], y: Sequence[str]) -> int:
-    return sum(1 for _ in _common(x, y))
 
 
 def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
@@ -229,7 +188,7 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
     for dim, (size, have, want) in enumerate(zip(shape, now.dims, target.dims, strict=True)):
         if have == want:
             continue
-        same, padded, pads = _prefix(have, want), _padded(size, have, mesh), _padded(size, want, mesh)
+        same, padded, pads = common(have, want), _padded(size, have, mesh), _padded(size, want, mesh)
         for cut in (0,) if padded else range(0 if pads else same, len(have)):
             keep, tail = have[:cut], have[cut:]
             yield step(ALL_GATHER, tail, dim, {dim: keep}, now.partial)
@@ -250,7 +209,7 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
                     if (
                         other != dim
                         and axes[-len(added) :] == added
-                        and _prefix(axes, target.dims[other]) <= len(left)
+                        and common(axes, target.dims[other]) <= len(left)
                         and not (left and _padded(shape[other], axes, mesh))
                     ):
                         yield step(ALL_TO_ALL, added, dim, grown | {other: left}, now.partial, other)
@@ -283,6 +242,66 @@ def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> 
         before, after = _without_single(before, mesh), _without_single(after, mesh)
     if len(before.dims) != len(shape) or len(after.dims) != len(shape):
         raise StrategyError(f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
+    if before == after:
+        return ()
+    ranks = mesh.product(before.axes | before.partial | after.axes | after.partial)
+    even = all(
+        size % mesh.product(dim) == 0
+        for layout in (before, after)
+        for size, dim in zip(shape, layout.dims, strict=True)
+    )
+    size = math.prod(shape)
+    if even and size and (size % ranks**2 == 0 or size >= LARGE):
+        return _instantiated(before, after, shape, mesh)
+    return _searched(before, after, shape, mesh)
+
+
+LARGE = 65536
+"""Elements from which on a share that is rounded does not matter."""
+
+
+def _instantiated(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:
+    """The chain of the pattern of even layouts. Dims but the first have no order in a pattern, and those that can not
+    be cut do not occur."""
+    pattern, places = pattern_of(before, after, shape, mesh)
+    steps, now = [], before
+    for move in pattern_chain(pattern):
+        dims = list(now.dims)
+        for place, axes in zip(places, move.dims, strict=True):
+            dims[place] = axes
+        then = Layout(tuple(dims), move.partial)
+        dim, source = (places[move.dim], places[move.source]) if places else (0, 0)
+        if move.kind != ALL_TO_ALL:
+            source = 0
+        if move.kind in (ALL_REDUCE, EXCHANGE):
+            dim = 0
+        steps.append(Step(move.kind, move.axes, dim, source, now, then, shape))
+        now = then
+    return tuple(steps)
+
+
+def pattern_of(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Pattern, tuple[int, ...]]:
+    """What decides about a chain, and which dim of the tensor each dim of the pattern is."""
+    used = mesh.sorted(before.axes | before.partial | after.axes | after.partial)
+    ranks = mesh.product(used)
+    found = [
+        (dim > 0, math.gcd(size, ranks), have, want, dim)
+        for dim, (size, have, want) in enumerate(zip(shape, before.dims, after.dims, strict=True))
+    ]
+    found = sorted(entry for entry in found if entry[1] > 1)
+    pattern = Pattern(
+        tuple((axis, mesh.sizes[axis]) for axis in used),
+        tuple(entry[1] for entry in found),
+        tuple(entry[2] for entry in found),
+        before.partial,
+        tuple(entry[3] for entry in found),
+        after.partial,
+    )
+    return pattern, tuple(entry[4] for entry in found)
+
+
+def _searched(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:
+    """The cheapest chain by uniform-cost search, for any layouts."""
     order, best = count(), {before: (0, 0, 0)}
     queue: list[tuple[tuple[int, int, int], int, Layout, Chain]] = [((0, 0, 0), next(order), before, ())]
     while queue:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from strategies.errors import StrategyError, closest
 
-SEARCHES = ("sharding_propagation",)
+SEARCHES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 
 
@@ -69,7 +69,9 @@ class WantedRecompute:
 
 @dataclass(frozen=True)
 class Request:
-    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs."""
+    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. What a
+    search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element, and
+    `memory_limit`, bytes per rank."""
 
     mode: Mode
     world_size: int
@@ -80,6 +82,9 @@ class Request:
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
     recompute: WantedRecompute | None = None
+    stage: int = 0
+    states: float = 2.0
+    memory_limit: int | None = None
 
 
 def check(request: Request) -> None:

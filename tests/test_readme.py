@@ -32,7 +32,12 @@ def test_command(command: str, tmp_path_factory: pytest.TempPathFactory) -> None
     done = subprocess.run(
         [sys.executable, "-m", "runner", *shortened(command)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONSAFEPATH": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        },
         capture_output=True,
         text=True,
         timeout=300,

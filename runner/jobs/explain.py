@@ -1,4 +1,4 @@
-"""`run explain`: the plan as a table, operator by operator, with what is sent and why."""
+"""`run explain`: the plan as a table, operator by operator, with what is sent; or why some operators are sliced so."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from runner.schema import Config
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Print the table. Returns None."""
+    """Print the table, or what is to be said of the operators of `explain.operator`. Returns None."""
     from runner import report
+    from runner.explanation import explanations
     from runner.prepare import prepare
 
-    prepared = prepare(config, None)
+    prepared, wanted = prepare(config, None), config.explain.operator
+    told = None if wanted is None or prepared.plan is None else explanations(prepared, wanted)
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))
-    if content is not None:
-        print(report.table(content))
-        print(report.totals(content))
+    if content is None:
+        return None
+    report.write_page(content, prepared, run_dir)
+    if told is not None:
+        print(told)
+        return None
+    print(report.table(content))
+    print(report.totals(content))
     return None

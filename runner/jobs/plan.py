@@ -10,6 +10,7 @@ from runner.schema import Config
 def run(config: Config, run_dir: Path) -> float | None:
     """Write plan.json (and the IR with parallel.dump_ir), print a summary. Returns the predicted seconds per step."""
     from runner import report
+    from runner.layer_table import layer_table, promise
     from runner.prepare import prepare
 
     prepared = prepare(config, None)
@@ -17,6 +18,9 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(report.headline(prepared, run_dir))
     if content is None:
         return None
+    print(layer_table(content))
     print(report.totals(content))
+    print(promise(content))
+    print(f"report: {report.shown(report.write_page(content, prepared, run_dir))}")
     seconds: float = content["cost"]["total"]
     return seconds

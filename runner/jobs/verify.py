@@ -25,8 +25,8 @@ from runner.offload_folder import offload_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2}
-ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
+ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
 """Ten times the distance of neighbouring numbers at 1."""
 MAGNIFIED = 0.1
 """The largest difference that may still be rounding."""
@@ -149,12 +149,14 @@ def _reference(config: Config) -> Config:
         "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none",
         "memory_limit": None, "dump_ir": False,
         "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
-        "place": {},
+        "place": {}, "copies": 1, "plan": None,
         "offload": {
             "optimizer": "none", "parameters": "none", "folder": None,
             "activations": {"to": "none", "modules": [], "larger_than": 0.0},
         },
-        "pipeline": content["parallel"]["pipeline"] | {"stages": None, "micro_batches": None, "cuts": "auto"},
+        "pipeline": content["parallel"]["pipeline"] | {
+            "stages": None, "virtual_stages": None, "micro_batches": None, "cuts": "auto",
+        },
     }  # fmt: skip
     if config.verify.reference.target is not None:
         content["model"] |= {

@@ -16,8 +16,7 @@ from runner.sections.recompute import Recompute
 from runner.sections.section import Arguments, Count, Glob, Section, by_path, refusal
 
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
-Search = Literal["sharding_propagation"]
-LATER_SEARCHES = ("dynamic_programming", "recursive_programming")
+Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
 DATASETS = ("data_parallel", "full_batch")
 NOTHING = {"set_data_parallel": "[]", "place": "{}"}
 """How to drop a key that is not dropped by null."""
@@ -45,12 +44,19 @@ class Parallel(Section):
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
     zero: Zero
     comm_fusion: CommFusion
+    reduce_precision: Annotated[
+        Literal["auto", "fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
+    ]
     comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
+    copies: Count
     recompute: Recompute
     memory_limit: Annotated[Bytes | None, Field(description="Bytes per rank, or a text such as 80GB.")]
     offload: OffloadForm
     place: dict[Glob, Literal["host"]]
     pipeline: Pipeline
+    plan: Annotated[str | None, Field(min_length=1, description="A plan.json, or the folder of the run that wrote it.")]
+    plan_cache: Annotated[str | None, Field(min_length=1, description="The folder of found plans; auto, or null.")]
     dump_ir: StrictBool
 
     @field_validator("mode", mode="before")
@@ -62,16 +68,6 @@ class Parallel(Section):
                 "parallel.mode",
             )
         return mode
-
-    @field_validator("search", mode="before")
-    @classmethod
-    def _search_available(cls, search: Any) -> Any:
-        if search in LATER_SEARCHES:
-            raise refusal(
-                f"parallel.search = {search!r} comes later; for now the one search is sharding_propagation.",
-                "parallel.search",
-            )
-        return search
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -126,11 +122,12 @@ class Parallel(Section):
             "set_data_parallel": bool(self.set_data_parallel) and not searched,
             "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
             "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
+            "plan": self.plan is not None and self.mode in ("stand_alone", "hybrid"),
         }
         for name, unused in given.items():
             if unused:
                 key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
-                others = "data_parallel, semi_auto" if name == "place" else "semi_auto"
+                others = "data_parallel, semi_auto" if name in ("place", "plan") else "semi_auto"
                 raise refusal(
                     f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
                     f"auto, or drop it with {key}={nothing}.",
@@ -208,6 +205,18 @@ class Parallel(Section):
         return self
 
     @model_validator(mode="after")
+    def _copies_have_a_plan(self) -> Parallel:
+        if self.copies > 1 and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.copies = {self.copies} makes the operators of a plan take turns, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
+                "parallel.copies=1.",
+                "parallel.copies",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_limit_has_a_plan(self) -> Parallel:
         if self.memory_limit is not None and self.mode in ("stand_alone", "hybrid"):
             raise refusal(
@@ -271,11 +280,11 @@ class Parallel(Section):
                 "parallel.pipeline.stages",
                 "parallel.mode",
             )
-        if self.zero.stage:
+        if self.zero.stage > 1:
             raise refusal(
-                f"{stages} works with parallel.zero.stage = 0 only, not {self.zero.stage}: DeepSpeed's engine averages "
-                "over the whole world, while every stage holds parameters of its own. Use parallel.zero.stage=0, or "
-                "parallel.pipeline.stages=null.",
+                f"{stages} works with parallel.zero.stage = 0 or 1, not {self.zero.stage}: stages 2 and 3 cut up the "
+                "gradients of every micro-batch (3 also gathers its weights), of which a pipeline has several under "
+                "way. Use parallel.zero.stage=1, or parallel.pipeline.stages=null.",
                 "parallel.zero.stage",
                 "parallel.pipeline.stages",
             )
@@ -285,17 +294,6 @@ class Parallel(Section):
                 "has no positions to cut at; choose mode auto or size.",
                 "parallel.comm_fusion.all_reduce.mode",
                 "parallel.pipeline.stages",
-            )
-        others = {
-            "recompute.operators": self.recompute.operators != "none",
-            "place": bool(self.place),
-            "offload.activations.to": self.offload.activations.to != "none",
-        }
-        for key in (key for key, given in others.items() if given):
-            raise refusal(
-                f"{stages} cannot be combined with parallel.{key} yet; drop one of them.",
-                "parallel.pipeline.stages",
-                f"parallel.{key}",
             )
         return self
 

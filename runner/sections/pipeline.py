@@ -8,27 +8,20 @@ from pydantic import Field, field_validator, model_validator
 
 from runner.sections.section import Count, Section, by_path, refusal
 
-Schedule = Literal["gpipe", "1f1b"]
-LATER_SCHEDULES = ("interleaved_1f1b", "zero_bubble")
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+DEALT = ("interleaved_1f1b", "zero_bubble")
+"""The schedules in which a rank may have several stages."""
 
 
 class Pipeline(Section):
-    """`stages` of the model, one after the other, each on its own share of the ranks."""
+    """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
+    times as many, dealt out round robin."""
 
     stages: Annotated[int, Field(strict=True, ge=2)] | None
+    virtual_stages: Count | None
     micro_batches: Count | None
     schedule: Schedule
     cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]]
-
-    @field_validator("schedule", mode="before")
-    @classmethod
-    def _schedule_available(cls, schedule: Any) -> Any:
-        if schedule in LATER_SCHEDULES:
-            raise refusal(
-                f"parallel.pipeline.schedule = {schedule!r} comes later; for now choose 1f1b or gpipe.",
-                "parallel.pipeline.schedule",
-            )
-        return schedule
 
     @field_validator("cuts", mode="before")
     @classmethod
@@ -39,14 +32,18 @@ class Pipeline(Section):
     @model_validator(mode="after")
     def _enough_to_do(self) -> Pipeline:
         if self.stages is None:
-            for name, given in (("micro_batches", self.micro_batches is not None), ("cuts", self.cuts != "auto")):
-                if given:
-                    raise refusal(
-                        f"parallel.pipeline.{name} is given but parallel.pipeline.stages = null would ignore it; say "
-                        "how many stages with parallel.pipeline.stages=N.",
-                        f"parallel.pipeline.{name}",
-                        "parallel.pipeline.stages",
-                    )
+            given = {
+                "micro_batches": self.micro_batches is not None,
+                "virtual_stages": self.virtual_stages is not None,
+                "cuts": self.cuts != "auto",
+            }
+            for name in (name for name, said in given.items() if said):
+                raise refusal(
+                    f"parallel.pipeline.{name} is given but parallel.pipeline.stages = null would ignore it; say "
+                    "how many stages with parallel.pipeline.stages=N.",
+                    f"parallel.pipeline.{name}",
+                    "parallel.pipeline.stages",
+                )
             return self
         if self.parts < self.stages:
             raise refusal(
@@ -62,15 +59,52 @@ class Pipeline(Section):
                     "parallel.pipeline.cuts names no module; write auto, or {module.path: stage, ...}.",
                     "parallel.pipeline.cuts",
                 )
+            count = self.stages * self.virtual
+            told = f"parallel.pipeline.stages = {self.stages}"
+            if self.virtual > 1:
+                told = f"parallel.pipeline.stages x virtual_stages = {self.stages} x {self.virtual} = {count}"
             for path, stage in self.cuts.items():
-                if stage >= self.stages:
+                if stage >= count:
                     raise refusal(
-                        f"parallel.pipeline.cuts: {path} = {stage}, but parallel.pipeline.stages = {self.stages} has "
-                        f"the stages 0 to {self.stages - 1}.",
+                        f"parallel.pipeline.cuts: {path} = {stage}, but {told} has the stages 0 to {count - 1}.",
                         "parallel.pipeline.cuts",
                         "parallel.pipeline.stages",
                     )
         return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Pipeline:
+        if self.stages is None:
+            return self
+        schedule = f"parallel.pipeline.schedule = {self.schedule!r}"
+        if self.schedule not in DEALT and self.virtual > 1:
+            raise refusal(
+                f"{schedule} has one stage per rank, not parallel.pipeline.virtual_stages = {self.virtual_stages}; "
+                "choose schedule interleaved_1f1b or zero_bubble, or virtual_stages=1.",
+                "parallel.pipeline.schedule",
+                "parallel.pipeline.virtual_stages",
+            )
+        if self.schedule == "interleaved_1f1b" and self.virtual < 2:
+            raise refusal(
+                f"{schedule} with parallel.pipeline.virtual_stages = {self.virtual_stages} is 1f1b that holds more "
+                "activations; choose virtual_stages=2 or more, or schedule 1f1b.",
+                "parallel.pipeline.schedule",
+                "parallel.pipeline.virtual_stages",
+            )
+        if self.schedule in DEALT and self.parts % max(1, self.parts // self.stages):
+            raise refusal(
+                f"{schedule} sends parallel.pipeline.micro_batches = {self.parts} through the stages in "
+                f"{self.parts // self.stages} rounds of one size, into which they cannot be cut; take a multiple of "
+                f"parallel.pipeline.stages = {self.stages}.",
+                "parallel.pipeline.micro_batches",
+                "parallel.pipeline.stages",
+            )
+        return self
+
+    @property
+    def virtual(self) -> int:
+        """Stages of each rank."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
 
     @property
     def parts(self) -> int:

@@ -40,15 +40,28 @@ class Objective(nn.Module):
     """The model and its loss as one module: flat batch tensors in, the loss (training) or the outputs (evaluation) out.
 
     With a loss the last entry of a tuple batch is the target; of a dict batch, whatever `forward` does not take by
-    name.
+    name. With `autocast` both run under torch.autocast of that dtype, on the device of the batch.
     """
 
-    def __init__(self, model: nn.Module, loss: nn.Module | None, names: Sequence[str], targets: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module | None,
+        names: Sequence[str],
+        targets: Sequence[str],
+        autocast: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.autocast = model, loss, autocast
         self.names, self.targets = tuple(names), frozenset(targets)
 
     def forward(self, *tensors: Tensor) -> Any:
+        if self.autocast is None:
+            return self._run(*tensors)
+        with torch.autocast(tensors[0].device.type, self.autocast):
+            return self._run(*tensors)
+
+    def _run(self, *tensors: Tensor) -> Any:
         batch = dict(zip(self.names, tensors, strict=True))
         inputs = {name: value for name, value in batch.items() if name not in self.targets}
         if all(name.isdigit() for name in self.names):
@@ -111,13 +124,17 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     return Captured(_needed(graph), tensors)
 
 
-def run_once(objective: Objective, batch: Sequence[Tensor]) -> None:
-    """Run a copy of `objective` eagerly on `batch`, for what `capture` would find wrong where nothing need be captured.
+def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = False) -> None:
+    """Run a copy of `objective` eagerly on `batch`, for what `capture` would find wrong where nothing need be captured;
+    with `backward` its gradients too.
 
     Raises StrategyError if the module does not run or does not return a scalar loss that depends on a parameter.
     """
     try:
-        _checked_loss(objective, None, copy.deepcopy(objective).train()(*(tensor.detach().clone() for tensor in batch)))
+        output = copy.deepcopy(objective).train()(*(tensor.detach().clone() for tensor in batch))
+        loss = _checked_loss(objective, None, output)
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
     except StrategyError:
         raise
     except Exception as error:  # as above

@@ -28,7 +28,7 @@ from strategies.cost.optimizer import Need, needed
 from strategies.cost.sharded import Sharded, Standing, groups_of
 from strategies.cost.updating import Updating
 from strategies.engine.activations import Activations, look_up_parameters, meant
-from strategies.engine.communicator import Carrier, Communicator
+from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import MODULE, build
@@ -36,7 +36,7 @@ from strategies.engine.program import Program
 from strategies.engine.updates import learning
 from strategies.graph import Source
 from strategies.mesh import Mesh
-from strategies.redistribution import LOCAL, Step
+from strategies.redistribution import Step
 
 Result = TypeVar("Result")
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -68,18 +68,16 @@ class _Shaped(Communicator):
         super().__init__(mesh, 0)
         self._within = False
 
-    def _step(self, step: Step) -> Carrier:
-        carry = super()._step(step)
-        if step.kind in LOCAL:
-            return carry
+    def _begin(self, step: Step, later: bool) -> Callable[[Tensor], Callable[[], Tensor]]:
+        begin = super()._begin(step, later)
         elements = step.busiest(self.mesh)
 
-        def run(tensor: Tensor) -> Tensor:
+        def run(tensor: Tensor) -> Callable[[], Tensor]:
             self._within = True
-            result = carry(tensor)
+            finish = begin(tensor)
             self._within = False
             self.count(step.kind, elements, tensor)
-            return result
+            return finish
 
         return run
 
@@ -93,21 +91,18 @@ class _Shaped(Communicator):
     def own_group(self, axes: Iterable[str]) -> Any:
         return None
 
-    def begin_sum(self, tensor: Tensor, group: Any) -> None:
-        """Nothing to wait for."""
-
-    def sum(self, tensor: Tensor, group: Any) -> None:
+    def sum(self, tensor: Tensor, group: Any, later: bool = False) -> None:
         """As it is."""
 
-    def gather(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+    def gather(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
         into.zero_()
 
-    def scatter(self, into: Tensor, tensor: Tensor, group: Any) -> None:
+    def scatter(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
         if tensor.device.type == "cpu":
             tensor.clone()  # gloo works on a copy
         into.zero_()
 
-    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any) -> None:
+    def exchange(self, into: Tensor, tensor: Tensor, get: Any, give: Any, group: Any, later: bool = False) -> None:
         into.zero_()
 
 
@@ -228,9 +223,8 @@ class _Trace:
             sizes = [self.held[name].numel() for name in learning(self.program)]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
-        away = self.away + (
-            0 if self.activations is None else self.activations.moved.held * bool(self.activations.disk)
-        )
+        disk = self.activations is not None and self.activations.disk is not None
+        away = self.away + (self.activations.moved.held if self.activations is not None and disk else 0)
         there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
         return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
 
@@ -322,7 +316,8 @@ class _Trace:
             if isinstance(updates, BucketedUpdates) and len(found) == 1 and not found[0].dim():
                 updates.backward(found[0])
             elif isinstance(updates, BucketedUpdates):
-                updates.backward_from(found, [torch.zeros_like(one) for one in found])
+                torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
+                updates.collect()
             else:
                 torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
             if isinstance(updates, Sharded):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from strategies.cost.activations import stored_in, trace
-from strategies.cost.estimate import Machine, seconds, sent_again
+from strategies.cost.cluster import Cluster
 from strategies.cost.limit import over
 from strategies.cost.memory import Memory, memory
+from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
-from strategies.describe import communication
 from strategies.engine.program import Program
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
@@ -79,7 +79,7 @@ class Fitting:
     plan: Plan
     wanted: WantedRecompute
     updating: Updating
-    machine: Machine
+    cluster: Cluster
     lowered: Callable[[Plan], Program]
 
     def within(self, limit: int) -> Plan:
@@ -124,11 +124,7 @@ class Fitting:
 
     def _time(self, plan: Plan) -> float:
         """Seconds of a step."""
-        program, accumulate = self.lowered(plan), self.updating.accumulate
-        sent = communication(program, self.updating.stage, accumulate)
-        for kind, count in sent_again(program).items():
-            sent[kind] = sent.get(kind, 0) + accumulate * count
-        return seconds(self.graph, plan, program, sent, self.machine, accumulate)["total"]
+        return step_cost(self.graph, plan, self.lowered(plan), self.cluster, self.updating).total
 
     def _all(self, paths: Sequence[str]) -> Plan:
         handling = self.wanted.communication or "recompute"

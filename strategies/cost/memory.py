@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from strategies.cost.activations import Traced
@@ -63,10 +63,3 @@ def memory(traced: Traced, updating: Updating) -> Memory:
         stands.host + max(0 if to_disk else traced.away, traced.updating_host),
         stands.disk + (traced.away if to_disk else 0),
     )
-
-
-def under_way(one: Memory, count: int) -> Memory:
-    """Of a rank that holds the activations of `count` micro-batches at one time."""
-    more = (count - 1) * one.activations
-    peaks = {name: most + (more if name != "update" else 0) for name, most in one.peaks.items()}
-    return replace(one, activations=count * one.activations, peaks=peaks)

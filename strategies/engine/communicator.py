@@ -40,6 +40,11 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 Carrier = Callable[[Tensor], Tensor]
 CarrierOfAll = Callable[[Sequence[Tensor]], list[Tensor]]
+Landing = Callable[[], list[Tensor]]
+"""Waits for what is under way, once, and returns the results."""
+Launcher = Callable[[Sequence[Tensor]], Landing]
+_Begin = Callable[[Tensor], Callable[[], Tensor]]
+_BeginAll = Callable[[Sequence[Tensor]], Landing]
 
 
 class Communicator:
@@ -94,28 +99,33 @@ class Communicator:
         assert mine is not None
         return mine
 
-    def begin_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-        """Begin to add up `tensor` over `group`, in place."""
-        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    def sum(self, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
+        """Add up `tensor` over `group`, in place; `later`: begin to, and return what to wait for."""
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=later)
         return work
 
-    def sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Add up `tensor` over `group`, in place."""
-        dist.all_reduce(tensor, group=group)
-
-    def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
         """Fill `into` with the `tensor`s of the ranks of `group`."""
-        all_gather(into, tensor, group=group)
+        work: dist.Work | None = all_gather(into, tensor, group=group, async_op=later)
+        return work
 
-    def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
         """Add up `tensor` over `group`, and leave this rank's part in `into`."""
-        reduce_scatter(into, tensor, group=group)
+        work: dist.Work | None = reduce_scatter(into, tensor, group=group, async_op=later)
+        return work
 
     def exchange(
-        self, into: Tensor, tensor: Tensor, get: list[int] | None, give: list[int] | None, group: dist.ProcessGroup
-    ) -> None:
+        self,
+        into: Tensor,
+        tensor: Tensor,
+        get: list[int] | None,
+        give: list[int] | None,
+        group: dist.ProcessGroup,
+        later: bool = False,
+    ) -> dist.Work | None:
         """Give every rank of `group` its part of `tensor`, and get their parts; equal parts without sizes."""
-        dist.all_to_all_single(into, tensor, get, give, group=group)
+        work: dist.Work | None = dist.all_to_all_single(into, tensor, get, give, group=group, async_op=later)
+        return work
 
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
@@ -149,92 +159,157 @@ class Communicator:
 
         return run
 
+    def launcher(self, chains: Sequence[Chain]) -> Launcher:
+        """What starts to carry one local tensor along each chain, and returns what waits for the results. The first
+        collective runs meanwhile; what comes after it is done when the results are asked for."""
+        stages = list(zip(*chains, strict=True))
+        sent = next((i for i, steps in enumerate(stages) if steps[0].kind not in LOCAL), len(stages))
+        before, after = ([self._stage(steps) for steps in part] for part in (stages[:sent], stages[sent + 1 :]))
+        begin = self._begin_all(stages[sent]) if sent < len(stages) else None
+
+        def launch(tensors: Sequence[Tensor]) -> Landing:
+            now = list(tensors)
+            for stage in before:
+                now = stage(now)
+            if begin is None:
+                return lambda: now
+            finish = begin(now)
+
+            def land() -> list[Tensor]:
+                results = finish()
+                for stage in after:
+                    results = stage(results)
+                return results
+
+            return land
+
+        return launch
+
+    def _begin_all(self, steps: Sequence[Step]) -> _BeginAll:
+        if len(steps) > 1:
+            return self._begin_joined(steps, True)
+        begin = self._begin(steps[0], True)
+
+        def run(tensors: Sequence[Tensor]) -> Landing:
+            finish = begin(tensors[0])
+            return lambda: [finish()]
+
+        return run
+
     def _stage(self, steps: Sequence[Step]) -> CarrierOfAll:
-        kind, mesh, rank = steps[0].kind, self.mesh, self.rank
-        if kind in LOCAL:
+        if steps[0].kind in LOCAL or len(steps) == 1:
             alone = [self._step(step) for step in steps]
             return lambda tensors: [carry(tensor) for carry, tensor in zip(alone, tensors, strict=True)]
+        begin = self._begin_joined(steps, False)
+        return lambda tensors: begin(tensors)()
+
+    def _begin_joined(self, steps: Sequence[Step], later: bool) -> _BeginAll:
+        kind, mesh, rank = steps[0].kind, self.mesh, self.rank
         group, n = self.group(steps[0].axes), mesh.product(steps[0].axes)
 
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        def run(tensors: Sequence[Tensor]) -> Landing:
             flat = coalesced.packed(steps, tensors, mesh, rank)
             if kind == ALL_REDUCE:
                 result = flat
-                self.sum(result, group)
+                work = self.sum(result, group, later)
             elif kind == ALL_GATHER:
                 result = flat.new_empty(n * flat.numel())
-                self.gather(result, flat, group)
+                work = self.gather(result, flat, group, later)
             else:
                 result = flat.new_empty(flat.numel() // n)
-                self.scatter(result, flat, group)
+                work = self.scatter(result, flat, group, later)
             self.count(kind, coalesced.elements(steps, tensors, mesh), flat)
-            return coalesced.unpacked(steps, result, [tensor.shape for tensor in tensors], mesh, rank)
+            shapes = [tensor.shape for tensor in tensors]
+
+            def finish() -> list[Tensor]:
+                _wait(work, flat)
+                return coalesced.unpacked(steps, result, shapes, mesh, rank)
+
+            return finish
 
         return run
 
     def _step(self, step: Step) -> Carrier:
+        if step.kind in LOCAL:
+            return self._local(step)
+        begin = self._begin(step, False)
+        return lambda tensor: begin(tensor)()
+
+    def _local(self, step: Step) -> Carrier:
         mesh, rank = self.mesh, self.rank
         n, index = mesh.product(step.axes), mesh.index(rank, step.axes)
         length = step.cut_length(mesh)
         if step.kind == SLICE:
             return lambda tensor: resized(tensor, step.dim, length).chunk(n, step.dim)[index].contiguous()
+        assert step.kind == PAD
+        end = step.joined_length(mesh, step.dim)
+        return lambda tensor: resized(padded(tensor, step.dim, n, index), step.dim, end)
+
+    def _begin(self, step: Step, later: bool) -> _Begin:
+        """Makes the call of a step; what it returns waits for it, if it was made for `later`, and gives the result."""
+        mesh, rank = self.mesh, self.rank
+        n, length = mesh.product(step.axes), step.cut_length(mesh)
         end = step.joined_length(mesh, step.source if step.kind == ALL_TO_ALL else step.dim)
-        if step.kind == PAD:
-            return lambda tensor: resized(padded(tensor, step.dim, n, index), step.dim, end)
-        assert step.kind not in LOCAL
         group = self.group(step.axes)
         order = mesh.group(rank, step.axes)  # the ranks in the order of the slices; process groups are sorted
         places = [sorted(order).index(peer) for peer in order]
-        if step.kind == ALL_REDUCE:
-            return lambda tensor: self._all_reduce(tensor, n, group)
-        if step.kind == ALL_GATHER:
-            return lambda tensor: resized(self._all_gather(tensor, step.dim, n, places, group), step.dim, end)
-        if step.kind == REDUCE_SCATTER:
-            return lambda tensor: self._reduce_scatter(resized(tensor, step.dim, length), step.dim, n, places, group)
-        if step.kind == ALL_TO_ALL:
-            return lambda tensor: resized(
-                self._all_to_all(resized(tensor, step.dim, length), step.source, step.dim, n, places, group),
-                step.source,
-                end,
-            )
-        assert step.kind == EXCHANGE
-        return self._exchange(step, group, sorted(order))
+        if step.kind == EXCHANGE:
+            return self._exchange(step, group, sorted(order), later)
 
-    def _all_reduce(self, tensor: Tensor, n: int, group: dist.ProcessGroup) -> Tensor:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-        self.sum(result, group)
-        self.count(ALL_REDUCE, -(-2 * (n - 1) * tensor.numel() // n), tensor)
-        return result
+        def all_reduce(tensor: Tensor) -> Callable[[], Tensor]:
+            result = tensor.clone(memory_format=torch.contiguous_format)
+            work = self.sum(result, group, later)
+            self.count(ALL_REDUCE, -(-2 * (n - 1) * tensor.numel() // n), tensor)
+            return lambda: _wait(work, result)
 
-    def _all_gather(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
-        gathered = tensor.new_empty((n * tensor.shape[0], *tensor.shape[1:]))
-        self.gather(gathered, tensor.contiguous(), group)
-        self.count(ALL_GATHER, tensor.numel() * (n - 1), tensor)
-        if dim == 0 and places == sorted(places):
-            return gathered
-        pieces = gathered.chunk(n)
-        return torch.cat([pieces[place] for place in places], dim)
+        def gather(tensor: Tensor) -> Callable[[], Tensor]:
+            given = tensor.contiguous()
+            gathered = tensor.new_empty((n * tensor.shape[0], *tensor.shape[1:]))
+            work = self.gather(gathered, given, group, later)
+            self.count(ALL_GATHER, tensor.numel() * (n - 1), tensor)
 
-    def _reduce_scatter(self, tensor: Tensor, dim: int, n: int, places: list[int], group: dist.ProcessGroup) -> Tensor:
-        if dim == 0 and places == sorted(places):  # rows are in order as they lie
-            packed = tensor.contiguous()
-        else:
-            packed = torch.cat(_by_place(tensor.chunk(n, dim), places))
-        result = tensor.new_empty(packed.shape[0] // n, *packed.shape[1:])
-        self.scatter(result, packed, group)
-        self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
-        return result
+            def finish() -> Tensor:
+                _wait(work, given)
+                if step.dim == 0 and places == sorted(places):
+                    return resized(gathered, step.dim, end)
+                pieces = gathered.chunk(n)
+                return resized(torch.cat([pieces[place] for place in places], step.dim), step.dim, end)
 
-    def _all_to_all(
-        self, tensor: Tensor, source: int, dim: int, n: int, places: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        packed = torch.stack(_by_place(tensor.chunk(n, dim), places))
-        received = torch.empty_like(packed)
-        self.exchange(received, packed, None, None, group)
-        self.count(ALL_TO_ALL, tensor.numel() * (n - 1) // n, tensor)
-        return torch.cat([received[place] for place in places], source)
+            return finish
 
-    def _exchange(self, step: Step, group: dist.ProcessGroup, peers: list[int]) -> Carrier:
+        def scatter(tensor: Tensor) -> Callable[[], Tensor]:
+            tensor = resized(tensor, step.dim, length)
+            if step.dim == 0 and places == sorted(places):  # rows are in order as they lie
+                packed = tensor.contiguous()
+            else:
+                packed = torch.cat(_by_place(tensor.chunk(n, step.dim), places))
+            result = tensor.new_empty(packed.shape[0] // n, *packed.shape[1:])
+            work = self.scatter(result, packed, group, later)
+            self.count(REDUCE_SCATTER, tensor.numel() * (n - 1) // n, tensor)
+
+            def finish() -> Tensor:
+                _wait(work, packed)
+                return result
+
+            return finish
+
+        def all_to_all(tensor: Tensor) -> Callable[[], Tensor]:
+            tensor = resized(tensor, step.dim, length)
+            packed = torch.stack(_by_place(tensor.chunk(n, step.dim), places))
+            received = torch.empty_like(packed)
+            work = self.exchange(received, packed, None, None, group, later)
+            self.count(ALL_TO_ALL, tensor.numel() * (n - 1) // n, tensor)
+
+            def finish() -> Tensor:
+                _wait(work, packed)
+                return resized(torch.cat([received[place] for place in places], step.source), step.source, end)
+
+            return finish
+
+        ways = {ALL_REDUCE: all_reduce, ALL_GATHER: gather, REDUCE_SCATTER: scatter, ALL_TO_ALL: all_to_all}
+        return ways[step.kind]
+
+    def _exchange(self, step: Step, group: dist.ProcessGroup, peers: list[int], later: bool) -> _Begin:
         mesh, rank = self.mesh, self.rank
         held = step.before.block(step.shape, mesh, rank)
         wanted = step.after.block(step.shape, mesh, rank)
@@ -246,21 +321,33 @@ class Communicator:
         shape = step.after.local_shape(step.shape, mesh)
         full = shape == tuple(stop - start for start, stop in wanted)
 
-        def run(tensor: Tensor) -> Tensor:
+        def run(tensor: Tensor) -> Callable[[], Tensor]:
             parts = [tensor[take[peer]].reshape(-1) for peer, size in zip(peers, give, strict=True) if size]
             packed = torch.cat(parts) if parts else tensor.new_empty(0)
             received = tensor.new_empty(sum(get))
-            self.exchange(received, packed, get, give, group)
+            work = self.exchange(received, packed, get, give, group, later)
             self.count(EXCHANGE, sum(give), tensor)
-            result = tensor.new_empty(shape) if full else tensor.new_zeros(shape)
-            if rank in put:
-                result[put[rank]] = tensor[take[rank]]
-            for peer, piece in zip(peers, torch.split(received, get), strict=True):
-                if piece.numel():
-                    result[put[peer]] = piece.view(result[put[peer]].shape)
-            return result
+
+            def finish() -> Tensor:
+                _wait(work, packed)
+                result = tensor.new_empty(shape) if full else tensor.new_zeros(shape)
+                if rank in put:
+                    result[put[rank]] = tensor[take[rank]]
+                for peer, piece in zip(peers, torch.split(received, get), strict=True):
+                    if piece.numel():
+                        result[put[peer]] = piece.view(result[put[peer]].shape)
+                return result
+
+            return finish
 
         return run
+
+
+def _wait(work: dist.Work | None, held: Tensor) -> Tensor:
+    """Wait for a call that was made for later; until then `held`, on which it works, must live."""
+    if work is not None:
+        work.wait()
+    return held
 
 
 def _by_place(pieces: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:

@@ -11,21 +11,27 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from strategies.engine.communicator import Carrier, CarrierOfAll
-from strategies.engine.drawn import draw_opaquely
 from strategies.errors import StrategyError
 from strategies.mesh import Mesh
 from strategies.redistribution import LOCAL, Chain
 
 LARGEST = 2000
 """Nodes of a unit that is compiled as a whole; the time to compile grows faster than the unit."""
+REPEATED = 3
+"""How often a unit must have the same code for being compiled by itself, once for all."""
+
+SHAPES = 256
+"""Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
 _library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("carry(Tensor tensor, int number) -> Tensor")  # type: ignore[no-untyped-call]
@@ -113,8 +119,8 @@ def order() -> int:
 
 def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, backend: Any = "inductor") -> None:
     """Let `module`, which `partition.build` made for compiling, be compiled when it is first called: as a whole, or in
-    parts where it is large, or with `leaves` in units that hold no others: ZeRO-3 gathers parameters between units.
-    Afterwards the random key that it takes is a tensor (`drawn.as_key`)."""
+    parts where it is large or repeats itself, or with `leaves` in units that hold no others: ZeRO-3 gathers parameters
+    between units. Units that share their code are compiled once."""
     options: dict[str, str | int | bool | Callable[..., Any]] = {}
     if backend == "inductor":
         options["reorder_for_locality"] = False  # it moves collectives
@@ -122,27 +128,43 @@ def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, 
         from torch._inductor import config
 
         config.compile_threads = 1  # the ranks share the cores; a pool of processes each is too much
-    for unit in _units(module):
-        draw_opaquely(unit)
-    for unit in list(_parts(module, 0 if leaves else LARGEST)):
-        unit.forward = torch.compile(unit.forward, backend=backend, options=options or None)
+    # A program's shapes never change, but one code may serve units of several shapes.
+    torch._dynamo.config.recompile_limit = SHAPES
+    shared: dict[type, Callable[..., Any]] = {}
+    for unit in list(_parts(module, 0) if leaves else _chosen(module)):
+        kind = type(unit)
+        if kind not in shared:
+            shared[kind] = torch.compile(kind.forward, dynamic=False, backend=backend, options=options or None)
+        unit.forward = MethodType(shared[kind], unit)
 
 
 def _units(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     return (inner for inner in module.modules() if isinstance(inner, fx.GraphModule))
 
 
-def _parts(module: fx.GraphModule, largest: int) -> Iterator[fx.GraphModule]:
-    """The outermost units of at most `largest` operators, or without units inside. What stands between them is not
-    compiled."""
-    inner = [unit for unit in _units(module) if unit is not module]
-    if not inner or sum(len(unit.graph.nodes) for unit in _units(module)) <= largest:
+def _chosen(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The parts that are compiled: layers that repeat themselves one by one, and what is beside them."""
+    count = Counter(type(unit) for unit in _units(module) if len(unit.graph.nodes) > 1 and _inner(unit))
+    repeated = {kind for kind, number in count.items() if number >= REPEATED}
+    return _parts(module, LARGEST, repeated)
+
+
+def _inner(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [unit for unit in _units(module) if unit is not module]
+
+
+def _parts(module: fx.GraphModule, largest: int, repeated: Container[type] = ()) -> Iterator[fx.GraphModule]:
+    """The outermost units of at most `largest` operators and without `repeated` units inside, or without units inside.
+    What stands between them is not compiled."""
+    inner = _inner(module)
+    small = sum(len(unit.graph.nodes) for unit in _units(module)) <= largest
+    if not inner or type(module) in repeated or (small and not any(type(unit) in repeated for unit in inner)):
         yield module
         return
     within = {below for unit in inner for below in _units(unit) if below is not unit}
     for unit in inner:
         if unit not in within:
-            yield from _parts(unit, largest)
+            yield from _parts(unit, largest, repeated)
 
 
 def check(device: str) -> None:

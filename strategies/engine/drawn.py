@@ -2,14 +2,15 @@
 
 The generated code of such an operator hashes the program's key and sets generators, which no compiler traces; and the
 key, a new number at every step, would be compiled anew each time. So the key becomes a tensor, and the operator
-`meshwright::draw(key, tensors, number)`. The invariant: its gradient is that of the same computation with the same
-numbers, which the key alone determines; they are drawn a second time for it.
+`meshwright::draw(key, ordinals, tensors, number)`; the ordinals, by which repeated layers differ, are tensors too. The
+invariant: its gradient is that of the same computation with the same numbers, which key and ordinals alone determine;
+they are drawn a second time for it.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,33 +18,37 @@ from torch import Tensor, fx
 
 from strategies.engine.program import KEY
 
-Draw = Callable[[int, Sequence[Tensor]], list[Tensor]]
+Draw = Callable[[int, Sequence[int], Sequence[Tensor]], list[Tensor]]
+"""(key, ordinals, tensors) -> results."""
 
 _library = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("draw(Tensor key, Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
+_library.define("draw(Tensor key, Tensor[] ordinals, Tensor[] tensors, int number) -> Tensor[]")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "draw_gradient(Tensor key, Tensor[] tensors, Tensor[] gradients, int number) -> Tensor[]"
+    "draw_gradient(Tensor key, Tensor[] ordinals, Tensor[] tensors, Tensor[] gradients, int number) -> Tensor[]"
 )
 
 _draws: list[Draw] = []
 """What `number` means, in this process."""
 
 
-def _draw(key: Tensor, tensors: list[Tensor], number: int) -> list[Tensor]:
+def _draw(key: Tensor, ordinals: list[Tensor], tensors: list[Tensor], number: int) -> list[Tensor]:
     with torch.no_grad():
-        return _draws[number](int(key), tensors)
+        return _draws[number](int(key), list(map(int, ordinals)), tensors)
 
 
-def _draw_shaped(key: Tensor, tensors: list[Tensor], number: int) -> list[Tensor]:
+def _draw_shaped(key: Tensor, ordinals: list[Tensor], tensors: list[Tensor], number: int) -> list[Tensor]:
     with torch.no_grad():
-        return _draws[number](0, tensors)
+        return _draws[number](0, [0] * len(ordinals), tensors)
 
 
-def _draw_gradient(key: Tensor, tensors: list[Tensor], gradients: list[Tensor], number: int) -> list[Tensor]:
+def _draw_gradient(
+    key: Tensor, ordinals: list[Tensor], tensors: list[Tensor], gradients: list[Tensor], number: int
+) -> list[Tensor]:
     """The gradient of every floating-point tensor, given those of the floating-point results."""
     with torch.enable_grad():
+        drawn = list(map(int, ordinals))
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
-        results = [one for one in _draws[number](int(key), leaves) if one.is_floating_point()]
+        results = [one for one in _draws[number](int(key), drawn, leaves) if one.is_floating_point()]
     pairs = [(one, given) for one, given in zip(results, gradients, strict=True) if one.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found = torch.autograd.grad(
@@ -52,7 +57,9 @@ def _draw_gradient(key: Tensor, tensors: list[Tensor], gradients: list[Tensor], 
     return [gradient.contiguous() for gradient in found]
 
 
-def _gradient_shaped(key: Tensor, tensors: list[Tensor], gradients: list[Tensor], number: int) -> list[Tensor]:
+def _gradient_shaped(
+    key: Tensor, ordinals: list[Tensor], tensors: list[Tensor], gradients: list[Tensor], number: int
+) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in tensors if tensor.is_floating_point()]
 
 
@@ -64,19 +71,22 @@ torch.library.register_fake("meshwright::draw_gradient", _gradient_shaped, lib=_
 
 class _Drawn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, number: int, key: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.number = number
-        ctx.save_for_backward(key, *tensors)
-        results: list[Tensor] = torch.ops.meshwright.draw(key, list(tensors), number)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        number, count, key, *values = given  # the compiler leaves `ctx` out where it counts one argument too many
+        ctx.number, ctx.ordinals = number, count
+        ctx.save_for_backward(key, *values)
+        results: list[Tensor] = torch.ops.meshwright.draw(key, values[:count], values[count:], number)
         ctx.floating = [result.is_floating_point() for result in results]
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        key, *tensors = ctx.saved_tensors
+        key, *values = ctx.saved_tensors
+        ordinals, tensors = values[: ctx.ordinals], values[ctx.ordinals :]
         floating = [gradient for gradient, is_floating in zip(gradients, ctx.floating, strict=True) if is_floating]
-        found = iter(torch.ops.meshwright.draw_gradient(key, tensors, floating, ctx.number))
-        return None, None, *(next(found) if tensor.is_floating_point() else None for tensor in tensors)
+        found = iter(torch.ops.meshwright.draw_gradient(key, ordinals, tensors, floating, ctx.number))
+        returned = (next(found) if tensor.is_floating_point() else None for tensor in tensors)
+        return None, None, None, *(None for _ in ordinals), *returned
 
 
 def as_key(key: int) -> Tensor:
@@ -84,38 +94,36 @@ def as_key(key: int) -> Tensor:
     return torch.tensor(key)
 
 
-def draw_opaquely(unit: fx.GraphModule) -> None:
-    """Make every operator of `unit` that takes the program's random key opaque; the key is a tensor from then on."""
-    drawing = [
-        node
-        for node in unit.graph.nodes
-        if node.op == "call_function" and any(one.target == KEY.id for one in node.all_input_nodes)
-    ]
-    for node in drawing:
-        tensors = [one for one in node.all_input_nodes if one.target != KEY.id]
-        (key,) = (one for one in node.all_input_nodes if one.target == KEY.id)
-        node.target = _drawing(node, key, tensors)
-        node.args, node.kwargs = (key, *tensors), {}
-    if drawing:
-        unit.recompile()
+def draw_opaquely(graph: fx.Graph, ordinals: Collection[str]) -> None:
+    """Make every operator of `graph` that takes the program's random key opaque; the key is a tensor from then on, and
+    so are the attributes `ordinals` of the module."""
+    for node in graph.nodes:
+        if node.op == "call_function" and any(one.target == KEY.id for one in node.all_input_nodes):
+            (key,) = (one for one in node.all_input_nodes if one.target == KEY.id)
+            others = [one for one in node.all_input_nodes if one is not key]
+            numbers = [one for one in others if one.op == "get_attr" and one.target in ordinals]
+            tensors = [one for one in others if one not in numbers]
+            node.target = _drawing(node, key, numbers, tensors)
+            node.args, node.kwargs = (key, *numbers, *tensors), {}
 
 
-def _drawing(node: fx.Node, key: fx.Node, tensors: list[fx.Node]) -> Callable[..., Any]:
-    """The function of (key, *tensors) that stands for a random operator in generated code."""
+def _drawing(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: list[fx.Node]) -> Callable[..., Any]:
+    """The function of (key, *ordinals, *tensors) that stands for a random operator in generated code."""
     function: Any = node.target
     args, kwargs = node.args, node.kwargs
     several = bool(node.users) and all(user.target is python_operator.getitem for user in node.users)
 
-    def draw(number: int, values: Sequence[Tensor]) -> list[Tensor]:
-        given: dict[fx.Node, Any] = dict(zip(tensors, values, strict=True)) | {key: number}
+    def draw(number: int, drawn: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+        given: dict[fx.Node, Any] = {key: number}
+        given |= dict(zip(ordinals, drawn, strict=True)) | dict(zip(tensors, values, strict=True))
         result = function(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__))
         return list(result) if several else [result]
 
     _draws.append(draw)
-    number = len(_draws) - 1
+    number, count = len(_draws) - 1, len(ordinals)
 
     def drawn(key: Tensor, *values: Tensor) -> Any:
-        results = _Drawn.apply(number, key, *values)  # type: ignore[no-untyped-call]
+        results = _Drawn.apply(number, count, key, *values)  # type: ignore[no-untyped-call]
         return results if several else results[0]
 
     drawn.__name__ = drawn.__qualname__ = function.__name__

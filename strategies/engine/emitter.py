@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from strategies.engine.program import KEY, Compute, Instruction, Options, RankValue, Redistribute
+from strategies.engine.program import KEY, Compute, Instruction, Options, Ordinal, RankValue, Redistribute
 from strategies.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -50,7 +50,7 @@ class Emitter:
 
     @property
     def ordinal(self) -> int:
-        return self.lowering.ordinal(self.operator)
+        return Ordinal(self.lowering.ordinal(self.operator))
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Ref:
         multiple = self.operator.multiple and target in (self.operator.target, "local.seeded")

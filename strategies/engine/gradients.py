@@ -3,13 +3,15 @@
 Every gradient is added over the axes that lowering left open (`Program.reductions`), in buckets: one all-reduce per
 bucket, all of them in flight at once, with `overlap` while backward of the last micro-batch still runs. Weights of less
 than 32 bits get fp32 masters, on which the optimizer works, and their gradients are accumulated and added in fp32. The
-norm counts every slice once, so clipping is exact.
+norm counts every slice once, so clipping is exact. In fp16 the loss is scaled, and gradients are divided by the scale
+once they are added (see `scaling`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -20,9 +22,10 @@ from torch.optim import Optimizer
 from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import Moved
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
 from strategies.engine.reduction import Reduction
-from strategies.engine.stages import Peers
+from strategies.engine.scaling import LossScale
 from strategies.engine.updates import (
     CHOSEN,
     Cut,
@@ -43,7 +46,7 @@ from strategies.redistribution import ALL_REDUCE
 
 class BucketedUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
-    other stages hold."""
+    other groups of ranks hold."""
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class BucketedUpdates:
         cut: Cut = CHOSEN,
         overlap: bool = False,
         peers: Peers | None = None,
+        scale: LossScale | None = None,
     ) -> None:
+        self.loss_scale = scale
         self.module, self.evaluation, self._peers = module, evaluation, peers
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
@@ -95,13 +100,12 @@ class BucketedUpdates:
     def backward(self, loss: Tensor) -> None:
         self._micro_batches += 1
         self._last = self._micro_batches == self._accumulate
+        if self.loss_scale is not None:
+            loss = loss.float() * self.loss_scale.value  # autograd casts what flows back to the loss's own dtype
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
-        for name in self._masters:
-            self._to_master(name)
+        self.collect()
 
-    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """As `backward`, from the gradients of what a stage of a pipeline handed on."""
-        torch.autograd.backward(list(outputs), list(gradients))
+    def collect(self) -> None:
         for name in self._masters:
             self._to_master(name)
 
@@ -120,6 +124,12 @@ class BucketedUpdates:
         self._reduction.finish()
         if self._peers is not None:
             self._peers.add_shared({name: self._gradient(name) for name in self._peers.copies})
+        if self.loss_scale is not None and (found := self._present()):
+            torch._foreach_div_(found, self.loss_scale.value)
+
+    def _present(self) -> list[Tensor]:
+        """The gradients that the optimizer will use, where something came back."""
+        return [gradient for holder in self._owned.values() if (gradient := holder.grad) is not None]
 
     def _gradient(self, name: str) -> Tensor:
         """The gradient that the optimizer will use, made of zeros where nothing came back."""
@@ -139,11 +149,16 @@ class BucketedUpdates:
 
     def update(self, measure: bool = True) -> float | None:
         self._micro_batches, self._last = 0, False
-        norm = self._norm() if measure or self._clip is not None else None
+        norm = self._norm() if measure or self._clip is not None or self.loss_scale is not None else None
+        if self.loss_scale is not None and norm is not None:
+            self.loss_scale.note(finite=math.isfinite(norm))  # the same on all ranks, as the norm is
+            if not math.isfinite(norm):
+                self._optimizer.zero_grad(set_to_none=True)
+                return norm
         if self._clip is not None and norm is not None:
             scale = self._clip / (norm + 1e-6)
             if not scale >= 1.0:  # also where the norm is not a number, as torch does
-                torch._foreach_mul_([holder.grad for holder in self._owned.values() if holder.grad is not None], scale)
+                torch._foreach_mul_(self._present(), scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -190,6 +205,8 @@ class BucketedUpdates:
                     state.sliced.setdefault(key, {})[name] = value
                 else:
                     state.plain["other"].setdefault(name, {})[key] = value
+        if self.loss_scale is not None:
+            state.plain["loss_scale"] = asdict(self.loss_scale)
         if self._masters:
             state.sliced["master"] = {name: master.detach() for name, master in self._masters.items()}
         return state
@@ -198,6 +215,8 @@ class BucketedUpdates:
         with torch.no_grad():
             for name, value in state.sliced.get("master", {}).items():
                 self._masters[name].copy_(value)
+        if self.loss_scale is not None and self.loss_scale.adapts:
+            self.loss_scale = LossScale(**state.plain["loss_scale"] | {"adapts": True})
         set_options(self._optimizer, state.plain["groups"])
         for name, holder in self._owned.items():
             found = {key: entries[name] for key, entries in state.sliced.items() if key != "master" and name in entries}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from strategies.engine.program import Compute, Copy, Fused, Program, RankValue, Redistribute
+from strategies.engine.program import Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
 from strategies.graph import OperatorGraph, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -54,10 +54,13 @@ def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
         if isinstance(instruction, Redistribute):
             lines += _redistribution(instruction, mesh, rank)
         elif isinstance(instruction, Fused):
-            lines.append(f"# {len(instruction.parts)} redistributions by the same calls, %{instruction.id}")
-            for index, part in enumerate(instruction.parts):
-                name = _word(Ref(instruction.id, index)).removeprefix("%")
-                lines += _redistribution(replace(part, id=name), mesh, rank)
+            lines += _fused(instruction, mesh, rank)
+        elif isinstance(instruction, Start):
+            lines.append(f"%{instruction.id} = start({', '.join(map(_word, instruction.operands))})")
+        elif isinstance(instruction, Wait):
+            lines.append(f"# wait for %{instruction.start}")
+            of = instruction.of
+            lines += _fused(of, mesh, rank) if isinstance(of, Fused) else _redistribution(of, mesh, rank)
         elif isinstance(instruction, Copy):
             way, use = "host" if instruction.host else "device", instruction.operator or "an output"
             lines.append(f"%{instruction.id} = copy_to_{way}({_word(instruction.value)})  for {use}")
@@ -105,6 +108,14 @@ def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[st
         lines += _steps("backward", instruction.backward, instruction.spec, mesh, rank)
         if instruction.scale != 1:
             lines.append(f"    backward: gradient times {instruction.scale:g}")
+    return lines
+
+
+def _fused(instruction: Fused, mesh: Mesh, rank: int) -> list[str]:
+    lines = [f"# {len(instruction.parts)} redistributions by the same calls, %{instruction.id}"]
+    for index, part in enumerate(instruction.parts):
+        name = _word(Ref(instruction.id, index)).removeprefix("%")
+        lines += _redistribution(replace(part, id=name), mesh, rank)
     return lines
 
 

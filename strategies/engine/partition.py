@@ -3,14 +3,17 @@
 A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules
 that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers
 parameters module by module, and a flat graph would gather the whole model at once. A use of a parameter that another
-module owns becomes a unit of its own, under which the same Parameter object is registered again.
+module owns becomes a unit of its own, under which the same Parameter object is registered again. Units with the same
+code share it (see `reuse`); its names are then those of the first of them.
 """
 
 from __future__ import annotations
 
 import operator as python_operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,109 +21,36 @@ import torch
 from torch import Tensor, fx, nn
 
 from strategies.engine.buffers import store
-from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator
-from strategies.engine.compiled import opaque, opaque_all
+from strategies.engine.communicator import Communicator
+from strategies.engine.drawn import draw_opaquely
+from strategies.engine.edges import edge, edges, starting, waiting
 from strategies.engine.offload import Moved
 from strategies.engine.place import copier
-from strategies.engine.program import KEY, Copy, Fused, Instruction, Program, RankValue, Redistribute
-from strategies.engine.recompute import Hold, Part, carried_once, parts_of, recomputing, watched
+from strategies.engine.program import (
+    KEY,
+    Compute,
+    Copy,
+    Fused,
+    Instruction,
+    Ordinal,
+    Program,
+    RankValue,
+    Redistribute,
+    Start,
+    Wait,
+)
+from strategies.engine.recompute import Hold, Part, parts_of, recomputing, watched
+from strategies.engine.reuse import Forms, Template, attach, constants_of, register, tensors_of
+from strategies.engine.units import owned, unit_path
 from strategies.graph import Ref, rewrite
-from strategies.redistribution import Chain
 from strategies.rules.registry import resolve
 
-Edge = Callable[[Tensor], Tensor]
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 COPIED = "copied"
 """Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `Moved`."""
-
-
-class _Redistribution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float) -> Tensor:
-        ctx.carrier, ctx.scale = backward, scale
-        result = forward(tensor)
-        return result.view_as(result) if result is tensor else result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.scale != 1:
-            gradient = gradient * ctx.scale
-        return ctx.carrier(gradient), None, None, None
-
-
-def edge(
-    instruction: Redistribute, communicator: Communicator, compiled: bool = False, part: Part | None = None
-) -> Edge:
-    """The function that carries a value to its use, named after what it does so that generated code can be read.
-    `part` is what it is of a recomputed module that keeps some results."""
-
-    def carrier(steps: Chain) -> Carrier:
-        found = communicator.carrier(steps)
-        return opaque(found, steps, communicator.mesh) if compiled else found
-
-    forward, backward, scale = carrier(instruction.forward), carrier(instruction.backward), instruction.scale
-    if part is not None and part.kept:
-        forward = carried_once(forward)
-    if instruction.differentiable:
-
-        def redistribute(tensor: Tensor) -> Tensor:
-            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale)  # type: ignore[no-untyped-call]
-            return result
-    else:
-
-        def redistribute(tensor: Tensor) -> Tensor:
-            return forward(tensor.detach())
-
-    if part is not None:
-        redistribute = watched(redistribute, part, "")
-    return _named(redistribute, instruction.forward)
-
-
-def _named(function: Callable[..., Any], steps: Chain) -> Callable[..., Any]:
-    text = " then ".join(map(str, steps)) or "keep"
-    function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
-    function.__module__ = "redistribute"
-    return function
-
-
-class _Redistributions(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, forward: CarrierOfAll, backward: CarrierOfAll, scales: tuple[float, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.scales = backward, scales
-        results = zip(forward(tensors), tensors, strict=True)
-        return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        pairs = zip(gradients, ctx.scales, strict=True)
-        found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
-        return (None, None, None, *found)
-
-
-def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
-    """The function that carries several values to their uses, with one call for all of them."""
-
-    def carrier(chains: Sequence[Chain]) -> CarrierOfAll:
-        found = communicator.carrier_of_all(chains)
-        return opaque_all(found, chains, communicator.mesh) if compiled else found
-
-    forward = carrier([part.forward for part in instruction.parts])
-    backward = carrier([part.backward for part in instruction.parts])
-    scales = tuple(part.scale for part in instruction.parts)
-    if instruction.differentiable:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, *tensors)  # type: ignore[no-untyped-call]
-            return results
-    else:
-
-        def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            return forward([tensor.detach() for tensor in tensors])
-
-    return _named(redistribute, instruction.parts[0].forward)
+OPERATORS = "operators"
+"""Key in `GraphModule.meta` of a unit: names of values in its code, and the plan names of what computes them here."""
 
 
 def build(
@@ -134,9 +64,19 @@ def build(
     """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant
     by name (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs,
     then the random key if the program draws random numbers, and returns the outputs (the bare one if there is only
-    one). With `compiled` it is fit for `compile_units`.
+    one). With `compiled` it is fit for `compile_units`: the random key is a tensor (`drawn.as_key`).
     """
     return _Tree(program, tensors, communicator, torch.device(device), compiled).root
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A unit inside another one: its name there, what it takes and what it returns."""
+
+    name: str
+    unit: fx.GraphModule
+    inputs: tuple[Ref, ...]
+    results: tuple[Ref, ...]
 
 
 class _Tree:
@@ -150,33 +90,29 @@ class _Tree:
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
         self.compiled, self.copied = compiled, Moved()
-        self.owned = {Ref(source.id): source.name for source in program.sources if source.kind != "input"}
+        self.owned = owned(program)
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
-        self.paths = {instruction.id: self._path(instruction) for instruction in program.instructions}
-        self.producer = {instruction.id: instruction for instruction in program.instructions}
-        self.users: dict[str, list[str]] = {instruction.id: [] for instruction in program.instructions}
+        outputs = [*program.outputs, *(value for _, value in program.updates)]
+        self.paths = {one.id: unit_path(one, program, self.owned) for one in program.instructions}
+        results: dict[str, set[int]] = {step.id: set() for step in program.instructions if _several(step)}
+        for ref in (*outputs, *(ref for step in program.instructions for ref in step.operands)):
+            if ref.id in results:
+                results[ref.id].add(ref.index)
+        self.taken = {id: sorted(found) for id, found in results.items()}
+        self.used: dict[Ref, list[str]] = {}
         for instruction in program.instructions:
             for ref in instruction.operands:
-                if ref.id in self.users:
-                    self.users[ref.id].append(instruction.id)
+                self.used.setdefault(ref, []).append(instruction.id)
         self.parts = parts_of(program)
+        self.forms = Forms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
+        self.templates: dict[Hashable, Template] = {}
+        self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
-        outputs = [*program.outputs, *(value for _, value in program.updates)]
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
         self.root.meta[COPIED] = self.copied
         if program.updates:
             self._store()
-
-    def _path(self, instruction: Instruction) -> tuple[str, ...]:
-        owner = ".".join(instruction.path)
-        foreign = any(
-            ref in self.owned
-            and self.owned[ref] in self.program.parameter_order
-            and self.owned[ref].rpartition(".")[0] != owner
-            for ref in instruction.operands
-        )
-        return (*instruction.path, f"use_{instruction.id}") if foreign else instruction.path
 
     def _unit(
         self,
@@ -188,58 +124,109 @@ class _Tree:
         path: str,
         recomputed: bool,
     ) -> fx.GraphModule:
+        """The unit at `path`; an instance of the class of one with the same form, if there is one."""
+        form = self.forms.of(instructions, depth, inputs, outputs, path)
+        template = self.templates.get(form)
+        names = None if template is None else iter(template.children)
+        seen: dict[str, int] = {}
+        content: list[Instruction | _Child] = []
+        for key, run in groupby(instructions, key=lambda one: self._level(one, depth)):
+            part = list(run)
+            if key is None:
+                content += part
+                continue
+            child_name = self._fresh(key, seen) if names is None else next(names)
+            content.append(self._child(part, depth, outputs, child_name, path, recomputed))
+        children = [one for one in content if isinstance(one, _Child)]
+        own = [one for one in content if not isinstance(one, _Child)]
+        constants = [one for step in own for one in constants_of(step, self.parts)]
+        if template is None:
+            unit, template = self._written(content, inputs, outputs, name, path)
+            self.templates[form] = template
+        else:
+            tensors = [self.tensors[self.owned[ref]] for ref in tensors_of(own, outputs, self.owned)]
+            unit = template.unit(tensors, [child.unit for child in children])
+        for attribute, constant in zip(template.constants, constants, strict=True):
+            value = torch.tensor(constant) if self.compiled and isinstance(constant, Ordinal) else constant
+            setattr(unit, attribute, value)
+        unit.meta[OPERATORS] = template.values, tuple(step.operator for step in own)
+        return unit
+
+    def _level(self, instruction: Instruction, depth: int) -> str | None:
+        path = self.paths[instruction.id]
+        return path[depth] if len(path) > depth else None
+
+    def _child(
+        self,
+        part: Sequence[Instruction],
+        depth: int,
+        outputs: Sequence[Ref],
+        name: str,
+        path: str,
+        recomputed: bool,
+    ) -> _Child:
+        inside = {instruction.id: number for number, instruction in enumerate(part)}
+        needed = dict.fromkeys(
+            ref for i in part for ref in i.operands if ref.id not in inside and ref not in self.owned
+        )
+        results = self._results(part, inside, outputs)
+        region = not recomputed and self._recomputed(part[0], depth)
+        unit = self._unit(
+            part,
+            depth + 1,
+            list(needed),
+            results,
+            re.sub(r"\W", "_", name),
+            f"{path}.{name}".strip("."),
+            recomputed or region,
+        )
+        if region:
+            unit.forward = recomputing(unit.forward, [self._hold(ref) for ref in needed], self.parts)
+        unit.meta[MODULE] = ".".join(part[0].path[: depth + 1])
+        return _Child(name, unit, tuple(needed), results)
+
+    def _written(
+        self,
+        content: Sequence[Instruction | _Child],
+        inputs: Sequence[Ref],
+        outputs: Sequence[Ref],
+        name: str,
+        path: str,
+    ) -> tuple[fx.GraphModule, Template]:
+        """A unit with code of its own, from its own instructions and the units inside."""
         graph, module = fx.Graph(), nn.Module()
         values: dict[Ref, fx.Node] = {}
-        seen: dict[str, int] = {}
+        tensors: list[str] = []
+        constants: list[str] = []
         for ref in inputs:
             values[ref] = node = graph.placeholder(_name(ref))
             node.target = node.name  # `split_1` is the second split and the second result of the first one
 
         def value(ref: Ref) -> fx.Node:
             if ref not in values:
-                values[ref] = graph.get_attr(self._register(module, ref, path))
+                tensors.append(self._register(module, ref, path))
+                values[ref] = graph.get_attr(tensors[-1])
             return values[ref]
 
-        def level(instruction: Instruction) -> str | None:
-            parts = self.paths[instruction.id]
-            return parts[depth] if len(parts) > depth else None
+        def constant() -> fx.Node:
+            constants.append(f"_own_{len(constants)}")
+            setattr(module, constants[-1], 0)
+            return graph.get_attr(constants[-1])
 
-        for key, run in groupby(instructions, key=level):
-            part = list(run)
-            if key is None:
-                for instruction in part:
-                    self._emit(graph, instruction, value, values)
-                continue
-            inside = {instruction.id for instruction in part}
-            needed = dict.fromkeys(
-                ref for i in part for ref in i.operands if ref.id not in inside and ref not in self.owned
-            )
-            results = self._results(part, inside, outputs)
-            child_name = self._fresh(key, seen)
-            region = not recomputed and self._recomputed(part[0], depth)
-            child = self._unit(
-                part,
-                depth + 1,
-                list(needed),
-                results,
-                re.sub(r"\W", "_", child_name),
-                f"{path}.{child_name}".strip("."),
-                recomputed or region,
-            )
-            if region:
-                child.forward = recomputing(child.forward, [self._hold(ref) for ref in needed], self.parts)
-            child.meta[MODULE] = ".".join(part[0].path[: depth + 1])
-            _place(module, child_name, child)
-            call = graph.call_module(child_name, tuple(value(ref) for ref in needed))
-            if len(results) == 1:
-                values[results[0]] = call
+        made = []
+        for one in content:
+            if isinstance(one, _Child):
+                attach(module, one.name, one.unit)
+                _spread(graph, values, one.results, graph.call_module(one.name, tuple(map(value, one.inputs))))
             else:
-                values.update(
-                    {ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)}
-                )
+                made.append(self._emit(graph, one, value, constant, values).name)
         found = [value(ref) for ref in outputs]
         graph.output(found[0] if len(found) == 1 else tuple(found))
-        return fx.GraphModule(module, graph, name)
+        if self.compiled:
+            draw_opaquely(graph, constants)
+        unit = fx.GraphModule(module, graph, name)
+        children = [one.name for one in content if isinstance(one, _Child)]
+        return unit, Template.made_from(unit, tensors, constants, children, made)
 
     def _recomputed(self, instruction: Instruction, depth: int) -> bool:
         """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
@@ -252,67 +239,85 @@ class _Tree:
         return Hold(axes, self.communicator) if axes else None
 
     def _emit(
-        self, graph: fx.Graph, instruction: Instruction, value: Callable[[Ref], fx.Node], values: dict[Ref, fx.Node]
-    ) -> None:
-        if isinstance(instruction, Redistribute):
-            node = graph.create_node(
-                "call_function",
-                edge(instruction, self.communicator, self.compiled, self.parts.get(instruction.id)),
-                (value(instruction.value),),
-                {},
-                instruction.id,
-            )
-        elif isinstance(instruction, Fused):
-            function = edges(instruction, self.communicator, self.compiled)
-            node = graph.create_node(
-                "call_function", function, tuple(map(value, instruction.operands)), {}, instruction.id
-            )
-            for index in range(len(instruction.parts)):
-                values[Ref(instruction.id, index)] = graph.call_function(python_operator.getitem, (node, index))
-            return
-        elif isinstance(instruction, Copy):
-            copy = copier(instruction.host, self.device, self.copied)
-            if instruction.id in self.parts:
-                copy = watched(copy, self.parts[instruction.id], copy.__name__)
-            node = graph.create_node("call_function", copy, (value(instruction.value),), {}, instruction.id)
+        self,
+        graph: fx.Graph,
+        step: Instruction,
+        value: Callable[[Ref], fx.Node],
+        constant: Callable[[], fx.Node],
+        values: dict[Ref, fx.Node],
+    ) -> fx.Node:
+        part = self.parts.get(step.id)
+        watching = () if part is None else (constant(),)
+        if isinstance(step, Compute):
+            device = torch.device("cpu") if step.host else self.device
+            local = lambda leaf: self._local(leaf, value, constant, device)  # noqa: E731
+            args, kwargs = rewrite(step.args, local), rewrite(dict(step.kwargs), local)
         else:
-            device = torch.device("cpu") if instruction.host else self.device
-            local = lambda leaf: self._local(leaf, value, device)  # noqa: E731
-            args, kwargs = rewrite(instruction.args, local), rewrite(dict(instruction.kwargs), local)
-            function = resolve(instruction.target)
-            if instruction.id in self.parts:
-                name = "_".join(instruction.target.split(".")[:2])
-                function = watched(function, self.parts[instruction.id], name)
-            node = graph.create_node("call_function", function, args, kwargs, instruction.id)
-            if instruction.multiple:
-                for user in dict.fromkeys(
-                    ref for i in self.program.instructions for ref in i.operands if ref.id == instruction.id
-                ):
-                    values[user] = graph.call_function(python_operator.getitem, (node, user.index))
-                for ref in (*self.program.outputs, *(value for _, value in self.program.updates)):
-                    if ref.id == instruction.id and ref not in values:
-                        values[ref] = graph.call_function(python_operator.getitem, (node, ref.index))
-                return
-        values[Ref(instruction.id)] = node
+            args, kwargs = tuple(map(value, step.operands)), {}
+        function = self._function(step, part)
+        node = graph.create_node("call_function", function, (*watching, *args), kwargs, step.id)
+        if not _several(step):
+            values[Ref(step.id)] = node
+        for index in self.taken.get(step.id, ()):
+            values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
+        return node
 
-    def _local(self, leaf: Any, value: Callable[[Ref], fx.Node], device: torch.device) -> Any:
+    def _function(self, step: Instruction, part: Part | None) -> Callable[..., Any]:
+        """What an instruction calls; the same function for the same call, so that its code can be shared."""
+        kept = part is not None and part.kept
+        key: Hashable
+        if isinstance(step, Compute):
+            key = step.target
+            make: Callable[[], Callable[..., Any]] = partial(resolve, step.target)
+        elif isinstance(step, Copy):
+            key = "copy", step.host
+            make = partial(copier, step.host, self.device, self.copied)
+        elif isinstance(step, Redistribute):
+            key = _carried(step), kept
+            make = partial(edge, step, self.communicator, self.compiled, kept)
+        elif isinstance(step, Fused):
+            key = _carried(step)
+            make = partial(edges, step, self.communicator, self.compiled)
+        elif isinstance(step, Start):
+            key = "start", _carried(step.of)
+            make = partial(starting, step, self.communicator)
+        else:
+            key = "wait", _carried(step.of)
+            make = partial(waiting, step, self.communicator)
+        function = self._once(key, make)
+        if part is None:
+            return function
+        name = "_".join(step.target.split(".")[:2]) if isinstance(step, Compute) else function.__name__
+        return self._once((key, kept, part.carries), partial(watched, function, part, name))
+
+    def _once(self, key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        if key not in self.functions:
+            self.functions[key] = make()
+        return self.functions[key]
+
+    def _local(
+        self, leaf: Any, value: Callable[[Ref], fx.Node], constant: Callable[[], fx.Node], device: torch.device
+    ) -> Any:
         if isinstance(leaf, Ref):
             return value(leaf)
+        if isinstance(leaf, Ordinal):
+            return constant()
         if isinstance(leaf, RankValue):
             return leaf.of(self.program.mesh, self.communicator.rank)
         return device if isinstance(leaf, torch.device) else leaf
 
-    def _results(self, part: Sequence[Instruction], inside: set[str], outputs: Sequence[Ref]) -> list[Ref]:
-        """What a unit hands on: values that are used outside, or are outputs of the unit around it."""
-        outside = dict.fromkeys(
-            ref
-            for instruction in part
-            for user in self.users[instruction.id]
-            if user not in inside
-            for ref in self.producer[user].operands
-            if ref.id == instruction.id
-        )
-        return list(dict.fromkeys([*outside, *(ref for ref in outputs if ref.id in inside)]))
+    def _results(
+        self, part: Sequence[Instruction], inside: Mapping[str, int], outputs: Sequence[Ref]
+    ) -> tuple[Ref, ...]:
+        """What a unit hands on, in the order in which it is made: values that are used outside, or are outputs of the
+        unit around it."""
+        wanted = {ref for ref in outputs if ref.id in inside}
+        for step in part:
+            for index in self.taken.get(step.id, (0,)):
+                ref = Ref(step.id, index)
+                if any(user not in inside for user in self.used.get(ref, ())):
+                    wanted.add(ref)
+        return tuple(sorted(wanted, key=lambda ref: (inside[ref.id], ref.index)))
 
     def _fresh(self, key: str, seen: dict[str, int]) -> str:
         """`relu`, then `relu_1` for the second run of one module's instructions, never a name of the model itself."""
@@ -331,10 +336,7 @@ class _Tree:
         tensor = self.tensors[name]
         while getattr(module, local, tensor) is not tensor:  # another tensor's name reads the same without its dots
             local += "_"
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(local, tensor)
-        else:
-            module.register_buffer(local, tensor)
+        register(module, local, tensor)
         return local
 
     def _store(self) -> None:
@@ -361,35 +363,47 @@ class _Tree:
                     module.add_module(part, nn.Module())
                 module = module._modules[part]  # type: ignore[assignment]
             tensor = self.tensors[name]
-            if isinstance(tensor, nn.Parameter) and leaf not in module._parameters:
-                module.register_parameter(leaf, tensor)
-            elif not isinstance(tensor, nn.Parameter) and leaf not in module._buffers:
-                module.register_buffer(leaf, tensor)
-        _reorder(self.root, "", order)
+            if leaf not in (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers):
+                register(module, leaf, tensor)
+        first: dict[str, int] = {}
+        for position, name in enumerate(order):
+            words = name.split(".")
+            for end in range(1, len(words) + 1):
+                first.setdefault(".".join(words[:end]), position)
+        _reorder(self.root, "", first)
 
 
 def _name(ref: Ref) -> str:
     return f"{ref.id}_{ref.index}" if ref.index else ref.id
 
 
-def _place(module: nn.Module, name: str, child: nn.Module) -> None:
-    *around, last = name.split(".")
-    for part in around:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module._modules[part]  # type: ignore[assignment]
-    module.add_module(last, child)
+def _carried(of: Redistribute | Fused) -> Hashable:
+    """All that decides the function of a redistribution."""
+    parts = of.parts if isinstance(of, Fused) else (of,)
+    return type(of), tuple((one.forward, one.backward, one.scale) for one in parts), of.differentiable
 
 
-def _reorder(module: nn.Module, prefix: str, order: Sequence[str]) -> None:
-    rank: dict[str, int] = {}
-    for position, name in enumerate(order):
-        if name.startswith(prefix):
-            rank.setdefault(name[len(prefix) :].split(".")[0], position)
+def _several(step: Instruction) -> bool:
+    """Whether an instruction returns several values."""
+    of = step.of if isinstance(step, Wait) else step
+    return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
+
+
+def _spread(graph: fx.Graph, values: dict[Ref, fx.Node], results: Sequence[Ref], call: fx.Node) -> None:
+    """Note what the call of a unit returns."""
+    if len(results) == 1:
+        values[results[0]] = call
+    else:
+        items = {ref: graph.call_function(python_operator.getitem, (call, i)) for i, ref in enumerate(results)}
+        values.update(items)
+
+
+def _reorder(module: nn.Module, path: str, first: Mapping[str, int]) -> None:
+    """Put children and tensors in the order in which `first` has the paths of the parameters in them."""
     for table in (module._modules, module._parameters, module._buffers):
-        items = sorted(table.items(), key=lambda item: rank.get(item[0], len(order)))
+        items = sorted(table.items(), key=lambda item: first.get(f"{path}{item[0]}", len(first)))
         table.clear()
         table.update(items)  # type: ignore[arg-type]
     for name, child in module._modules.items():
         if child is not None:
-            _reorder(child, f"{prefix}{name}.", order)
+            _reorder(child, f"{path}{name}.", first)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from strategies.addressing import in_module
 from strategies.engine.offload import Moved, on_side
-from strategies.engine.program import KEY, Compute, Copy, Fused, Instruction, Program
+from strategies.engine.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
 from strategies.errors import StrategyError, closest
-from strategies.graph import OperatorGraph, Ref, rewrite
+from strategies.graph import Operator, OperatorGraph, Ref, rewrite
 
 
 def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True) -> frozenset[str]:
@@ -25,7 +25,7 @@ def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True
     StrategyError for a glob without any."""
     found: set[str] = set()
     for glob in globs:
-        names = {operator.name for operator in graph.operators if in_module(glob, operator)}
+        names = {operator.name for operator in graph.operators if in_module(glob, _in_model(operator))}
         if not names and strict:
             known = [operator.module for operator in graph.operators if operator.module]
             raise StrategyError(
@@ -33,6 +33,10 @@ def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True
             )
         found |= names
     return frozenset(found)
+
+
+def _in_model(operator: Operator) -> Operator:
+    return operator if operator.share is None else replace(operator, name=operator.share.name)
 
 
 def place(program: Program, hosted: Collection[str]) -> Program:
@@ -63,7 +67,7 @@ class _Placing:
         if isinstance(instruction, Compute):
             kwargs = tuple((name, rewrite(value, local)) for name, value in instruction.kwargs)
             return replace(instruction, args=rewrite(instruction.args, local), kwargs=kwargs, host=host)
-        assert not isinstance(instruction, Fused), "redistributions are joined after operators are placed"
+        assert not isinstance(instruction, Fused | Start | Wait), "operators are placed before anything is rearranged"
         return replace(instruction, value=local(instruction.value))
 
     def _on_device(self, ref: Ref) -> Ref:

@@ -7,7 +7,7 @@ the lockstep simulator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,10 @@ class RankValue:
         return mesh.index(rank, self.axes) * self.stride
 
 
+class Ordinal(int):
+    """The number of a random operator among those of its graph: what differs between layers that draw alike."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
@@ -47,7 +51,7 @@ class Compute:
     multiple: bool = False
     host: bool = False
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Ref, ...]:
         """The values that it takes."""
         return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
@@ -118,7 +122,46 @@ class Copy:
         return (self.value,)
 
 
-Instruction = Compute | Redistribute | Fused | Copy
+@dataclass(frozen=True)
+class Start:
+    """Begin to carry out `of`; what it sends is under way until its `Wait`."""
+
+    id: str
+    of: Redistribute | Fused
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return self.of.operands
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for it."""
+        return self.of.operator
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The results of `of`, which the Start `start` has begun, under the id of `of`. Every Start has one Wait."""
+
+    id: str
+    start: str
+    of: Redistribute | Fused
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (Ref(self.start),)
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for it."""
+        return self.of.operator
+
+
+Instruction = Compute | Redistribute | Fused | Copy | Start | Wait
 
 
 @dataclass(frozen=True)
@@ -127,7 +170,8 @@ class Program:
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
-    hold the same of a value, for the values whose stored copies are to be sliced."""
+    hold the same of a value, for the values whose stored copies are to be sliced; `copies` gives, for operators that
+    are there once per copy of the batch, the operator's name in the model and the number of the copy, by name."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -141,22 +185,29 @@ class Program:
     updates: tuple[tuple[str, Ref], ...] = ()
     recompute: Recompute | None = None
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
+    copies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
-        """All of them, also those that are parts of a `Fused`."""
+        """All of them, also those that are parts of a `Fused` or have a `Start` and a `Wait`."""
         found: list[Redistribute] = []
-        for step in self.instructions:
-            found += step.parts if isinstance(step, Fused) else [step] if isinstance(step, Redistribute) else []
+        for one in self._carried:
+            found += one.parts if isinstance(one, Fused) else [one]
         return tuple(found)
+
+    @property
+    def _carried(self) -> Iterator[Redistribute | Fused]:
+        for step in self.instructions:
+            if isinstance(step, Redistribute | Fused):
+                yield step
+            elif isinstance(step, Wait):
+                yield step.of
 
     @cached_property
     def calls(self) -> Counter[str]:
         """How often a rank calls each collective for one forward and backward."""
         found: Counter[str] = Counter()
-        for step in self.instructions:
-            if isinstance(step, Compute | Copy):
-                continue
+        for step in self._carried:
             one = step.parts[0] if isinstance(step, Fused) else step
             for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):
                 found.update(part.kind for part in chain if part.kind not in LOCAL)
@@ -167,11 +218,13 @@ class Program:
 class Options:
     """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
     to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
-    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum."""
+    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
+    ranks add up results below fp32 in fp32."""
 
     exact: bool = False
     sharded_optimizer: bool = False
     partial_loss: bool = False
+    wide_sums: bool = True
 
 
 PLAIN = Options()

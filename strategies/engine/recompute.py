@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.engine.communicator import Carrier, Communicator
-from strategies.engine.program import KEY, Compute, Copy, Instruction, Program, Redistribute
+from strategies.engine.program import KEY, Compute, Copy, Instruction, Program, Redistribute, Start, Wait
 from strategies.layout import Layout
 from strategies.redistribution import LOCAL, chain
 
 _running = threading.local()
-"""`region`: the region that this thread runs, if it runs one."""
+"""`region`: the region that this thread runs, if it runs one. `twice`: whether backward will ask for tensors again."""
 
 
 def in_region() -> bool:
@@ -87,7 +87,7 @@ def parts_of(program: Program) -> dict[str, Part]:
     def keeps(instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
             return instruction.operator in operators
-        if isinstance(instruction, Copy):
+        if isinstance(instruction, Copy | Start | Wait):
             return False
         assert isinstance(instruction, Redistribute), "programs that recompute have nothing joined"
         sent = any(step.kind not in LOCAL for step in instruction.forward)
@@ -240,7 +240,7 @@ class _Region:
     def _tensor(self, number: int) -> Tensor:
         if self.position < 0:
             self._repeat()
-        return self.again.pop(number)
+        return self.again[number] if getattr(_running, "twice", False) else self.again.pop(number)
 
     def _repeat(self) -> None:
         inputs, self.position = self._inputs(), 0
@@ -316,6 +316,16 @@ def _within(region: _Region | None, run: Callable[..., Any], inputs: Sequence[An
         _running.region = None
 
 
+@contextmanager
+def unpacked_twice() -> Iterator[None]:
+    """Inside runs the first half of a backward that comes in two: what was computed again stays for the second."""
+    _running.twice = True
+    try:
+        yield
+    finally:
+        _running.twice = False
+
+
 def _storage(tensor: Tensor) -> int:
     number: int = tensor.untyped_storage()._cdata
     return number
@@ -340,10 +350,11 @@ class _Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def watched(function: Callable[..., Any], part: Part, name: str) -> Callable[..., Any]:
-    """`function`, an operator or what carries a value, as the region carries it out that runs at the time."""
+    """`function`, an operator or what carries a value, as the region carries it out that runs at the time. Its first
+    argument is the part that it is: `part`, or the same one of another module with the same code."""
     once = part.kept and not part.carries
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(part: Part, *args: Any, **kwargs: Any) -> Any:
         region: _Region | None = getattr(_running, "region", None)
         if region is None:
             return function(*args, **kwargs)

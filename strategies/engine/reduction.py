@@ -68,7 +68,7 @@ class Reduction:
         flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
         for holder in holders:
             holder.grad = None  # the bucket has it now
-        work = self._communicator.begin_sum(flat, self._groups[bucket.axes])
+        work = self._communicator.sum(flat, self._groups[bucket.axes], later=True)
         elements = sent([piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes))
         self._communicator.count(ALL_REDUCE, elements, flat)
         self._running.append((work, holders, flat))

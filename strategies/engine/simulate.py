@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.engine import coalesced
 from strategies.engine.buffers import store
-from strategies.engine.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute
+from strategies.engine.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
 from strategies.engine.slices import cut, padded, resized
 from strategies.graph import Ref, rewrite
 from strategies.layout import Layout
@@ -208,32 +208,37 @@ class Simulation:
     def run(self, key: int = 0) -> list[list[Any]]:
         """The outputs, each as a list with one tensor per rank."""
         values: dict[Ref, list[Any]] = {**self.slices, KEY: [key] * self.mesh.size}
+        started: dict[Ref, dict[Ref, list[Any]]] = {}
         for instruction in self.program.instructions:
-            if isinstance(instruction, Redistribute):
-                tensors = values[instruction.value]
-                if instruction.differentiable:
-                    values[Ref(instruction.id)] = redistribute(instruction, self.mesh, tensors)
-                else:
-                    values[Ref(instruction.id)] = carry(instruction.forward, tensors, self.mesh)
-            elif isinstance(instruction, Fused):
-                self._fused(instruction, values)
+            if isinstance(instruction, Start):
+                started[Ref(instruction.id)] = {ref: values[ref] for ref in instruction.operands}
+            elif isinstance(instruction, Wait):
+                values.update(self._carried(instruction.of, started.pop(Ref(instruction.start))))
+            elif isinstance(instruction, Redistribute | Fused):
+                values.update(self._carried(instruction, values))
             elif isinstance(instruction, Copy):
                 values[Ref(instruction.id)] = [tensor.clone() for tensor in values[instruction.value]]
             else:
                 self._compute(instruction, values)
+        assert not started, "every start has its wait"
         for rank in range(self.mesh.size):
             written = [(self.slices[Ref(buffer)][rank], values[ref][rank]) for buffer, ref in self.program.updates]
             store([buffer for buffer, _ in written], [value for _, value in written])
         return [values[ref] for ref in self.program.outputs]
 
-    def _fused(self, instruction: Fused, values: dict[Ref, list[Any]]) -> None:
-        given = [values[part.value] for part in instruction.parts]
-        if instruction.differentiable:
-            flat = [tensor for one in given for tensor in one]
-            found = _by_part(_Redistributions.apply(instruction.parts, self.mesh, *flat), self.mesh)  # type: ignore[no-untyped-call]
+    def _carried(self, one: Redistribute | Fused, values: Mapping[Ref, list[Any]]) -> dict[Ref, list[Any]]:
+        """What a redistribution, or several that are joined, make of `values`."""
+        if isinstance(one, Redistribute):
+            if one.differentiable:
+                return {Ref(one.id): redistribute(one, self.mesh, values[one.value])}
+            return {Ref(one.id): carry(one.forward, values[one.value], self.mesh)}
+        given = [values[part.value] for part in one.parts]
+        if one.differentiable:
+            flat = [tensor for part in given for tensor in part]
+            results = _by_part(_Redistributions.apply(one.parts, self.mesh, *flat), self.mesh)  # type: ignore[no-untyped-call]
         else:
-            found = list(carry_all([part.forward for part in instruction.parts], given, self.mesh))
-        values.update({Ref(instruction.id, number): list(one) for number, one in enumerate(found)})
+            results = list(carry_all([part.forward for part in one.parts], given, self.mesh))
+        return {Ref(one.id, number): list(part) for number, part in enumerate(results)}
 
     def _compute(self, instruction: Compute, values: dict[Ref, list[Any]]) -> None:
         function = resolve(instruction.target)

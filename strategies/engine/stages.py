@@ -1,164 +1,155 @@
-"""One rank's part of a pipeline: it runs its stage as the schedule says, and talks to its peers in the other stages.
+"""One rank's part of a pipeline: it runs its stages as the schedule says, and talks to its peers in the other groups.
 
-Peers are the ranks of the same number in each stage's mesh; they hold the same slices. Values go to the next stage and
-gradients come back in the order of the micro-batches, each way over a process group of its own, so that neither can
-block the other. Invariant: after `add_shared`, ranks that hold one slice of a parameter in several stages hold the same
-bits of its gradient.
+Peers are the ranks of the same number in each group's mesh; they hold the same slices. Values go to the next stage and
+gradients come back in the order of the schedule, each way and each link over a process group of its own, so that none
+can block another: sends never wait, and receives wait in the order in which their neighbour sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from strategies.engine.communicator import Communicator
+from strategies.engine.halves import Later, backward_to
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
+from strategies.engine.scaling import LossScale
 from strategies.graph import Source
 from strategies.pipeline.cutting import Stage
-from strategies.pipeline.schedule import FORWARD, Action
-from strategies.redistribution import ALL_REDUCE
-
-SEND, BROADCAST = "send", "broadcast"
+from strategies.pipeline.schedule import BACKWARD, FORWARD, INPUT, Action
 
 
 class Gradients(Protocol):
-    """What the optimizer parallel offers to a stage."""
+    """What the optimizer parallel offers to a pipeline."""
 
-    def backward(self, loss: Tensor) -> None: ...
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by, if it is."""
 
-    def backward_from(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None: ...
+    def collect(self) -> None:
+        """Half a backward pass has ended, or a whole one: take what it added to `grad` of the parameters."""
 
 
-Forward = Callable[[int, Sequence[Tensor]], Any]
-"""Number of the micro-batch, values of earlier stages -> what the stage's program returns."""
+Load = Callable[[int], tuple[Sequence[Tensor], int]]
+"""Number of the micro-batch -> its local entries and its random key."""
 
 
-class Peers:
-    """The ranks that this one talks to beyond its stage. Collective: every rank of every stage makes one.
+@dataclass(frozen=True)
+class Unit:
+    """A stage as this rank runs it: `run` takes the batch's entries and what is received, and the random key."""
 
-    `copies` gives in how many stages each shared parameter is held.
-    """
+    stage: Stage
+    program: Program
+    run: Callable[[Sequence[Tensor], int], Any]
+    learning: tuple[Tensor, ...] = ()
+    """The parameters that may get a gradient here."""
 
-    def __init__(self, stage: Stage, communicator: Communicator) -> None:
-        self.stage, self._communicator = stage, communicator
-        self.number, self.count = communicator.stage, communicator.stages
-        self._forward_from, self._backward_to = self._link(self.number - 1)
-        self._forward_to, self._backward_from = self._link(self.number)
-        self._groups = {held: self._group(held) for held in sorted(set(stage.holders.values()))}
-        self.copies = {name: len(held) for name, held in stage.holders.items()}
-        self._sending: list[tuple[Any, Tensor]] = []
+    @property
+    def received(self) -> list[tuple[Source, tuple[int, ...]]]:
+        """What earlier stages send, with its local shape."""
+        by_id = {source.id: source for source in self.program.sources}
+        layouts, mesh = self.program.layouts, self.program.mesh
+        return [(by_id[id], layouts[id].local_shape(by_id[id].spec.shape, mesh)) for id in self.stage.receives]
 
-    def _group(self, stages: Sequence[int]) -> dist.ProcessGroup:
-        ranks = [self._rank(stage) for stage in stages]
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-        return group
-
-    def _rank(self, stage: int) -> int:
-        return stage * self._communicator.mesh.size + self._communicator.rank
-
-    def _link(self, first: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The groups for both ways between the stages `first` and `first + 1`."""
-        if not 0 <= first < self.count - 1:
-            return None, None
-        return self._group((first, first + 1)), self._group((first, first + 1))
-
-    def send(self, value: Tensor, ahead: bool) -> None:
-        """Start sending to the next stage, or to the one before."""
-        group = self._forward_to if ahead else self._backward_to
-        value = value.detach().contiguous()
-        work = dist.isend(value, self._rank(self.number + (1 if ahead else -1)), group=group)
-        self._communicator.count(SEND, value.numel(), value)
-        self._sending = [(one, held) for one, held in self._sending if not one.is_completed()] + [(work, value)]
-
-    def receive(self, like: Tensor, ahead: bool) -> Tensor:
-        """A value of the stage before, or a gradient of the next one, written into `like`."""
-        group = self._forward_from if ahead else self._backward_from
-        dist.recv(like, self._rank(self.number - (1 if ahead else -1)), group=group)
-        return like
-
-    def finish(self) -> None:
-        """Wait until everything has been sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending = []
-
-    def add_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradients of shared parameters over the stages that hold them, in place."""
-        for name, held in self.stage.holders.items():
-            dist.all_reduce(gradients[name], group=self._groups[held])
-            sent = -(-2 * (len(held) - 1) * gradients[name].numel() // len(held))
-            self._communicator.count(ALL_REDUCE, sent, gradients[name])
-
-    def add_over_all(self, total: Tensor) -> None:
-        """Add a number over all ranks of all stages, in place."""
-        dist.all_reduce(total)
-        world = self._communicator.world
-        self._communicator.count(ALL_REDUCE, -(-2 * (world - 1) // world), total)
-
-    def share_loss(self, total: Tensor) -> None:
-        """Give every rank the loss of the last stage, in place."""
-        source = (self.count - 1) * self._communicator.mesh.size
-        dist.broadcast(total, src=source)
-        if self._communicator.world_rank == source:
-            self._communicator.count(BROADCAST, 1, total)
+    def outputs(self, entries: Sequence[Tensor], received: Sequence[Tensor], key: int) -> list[Tensor]:
+        found = self.run([*entries, *received], key)
+        return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 class StageRunner:
-    """Runs `actions` of one stage on real ranks."""
+    """Runs the `actions` of one group on real ranks. `units` are its stages in training, `evaluations` by rows those of
+    evaluation; `parts` is the number of micro-batches of an optimizer step."""
 
-    def __init__(self, peers: Peers, program: Program, actions: Sequence[Action], device: torch.device | str) -> None:
-        self.peers, self.actions, self.device = peers, actions, device
-        by_id = {source.id: source for source in program.sources}
-        self._received = [(by_id[id], self._local_shape(by_id[id], program)) for id in peers.stage.receives]
+    def __init__(
+        self,
+        peers: Peers,
+        units: Sequence[Unit],
+        actions: Sequence[Action],
+        parts: int,
+        device: torch.device | str,
+        evaluations: dict[int, list[Unit]],
+    ) -> None:
+        self.peers, self.actions, self.parts, self.device = peers, actions, parts, device
+        self.units = {unit.stage.number: unit for unit in units}
+        self.evaluations = evaluations
 
-    @staticmethod
-    def _local_shape(source: Source, program: Program) -> tuple[int, ...]:
-        return program.layouts[source.id].local_shape(source.spec.shape, program.mesh)
-
-    @property
-    def last(self) -> bool:
-        return self.peers.number == self.peers.count - 1
-
-    def step(self, forward: Forward, updates: Gradients) -> Tensor:
-        """All micro-batches both ways. Returns the sum of this rank's losses in double, zero before the last stage."""
-        received: dict[int, list[Tensor]] = {}
-        made: dict[int, list[Tensor]] = {}
+    def step(self, load: Load, updates: Gradients) -> Tensor:
+        """All micro-batches both ways. Returns the sum of this rank's losses in double, zero without the last stage."""
+        received: dict[tuple[int, int], list[Tensor]] = {}
+        made: dict[tuple[int, int], list[Tensor]] = {}
+        later: dict[tuple[int, int], Later] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        scale = updates.loss_scale
+        weight = (1.0 if scale is None else scale.value) / self.parts
         for action in self.actions:
-            number = action.micro_batch
+            at, unit = (action.stage, action.micro_batch), self.units[action.stage]
             if action.way == FORWARD:
-                received[number] = self._values()
-                found = forward(number, received[number])
-                made[number] = list(found) if isinstance(found, (tuple, list)) else [found]
-                if self.last:
-                    total += made[number][0].detach().double()
+                received[at] = self._values(unit)
+                entries, key = load(action.micro_batch)
+                made[at] = unit.outputs(entries, received[at], key)
+                if self._last(unit):
+                    total += made[at][0].detach().double()
                 else:
-                    for value in made[number]:
-                        self.peers.send(value, ahead=True)
-            else:
-                self._backward(made.pop(number), updates)
-                for value in received.pop(number):
+                    self._send_on(made[at])
+            elif action.way in (BACKWARD, INPUT):
+                inputs = received.pop(at)
+                halves = self._backward(unit, inputs, made.pop(at), weight, whole=action.way == BACKWARD)
+                if halves is not None:
+                    later[at] = halves
+                updates.collect()
+                for value in inputs:
                     if value.requires_grad:
                         gradient = torch.zeros_like(value) if value.grad is None else value.grad
                         self.peers.send(gradient, ahead=False)
+            else:
+                later.pop(at)()
+                updates.collect()
         self.peers.finish()
         return total
 
-    def _values(self) -> list[Tensor]:
-        found = []
-        for source, shape in self._received:
-            empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
-            found.append(self.peers.receive(empty, ahead=True).requires_grad_(source.trainable))
+    @torch.no_grad()
+    def evaluate(self, rows: int, entries: Sequence[Tensor], key: int) -> list[Tensor]:
+        """The results of the evaluation graph for a batch of `rows`, where the last stage is; elsewhere nothing."""
+        found: list[Tensor] = []
+        for unit in self.evaluations[rows]:
+            made = unit.outputs(entries, self._values(unit), key)
+            if self._last(unit):
+                found = made
+            else:
+                self._send_on(made)
+        self.peers.finish()
         return found
 
-    def _backward(self, outputs: Sequence[Tensor], updates: Gradients) -> None:
-        if self.last:
-            updates.backward(outputs[0])
-            return
-        learning = [output for output in outputs if output.requires_grad]
-        gradients = [self.peers.receive(torch.empty_like(output), ahead=False) for output in learning]
-        updates.backward_from(learning, gradients)
+    def _last(self, unit: Unit) -> bool:
+        return not unit.stage.sends
+
+    def _send_on(self, values: Sequence[Tensor]) -> None:
+        for value in values:
+            self.peers.send(value, ahead=True)
+
+    def _values(self, unit: Unit) -> list[Tensor]:
+        found = []
+        for source, shape in unit.received:
+            empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
+            value = self.peers.receive(empty, ahead=True)
+            found.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
+        return found
+
+    def _backward(
+        self, unit: Unit, inputs: Sequence[Tensor], made: Sequence[Tensor], weight: float, whole: bool
+    ) -> Later | None:
+        """From the loss times `weight`, or from the gradients of what the stage handed on."""
+        outputs = [output for output in made if output.requires_grad]
+        if self._last(unit):
+            gradients = [torch.full_like(output, weight) for output in outputs]
+        else:
+            empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+            gradients = [self.peers.receive(one, ahead=False) for one in empty]
+        if whole:
+            torch.autograd.backward(outputs, gradients)
+            return None
+        return backward_to([value for value in inputs if value.requires_grad], unit.learning, outputs, gradients)

@@ -17,13 +17,15 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.peers import Peers
 from strategies.engine.program import Compute, Instruction, Program
-from strategies.engine.stages import Peers
+from strategies.engine.scaling import LossScale, scale_of
 from strategies.errors import StrategyError
 from strategies.graph import Source
 from strategies.layout import Layout
 
-Precision = Literal["fp32", "fp64", "bf16"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+"""The dtype of the parameters in the program."""
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups: {"names": [full name, ...], option: value, ...}."""
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -79,6 +81,10 @@ class Updates(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here."""
 
+    def collect(self) -> None:
+        """In a pipeline, in place of `backward`: half a pass of a micro-batch through a stage, or a whole one, has
+        added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
+
     def reduce(self) -> None:
         """Make the gradients complete; after the last micro-batch."""
 
@@ -104,6 +110,10 @@ class Updates(Protocol):
 
     def load(self, state: UpdateState) -> None:
         """Take over a state that `state` gave under the same plan; after the weights were set."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by in fp16; None in other precisions."""
 
     @property
     def moved(self) -> Mapping[str, Moved]:
@@ -133,11 +143,13 @@ def make_updates(
     overlap: bool = False,
     offload: Offload = NOTHING,
     peers: Peers | None = None,
+    loss_scale: float | None = None,
 ) -> Updates:
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
     micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
-    backward; DeepSpeed has options of its own for both. `peers` are the other stages of a pipeline.
+    backward; DeepSpeed has options of its own for both. `peers` are the other stages of a pipeline. In fp16 the loss is
+    multiplied by `loss_scale`, or by one that adapts.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -156,9 +168,13 @@ def make_updates(
             cut=cut,
             overlap=overlap,
             peers=peers,
+            scale=scale_of(loss_scale) if precision == "fp16" else None,
         )
-    if peers is not None:
-        raise StrategyError(f"ZeRO stage {stage} does not know of the stages of a pipeline; use parallel.zero.stage=0.")
+    if peers is not None and stage > 1:
+        raise StrategyError(
+            f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
+            "way; use parallel.zero.stage=1 or 0."
+        )
     from strategies.engine.zero import ZeroUpdates
 
     return ZeroUpdates(
@@ -174,6 +190,8 @@ def make_updates(
         evaluation=evaluation,
         options=zero_options or {},
         offload=offload,
+        loss_scale=loss_scale,
+        peers=peers,
     )
 
 

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.peers import Peers
 from strategies.engine.program import Program
+from strategies.engine.scaling import LossScale
 from strategies.engine.swapping import SwapFiles, keep_gradients
 from strategies.engine.updates import (
     Groups,
@@ -43,6 +45,7 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
+from strategies.engine.zero_counted import count_on
 from strategies.engine.zero_options import (
     SMALLEST_ON_DISK,
     check_parameters,
@@ -51,6 +54,7 @@ from strategies.engine.zero_options import (
     sizes_of,
     zero_section,
 )
+from strategies.engine.zero_stages import Group, norm_over_groups
 from strategies.errors import StrategyError
 
 MARKER = "_replica_groups"
@@ -60,8 +64,9 @@ EVALUATION = "_evaluation"
 class ZeroUpdates:
     """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
 
-    Weights below fp32 (`precision="bf16"`) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
-    `evaluation` hold their parameters only while they run, by hooks that are placed here.
+    Weights below fp32 (bf16, fp16) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
+    `evaluation` hold their parameters only while they run, by hooks that are placed here. In a pipeline, `peers` add at
+    stage 1 what other groups of ranks hold; the module's stages are run without DeepSpeed, which then only updates.
     """
 
     def __init__(
@@ -79,9 +84,15 @@ class ZeroUpdates:
         evaluation: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
         offload: Offload = NOTHING,
+        loss_scale: float | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self.evaluation, self._offload = evaluation, offload
+        self._scaled = precision == "fp16"
+        self._adapts = loss_scale is None
+        self.evaluation, self._offload, self._peers = evaluation, offload, peers
+        accumulate = accumulate if peers is None else 1
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
+        self._sums: dict[str, Tensor] = {}
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._learning, self._waiting = frozenset(learning(program)), 0
@@ -96,7 +107,7 @@ class ZeroUpdates:
         self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known, moving)
-        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision)
+        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
         if stage == 3:
             look_up_parameters(module)
         names = _replica_groups(self._parameters, program, communicator, stage)
@@ -113,9 +124,15 @@ class ZeroUpdates:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
             module.add_module(MARKER, _marker())
+        group = None if peers is None else Group(communicator)
         with _unrecognised(optimizer), _swapping_to(self._files):
-            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config)
+            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
+        backend = importlib.import_module("deepspeed.comm.comm").cdb
+        self._stop_counting = count_on(backend, communicator)
+        if peers is not None:
+            follows = frozenset(id(self._parameters[name]) for name in peers.copies.keys() - peers.leads)
+            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, peers, follows)
         self._check_swapped()
         if offload.optimizer == "disk":
             swapper = self._zero.optimizer_swapper
@@ -199,19 +216,43 @@ class ZeroUpdates:
         if self._waiting < self._accumulate:
             self._engine.step()  # only counts the micro-batch
 
+    def collect(self) -> None:
+        """Gradients below fp32 are added up in fp32; torch adds up the others."""
+        for name in self._learning:
+            parameter = self._parameters[name]
+            if parameter.grad is not None and parameter.element_size() < 4:
+                gradient, parameter.grad = parameter.grad.float(), None
+                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
+
     def reduce(self) -> None:
-        """Nothing: DeepSpeed reduces during backward."""
+        """In a pipeline only; else DeepSpeed reduces during backward."""
+        if self._peers is None:
+            return
+        sums = {name: self._sum(name) for name in self._learning}
+        self._peers.add_shared(sums)
+        for name, total in sums.items():
+            self._parameters[name].grad = total.to(self._parameters[name].dtype)
+        self._sums = {}
+        self._engine.allreduce_gradients()
+
+    def _sum(self, name: str) -> Tensor:
+        """The gradient of a step, of zeros where nothing came back."""
+        found = self._sums.get(name, self._parameters[name].grad)
+        return torch.zeros_like(self._parameters[name], dtype=torch.float32) if found is None else found
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        scale = self.loss_scale
         for name in self._program.reductions:
             parameter = self._parameters[name]
             found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._learning else None
             if found is None:
                 found = torch.zeros(self._shapes[name], device=parameter.device)
-            yield name, found.detach().float()
+            yield name, found.detach().float() / (1.0 if scale is None else scale.value)
 
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
+        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded in other ways
+            self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
         self._waiting = 0
         self._count()
         # the norm is at hand anyway; a step whose norm is not a number is left out by DeepSpeed
@@ -219,6 +260,14 @@ class ZeroUpdates:
 
     def step(self, measure: bool = True) -> float | None:
         return self.update(measure)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        if not self._scaled:
+            return None
+        scaler = self._zero.loss_scaler
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1 if self._adapts else 0
+        return LossScale(float(scaler.cur_scale), self._adapts, good, int(self._engine.skipped_steps))
 
     def weight(self, name: str) -> Tensor:
         parameter = self._parameters[name]
@@ -261,10 +310,16 @@ class ZeroUpdates:
                         state.own[f"state/{index}/{key}"] = value.clone() if borrowed else value
                     else:
                         state.plain["other"].setdefault(index, {})[key] = value
+        if (scale := self.loss_scale) is not None:
+            state.plain["loss_scale"] = asdict(scale)
         return state
 
     def load(self, state: UpdateState) -> None:
         set_options(self.optimizer, state.plain["groups"])
+        if self._scaled and self._adapts:
+            saved, scaler = LossScale(**state.plain["loss_scale"]), self._zero.loss_scaler
+            scaler.cur_scale, scaler.cur_iter = saved.value, scaler.last_overflow_iter + 1 + saved.good
+            self._engine.skipped_steps = saved.skipped
         for index, flat in enumerate(self._masters()):
             with self._fetched(index, write=True):
                 flat.data.copy_(state.own[f"master/{index}"])
@@ -302,7 +357,10 @@ class ZeroUpdates:
         if self._offload.optimizer == "disk":
             found += [self._zero.grad_partitions_flat_buffer]
         if self._offload.parameters == "host":
-            found += [getattr(parameter, "ds_tensor") for parameter in self._parameters.values()]  # noqa: B009
+            found += [
+                parameter.ds_tensor  # type: ignore[attr-defined]
+                for parameter in self._parameters.values()
+            ]
         return [one for tensor in found for one in (tensor, tensor.grad) if one is not None]
 
     def _pieces(self) -> list[int]:
@@ -323,6 +381,7 @@ class ZeroUpdates:
             moved.back += 2 * self._accumulate * sum(self._pieces())
 
     def close(self) -> None:
+        self._stop_counting()
         self._engine.destroy()
         if self._files is not None:
             self._files.disk.close()
@@ -400,7 +459,7 @@ def _replica_groups(
             names[source.name] = ""
             continue
         if not replicas and alone is None:
-            alone = dist.new_group([communicator.rank], use_local_synchronization=True)
+            alone = dist.new_group([communicator.world_rank], use_local_synchronization=True)
         copies = communicator.group(replicas) if replicas else alone
         name = f"ep_size_{mesh.product(slices)}_{'_'.join(slices)}"
         groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
@@ -445,12 +504,14 @@ def _unrecognised(optimizer: Optimizer) -> Iterator[None]:
         optimizer.__class__ = kind
 
 
-def _initialize(deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+def _initialize(
+    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: Group | None
+) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             engine, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, dist_init_required=False
+                model=module, optimizer=optimizer, config=config, mpu=group, dist_init_required=False
             )
         except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
             text = " ".join(str(error).split())

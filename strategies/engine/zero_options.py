@@ -15,6 +15,7 @@ from torch import nn
 
 from strategies.engine.offload import Offload
 from strategies.engine.program import Program
+from strategies.engine.scaling import POWER, SMALLEST, WINDOW
 from strategies.engine.updates import Precision, parameters
 from strategies.errors import StrategyError, closest
 
@@ -106,9 +107,14 @@ def zero_section(
 
 
 def engine_config(
-    zero: Mapping[str, Any], *, clip: float | None, accumulate: int, precision: Precision
+    zero: Mapping[str, Any],
+    *,
+    clip: float | None,
+    accumulate: int,
+    precision: Precision,
+    loss_scale: float | None = None,
 ) -> dict[str, Any]:
-    """The whole config for `deepspeed.initialize`."""
+    """The whole config for `deepspeed.initialize`. `loss_scale` None is one that adapts."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's own throughput figures
         "gradient_accumulation_steps": accumulate,
@@ -121,6 +127,16 @@ def engine_config(
     }
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": loss_scale or 0,
+            "initial_scale_power": POWER,
+            "loss_scale_window": WINDOW,
+            "hysteresis": 1,
+            "min_loss_scale": SMALLEST,
+        }
+    if precision in ("bf16", "fp16"):
         if zero["stage"] > 1:  # at stage 1 this would choose another optimizer wrapper, which knows no replica groups
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -143,6 +159,11 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
             f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
             "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory."
         )
+
+
+def takes_fp16(device: str) -> bool:
+    """Whether DeepSpeed trains in fp16 on such a device: on a CPU only where torch has fast products of that dtype."""
+    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def check_parameters(

@@ -3,28 +3,29 @@
 A value that later stages use becomes an input of each stage up to the last that uses it, handed on by those between. It
 travels as whole slices in one layout of the mesh that all stages share, from each rank to the rank of the same number
 in the next stage. Invariant: the stages' operators are those of the whole graph, each once and under its own plan, so
-loss and gradients are those of the whole graph. A parameter that several stages use is a source of each.
+results and gradients are those of the whole graph. A parameter that several stages use is a source of each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.errors import StrategyError
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.layout import Layout
-from strategies.plan import Plan
+from strategies.plan import Plan, Recompute
 from strategies.rules import rule_of
 
 
 @dataclass(frozen=True)
 class Stage:
     """`graph` has the batch and then the values in `receives` (ids) as inputs, and returns what the next stage receives
-    in the layouts `sends`, or the loss. `holders` gives, for each trainable parameter here that other stages use too,
-    all stages that do. `ordinals` numbers random operators as in the whole graph."""
+    in the layouts `sends`, or the results of the whole graph. `holders` gives, for each trainable parameter here that
+    other stages use too, all stages that do. `ordinals` numbers random operators as in the whole graph; `returning` are
+    the outputs to which a gradient comes back."""
 
     number: int
     graph: OperatorGraph
@@ -33,6 +34,7 @@ class Stage:
     sends: tuple[Layout, ...]
     holders: Mapping[str, tuple[int, ...]]
     ordinals: Mapping[str, int]
+    returning: tuple[Ref, ...]
 
     @property
     def trainable(self) -> tuple[bool, ...]:
@@ -41,21 +43,31 @@ class Stage:
 
 
 def cut(graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Stage, ...]:
-    """The stages of `graph`, whose operators are `placed` by id. Raises StrategyError where a stage could not train
-    or a buffer is written in one stage and used in another."""
-    return _Cutting(graph, plan, placed, ordinals).stages()
+    """The stages of a training graph, whose operators are `placed` by id. Raises StrategyError where a stage could not
+    train or a buffer is written in one stage and used in another."""
+    cutting = _Cutting(graph, plan, placed, ordinals, max(placed.values()) + 1)
+    cutting.check()
+    return cutting.stages()
+
+
+def cut_evaluation(
+    graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: Mapping[str, int], count: int
+) -> tuple[Stage, ...]:
+    """The `count` stages of an evaluation graph. The last one returns all results, wherever they are made."""
+    return _Cutting(graph, plan, placed, ordinals, count).stages()
 
 
 class _Cutting:
     def __init__(
-        self, graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: Mapping[str, int]
+        self, graph: OperatorGraph, plan: Plan, placed: Mapping[str, int], ordinals: Mapping[str, int], count: int
     ) -> None:
-        self.graph, self.plan, self.placed, self.ordinals = graph, plan, placed, ordinals
-        self.count = max(placed.values()) + 1
+        self.graph, self.plan, self.placed, self.ordinals, self.count = graph, plan, placed, ordinals, count
         users = graph.users
         self.used = {ref: {placed[operator.id] for operator, _ in users[ref]} for ref in graph.specs}
         for _, ref in graph.updates:
             self.used[ref].add(self._writes(ref))
+        for ref in graph.outputs:
+            self.used[ref].add(count - 1)
         self.crossing = [
             ref
             for operator in graph.operators
@@ -77,12 +89,20 @@ class _Cutting:
             )
 
     def stages(self) -> tuple[Stage, ...]:
+        return tuple(self._stage(number) for number in range(self.count))
+
+    def check(self) -> None:
         (loss,) = self.graph.outputs
         if self.placed.get(loss.id) != self.count - 1:
             raise StrategyError("parallel.pipeline.cuts: the loss must come from the last stage; no cut may follow it.")
         self._check_buffers()
         self._check_shared()
-        return tuple(self._stage(number) for number in range(self.count))
+        for number in range(self.count):
+            if not any(number in self._stages_of(source) for source in self.graph.sources if source.trainable):
+                raise StrategyError(
+                    f"parallel.pipeline: stage {number} of {self.count} has no trainable parameter; cut elsewhere with "
+                    "parallel.pipeline.cuts, or take fewer stages."
+                )
 
     def _stage(self, number: int) -> Stage:
         received = [ref for ref in self.crossing if self.placed[ref.id] < number <= max(self.used[ref])]
@@ -101,19 +121,16 @@ class _Cutting:
         others = [s for s in self.graph.sources if s.kind != "input" and number in self._stages_of(s)]
         sources = (*batch, *(self.inputs[ref] for ref in received), *others)
         last = number == self.count - 1
-        outputs = self.graph.outputs if last else tuple(there(ref) for ref in sent)
+        leaving = self.graph.outputs if last else tuple(sent)
+        outputs = tuple(there(ref) for ref in leaving)
         updates = tuple((id, there(ref)) for id, ref in self.graph.updates if self._writes(ref) == number)
-        if not any(source.trainable for source in others):
-            raise StrategyError(
-                f"parallel.pipeline: stage {number} of {self.count} has no trainable parameter; cut elsewhere with "
-                "parallel.pipeline.cuts, or take fewer stages."
-            )
         plan = Plan(
             self.plan.mesh,
             {operator.name: self.plan.operators[operator.name] for operator in operators},
             {**self.plan.inputs, **{self.inputs[ref].name: self.layouts[ref] for ref in received}},
             {source.name: self.plan.tensors[source.name] for source in others},
             self.plan.search,
+            self._recompute(operators),
         )
         return Stage(
             number,
@@ -123,7 +140,19 @@ class _Cutting:
             () if last else tuple(self.layouts[ref] for ref in sent),
             {s.name: held for s in others if self._learns(s) and len(held := self._stages_of(s)) > 1},
             {operator.id: self.ordinals[operator.id] for operator in operators if operator.id in self.ordinals},
+            tuple(there(ref) for ref in leaving if ref in self.gradients),
         )
+
+    def _recompute(self, operators: Sequence[Operator]) -> Recompute | None:
+        """What is computed again in a stage. A module that is cut is computed again in each of its stages."""
+        chosen = self.plan.recompute
+        if chosen is None:
+            return None
+        around = {".".join(o.path[: i + 1]) for o in operators for i in range(len(o.path))}
+        names = {operator.name for operator in operators}
+        modules = tuple(path for path in chosen.modules if path in around)
+        kept = tuple(name for name in chosen.kept if name in names)
+        return replace(chosen, modules=modules, kept=kept) if modules else None
 
     def _learns(self, source: Source) -> bool:
         users = self.graph.users[Ref(source.id)]

@@ -1,24 +1,23 @@
 """What the plan of a pipeline means, told: the entries of plan.json with the stage of every operator, predicted bytes,
 memory and time.
 
-Bytes and memory are those of the busiest rank: by collective and in total the largest over the stages.
+Bytes and memory are those of the busiest rank: by collective and in total the largest over the groups of ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strategies.cost.activations import trace
-from strategies.cost.estimate import Machine
-from strategies.cost.memory import memory, under_way
+from strategies.cost.cluster import Cluster
 from strategies.cost.updating import Updating
 from strategies.describe import describe
+from strategies.engine.peers import BROADCAST, SEND
 from strategies.engine.program import Program
-from strategies.engine.stages import BROADCAST, SEND
-from strategies.layout import Layout
 from strategies.pipeline.cutting import Stage
+from strategies.pipeline.memory import group_memory
 from strategies.pipeline.schedule import Schedule, bubble, held, makespan
 from strategies.plan import Plan
 from strategies.redistribution import ALL_REDUCE
@@ -31,70 +30,131 @@ def describe_stages(
     schedule: Schedule,
     *,
     updating: Updating,
-    machine: Machine,
+    cluster: Cluster,
 ) -> dict[str, Any]:
     """The content of plan.json. `programs` are those of the stages; the rest is as for `strategies.describe`."""
-    parts = updating.accumulate
+    groups, parts = len(schedule), updating.accumulate
+    micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     traces = [trace(program, updating) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, updating=updating, machine=machine, traced=traced)
+        describe(stage.graph, stage.plan, program, updating=updating, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
-    for one, stage, traced, actions in zip(told, stages, traces, schedule, strict=True):
-        own = dict(one["communication"])
-        for kind, count in _between(stage, stages, parts).items():
-            own[kind] = own.get(kind, 0) + count
+    for group, actions in enumerate(schedule):
+        own: dict[str, int] = {}
+        for number in range(group, len(stages), groups):
+            between = _between(stages[number], stages, groups, parts, updating.stage)
+            for counts in (told[number]["communication"], between):
+                for kind, count in counts.items():
+                    own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(under_way(memory(traced, updating), held(actions)).told())
-    times = [one["cost"]["total"] for one in told]
-    even = times if any(times) else [1.0] * len(stages)  # nothing to compare
-    slowest = told[times.index(max(times))]["cost"]
-    total = makespan(schedule, [time / (3 * parts) for time in times]) * (2 * parts // len(schedule[0]))
+        memories.append(group_memory(group, traces, actions, groups, updating).told())
+    own_times, costs = [], []
+    for one, stage in zip(told, stages, strict=True):
+        cost, sends = one["cost"], _send_seconds(stage, stages, groups, cluster, parts)
+        after = cost["gradients_exposed"] + cost["optimizer"]  # once per step, when the schedule is done
+        own_times.append(cost["total"] + sends - after)
+        costs.append(cost | {"send": sends, "communication": cost["communication"] + sends})
+    even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
+    busiest = max(range(groups), key=lambda group: sum(own_times[group::groups]))
+    slowest = _added(costs[busiest::groups])
+    busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
+    after = slowest["gradients_exposed"] + slowest["optimizer"]
+    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * (parts // micro_batches)
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():
             parameters[name] = entry | {"stages": list(stage.holders.get(name, (stage.number,)))}
     return plan.to_json() | {
         "operators": [
-            operator | {"stage": stage.number}
+            operator | {"stage": stage.number, "group": stage.number % groups}
             for stage, one in zip(stages, told, strict=True)
             for operator in one["operators"]
         ],
         "parameters": parameters,
-        "cost": slowest | {"waiting": total - slowest["total"], "total": total},
+        "cost": slowest | {"waiting": total - busy, "total": total},
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
         "memory": max(memories, key=lambda one: one["peak"]),
+        "recompute": _recompute(plan, [one["recompute"] for one in told if one["recompute"] is not None]),
         "unsliced": [where for one in told for where in one["unsliced"]],
         "pipeline": {
-            "stages": len(stages),
-            "micro_batches": len(schedule[0]) // 2,
+            "stages": groups,
+            "virtual_stages": len(stages) // groups,
+            "micro_batches": micro_batches,
             "operators": [len(stage.graph.operators) for stage in stages],
             "communication": sent,
             "memory": memories,
+            "held": [int(held(actions)) for actions in schedule],
             "bubble": bubble(schedule, even),
         },
     }
 
 
-def _between(stage: Stage, stages: Sequence[Stage], parts: int) -> dict[str, int]:
-    """Bytes per step that a rank of `stage` sends to other stages, by collective."""
+def _added(costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of several stages together, part by part."""
+    found: dict[str, Any] = {}
+    for cost in costs:
+        for name, value in cost.items():
+            if isinstance(value, Mapping):
+                found[name] = _added([found.get(name, {}), value])
+            else:
+                found[name] = value if isinstance(value, str) else found.get(name, 0.0) + value
+    return found
+
+
+def _recompute(plan: Plan, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What is computed again in all stages, and the bytes that they store for one micro-batch together."""
+    if plan.recompute is None:
+        return None
+    counted = ("stored_bytes", "stored_bytes_without", "sent_again_bytes")
+    return dict(entries[0]) | {
+        "modules": plan.recompute.modules,
+        "kept": plan.recompute.kept,
+        **{key: sum(entry[key] for entry in entries) for key in counted},
+    }
+
+
+def _send_seconds(stage: Stage, stages: Sequence[Stage], groups: int, cluster: Cluster, parts: int) -> float:
+    """Seconds per step in which a rank sends values of `stage` on and gradients back. Group 0 has the first ranks."""
+    ranks = stage.plan.mesh.size
+    first, seconds = stage.number % groups * ranks, 0.0
+    for count, peer in zip(_sent(stage, stages), (stage.number + 1, stage.number - 1), strict=True):
+        if count:
+            link = cluster.between(first, peer % groups * ranks, SEND)
+            seconds += parts * (link.call + link.latency + count / link.bandwidth)
+    return seconds
+
+
+def _sent(stage: Stage, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Bytes of one micro-batch that a rank of `stage` sends on as values, and back as gradients."""
     graph, mesh = stage.graph, stage.plan.mesh
-
-    def size(layout: Layout, shape: Sequence[int], item_bytes: int) -> int:
-        return math.prod(layout.local_shape(shape, mesh)) * item_bytes
-
-    found = {SEND: 0, ALL_REDUCE: 0, BROADCAST: 0}
-    if stage.number == len(stages) - 1:
-        found[BROADCAST] = 8  # the loss, a double
-    else:
+    ahead = back = 0
+    if stage.number < len(stages) - 1:
         for ref, layout in zip(graph.outputs, stage.sends, strict=True):
-            found[SEND] += parts * size(layout, graph.specs[ref].shape, graph.specs[ref].item_bytes)
+            spec = graph.specs[ref]
+            ahead += math.prod(layout.local_shape(spec.shape, mesh)) * spec.item_bytes
     for source in graph.sources:
         if source.id in stage.receives and source.trainable:
-            found[SEND] += parts * size(stage.plan.inputs[source.name], source.spec.shape, source.spec.item_bytes)
-        elif source.name in stage.holders:
-            n, item_bytes = len(stage.holders[source.name]), max(source.spec.item_bytes, 4)  # added in fp32
-            elements = size(stage.plan.tensors[source.name], source.spec.shape, 1)
-            found[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * item_bytes
+            local = stage.plan.inputs[source.name].local_shape(source.spec.shape, mesh)
+            back += math.prod(local) * source.spec.item_bytes
+    return ahead, back
+
+
+def _between(stage: Stage, stages: Sequence[Stage], groups: int, parts: int, zero: int) -> dict[str, int]:
+    """Bytes per step that a rank sends to other groups for `stage`, by collective."""
+    graph, mesh = stage.graph, stage.plan.mesh
+    found = {SEND: parts * sum(_sent(stage, stages)), ALL_REDUCE: 0, BROADCAST: 0}
+    if stage.number == len(stages) - 1:
+        found[BROADCAST] = 8  # the loss, a double
+    for source in graph.sources:
+        if source.name in stage.holders and source.id not in stage.receives:
+            holders = stage.holders[source.name]
+            n, first = len({number % groups for number in holders}), holders[0] == stage.number
+            if n == 1 or stage.number != min(k for k in holders if k % groups == stage.number % groups):
+                continue  # nobody else has it, or another stage of the same ranks is counted
+            elements = math.prod(stage.plan.tensors[source.name].local_shape(source.spec.shape, mesh))
+            found[ALL_REDUCE] += -(-2 * (n - 1) * elements // n) * max(source.spec.item_bytes, 4)  # added in fp32
+            if zero and first:
+                found[BROADCAST] += elements * source.spec.item_bytes
     return {kind: count for kind, count in found.items() if count}

@@ -10,7 +10,8 @@ from itertools import accumulate, groupby
 from typing import Literal
 
 from strategies.errors import StrategyError, closest
-from strategies.graph import Operator, OperatorGraph
+from strategies.graph import Operator, OperatorGraph, Source
+from strategies.pipeline.cutting import Stage
 from strategies.rules import rule_of
 
 Cuts = Literal["auto"] | Mapping[str, int]
@@ -18,13 +19,47 @@ EVEN = 1.25
 """A heaviest stage of so many times the mean is balanced enough to leave modules uncut."""
 
 
-def in_stages(graph: OperatorGraph, stages: int, cuts: Cuts) -> dict[str, int]:
-    """The stage of every operator by id. With `cuts` (module path -> stage), the longest path that leads to an operator
-    counts; operators that no path names go with what they use. Raises StrategyError for cuts that cannot be."""
-    return _balanced(graph, stages) if cuts == "auto" else _as_told(graph, stages, cuts)
+def in_stages(graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1) -> dict[str, int]:
+    """The stage of every operator by id; there are `stages` times `virtual` of them. With `cuts` (module path ->
+    stage), the longest path that leads to an operator counts; operators that no path names go with what they use.
+    Raises StrategyError for cuts that cannot be."""
+    if virtual > 1:
+        count = f"parallel.pipeline.stages x virtual_stages = {stages} x {virtual} = {stages * virtual}"
+    else:
+        count = f"parallel.pipeline.stages = {stages}"
+    return (
+        _balanced(graph, stages * virtual, count) if cuts == "auto" else _as_told(graph, stages * virtual, cuts, count)
+    )
 
 
-def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int]) -> dict[str, int]:
+def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
+    """The stage of every operator of an evaluation graph by id: that of its namesake in training or else, like all that
+    stands behind it, the first one that has what it uses. Raises StrategyError for a parameter or buffer that is held
+    elsewhere."""
+    named = {operator.name: stage.number for stage in stages for operator in stage.graph.operators}
+    held: dict[str, set[int]] = {}
+    for stage in stages:
+        for source in stage.graph.of_kind("parameter", "buffer"):
+            held.setdefault(source.name, set()).add(stage.number)
+    found: dict[str, int] = {}
+    for operator in graph.operators:
+        nodes = [graph.by_id[ref.id] for ref in operator.operands]
+        least = max((found[node.id] for node in nodes if isinstance(node, Operator)), default=0)
+        owned = [source for source in nodes if isinstance(source, Source) and source.name in held]
+        allowed = set(range(len(stages))).intersection(*(held[source.name] for source in owned))
+        wanted = named.get(operator.name, named.get(f"{operator.module}.{operator.op}", least))
+        later = sorted(number for number in allowed if number >= least)
+        if not later:
+            raise StrategyError(
+                f"parallel.pipeline.cuts: in evaluation {operator.where} uses {', '.join(s.name for s in owned)} "
+                f"behind a result of stage {least}, but in training no such stage holds it; cut the model elsewhere, "
+                "or leave evaluation out (evaluate.metric=null and every=null)."
+            )
+        found[operator.id] = wanted if wanted in later else later[0]
+    return found
+
+
+def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], count: str) -> dict[str, int]:
     modules = {
         ".".join(words[: i + 1]) for o in graph.operators for words in [o.module.split(".")] for i in range(len(words))
     }
@@ -35,8 +70,7 @@ def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int]) -> dict
             )
         if not 0 <= stage < stages:
             raise StrategyError(
-                f"parallel.pipeline.cuts: {path} = {stage}, but parallel.pipeline.stages = {stages} has the stages "
-                f"0 to {stages - 1}."
+                f"parallel.pipeline.cuts: {path} = {stage}, but {count} has the stages 0 to {stages - 1}."
             )
     found: dict[str, int] = {}
     for operator in graph.operators:
@@ -55,13 +89,13 @@ def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int]) -> dict
         found[operator.id] = wanted
     for stage in sorted(set(range(stages)) - set(found.values())):
         raise StrategyError(
-            f"parallel.pipeline.cuts leave stage {stage} of parallel.pipeline.stages = {stages} without an operator; "
-            "give it a module, or take fewer stages."
+            f"parallel.pipeline.cuts leave stage {stage} of {count} without an operator; give it a module, or take "
+            "fewer stages."
         )
     return found
 
 
-def _balanced(graph: OperatorGraph, stages: int) -> dict[str, int]:
+def _balanced(graph: OperatorGraph, stages: int, count: str) -> dict[str, int]:
     """Consecutive stages whose heaviest is as light as possible, cut between modules as far up the tree as is even."""
     work = [float(rule_of(operator, graph).flops) + 1.0 for operator in graph.operators]
     mean, found = sum(work) / stages, None
@@ -78,9 +112,7 @@ def _balanced(graph: OperatorGraph, stages: int) -> dict[str, int]:
         if found[0] <= EVEN * mean:
             break
     if found is None:
-        raise StrategyError(
-            f"parallel.pipeline.stages = {stages}, but the model has only {len(work)} operators; take fewer stages."
-        )
+        raise StrategyError(f"{count}, but the model has only {len(work)} operators; take fewer stages.")
     _, units, ends = found
     return {
         graph.operators[i].id: sum(number >= end for end in ends) for number, unit in enumerate(units) for i in unit

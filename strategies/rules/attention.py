@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
-from strategies.rules.random import kept, mix, seeding
+from strategies.rules.random import Rows, drawn_rows, kept, mix, of_rows, seeding
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -79,9 +79,10 @@ def attention_block(
     ordinal: int,
     shape: Sequence[int],
     starts: Sequence[int],
+    rows: Rows | None = None,
 ) -> Tensor:
-    """Attention whose dropout has the numbers of the whole probabilities of global `shape` [*b, h, s, t]; the block's
-    own begin at `starts`."""
+    """Attention whose dropout has the numbers of the whole probabilities: those of `rows` among the numbers of global
+    `shape` [*b, h, s, t]; the block's own begin at `starts`."""
     if grouped:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
@@ -93,7 +94,7 @@ def attention_block(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     blind = (scores == -math.inf).all(-1, keepdim=True)  # a query that sees no key gets zeros, as from torch's own
     probabilities = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    remains = kept(shape, dropout, mix(program_key, ordinal), "cpu")
+    remains = of_rows(kept(shape, dropout, mix(program_key, ordinal), "cpu"), rows)
     for dim, begin in enumerate(starts):
         remains = remains.narrow(dim, begin, probabilities.shape[dim])
     left = 1 / (1 - dropout) if dropout < 1 else 0.0
@@ -117,7 +118,8 @@ def _attention(operator: Operator, local: Local) -> Ref:
         return local.call("local.seeded_attention", *common, local.position(factors))
     keys = local.operand_shape(1)[-2]
     starts = [local.position(f, n) for f, n in zip(factors, local.result_shape(), strict=False)]
-    return local.call("local.attention_block", *common, (*operator.results[0].shape[:-1], keys), (*starts, 0))
+    shape, rows = drawn_rows(operator, (*operator.results[0].shape[:-1], keys))
+    return local.call("local.attention_block", *common, shape, (*starts, 0), rows)
 
 
 def _result_dims(rank: int) -> tuple[str, ...]:

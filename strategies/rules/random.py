@@ -51,12 +51,42 @@ def dropout_slice(x: Tensor, probability: float, key: int, ordinal: int, positio
     return x * mask / (1 - probability) if probability < 1 else x * 0
 
 
+Rows = tuple[int, int, int, int]
+"""Which rows of a drawn tensor belong to a copy of the batch: dim, rows, copies, number of the copy."""
+
+
+def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
+    """What was drawn for the rows of one copy."""
+    if rows is None:
+        return numbers
+    dim, own, count, number = rows
+    inner = numbers.shape[dim] // (own * count)
+    shape = (*numbers.shape[:dim], own, count, inner, *numbers.shape[dim + 1 :])
+    return numbers.reshape(shape).select(dim + 1, number).flatten(dim, dim + 1)
+
+
+def drawn_rows(operator: Operator, shape: Sequence[int]) -> tuple[tuple[int, ...], Rows | None]:
+    """What an exact operator draws for its `shape`: the shape for all copies of the batch, and which rows are its."""
+    share = operator.share
+    if share is None:
+        return tuple(shape), None
+    whole = tuple(size * share.count if dim == share.dim else size for dim, size in enumerate(shape))
+    return whole, (share.dim, share.rows, share.count, share.index)
+
+
 @local_function
 def dropout_block(
-    x: Tensor, probability: float, key: int, ordinal: int, shape: Sequence[int], starts: Sequence[int]
+    x: Tensor,
+    probability: float,
+    key: int,
+    ordinal: int,
+    shape: Sequence[int],
+    starts: Sequence[int],
+    rows: Rows | None = None,
 ) -> Tensor:
-    """Dropout of the block at `starts` of a tensor of global `shape`, with the numbers of the whole tensor."""
-    mask = kept(shape, probability, mix(key, ordinal), "cpu")
+    """Dropout of the block at `starts` of a tensor, with the numbers of the whole tensor: those of `rows` among the
+    numbers of global `shape`."""
+    mask = of_rows(kept(shape, probability, mix(key, ordinal), "cpu"), rows)
     for dim, start in enumerate(starts):
         mask = mask.narrow(dim, start, x.shape[dim])
     return x * mask.to(x.device) / (1 - probability) if probability < 1 else x * 0
@@ -103,7 +133,8 @@ def _dropout(operator: Operator, local: Local) -> Ref:
     if local.exact:
         sizes = local.operand_shape(0)
         starts = tuple(local.position(f"d{i}", size) for i, size in enumerate(sizes))
-        return local.call("local.dropout_block", x, probability, local.key, local.ordinal, shape, starts)
+        drawn = drawn_rows(operator, shape)
+        return local.call("local.dropout_block", x, probability, local.key, local.ordinal, drawn[0], starts, drawn[1])
     factors = tuple(f"d{i}" for i in range(len(shape)))
     return local.call("local.dropout_slice", x, probability, local.key, local.ordinal, local.position(factors))
 

@@ -3,21 +3,21 @@ operator causes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from strategies.graph import OperatorGraph, Ref, TensorSpec
+from strategies.graph import OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.redistribution import chain, elements
 from strategies.rules.sharding import Assignment, Sharding
 
 
 @dataclass(frozen=True)
 class Problem:
     """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
-    the layouts in which configured operators hand on their results."""
+    the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
+    the optimizer keeps per parameter element, `memory` the bytes that a rank may keep."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -25,15 +25,14 @@ class Problem:
     inputs: Mapping[str, Layout]
     fixed: Mapping[str, Assignment]
     outputs: Mapping[str, tuple[Layout, ...]]
+    stage: int = 0
+    states: float = 2.0
+    memory: float | None = None
 
-    @cached_property
+    @property
     def trained(self) -> frozenset[Ref]:
         """The values that have a gradient."""
-        found = {Ref(source.id) for source in self.graph.sources if source.trainable}
-        for operator in self.graph.operators:
-            if operator.op != "detach" and any(ref in found for ref in operator.operands):
-                found |= {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
-        return frozenset(found)
+        return self.graph.trained
 
     @cached_property
     def batch_factors(self) -> dict[str, str]:
@@ -71,20 +70,3 @@ class Problem:
         if ref.id in self.outputs:
             return self.outputs[ref.id][ref.index]
         return self.shardings[ref.id].result_layouts(assignment)[ref.index]
-
-
-def own_bytes(
-    sharding: Sharding,
-    assignment: Assignment,
-    reduced: Sequence[tuple[int, TensorSpec]],
-    results: Sequence[TensorSpec],
-    mesh: Mesh,
-) -> int:
-    """Bytes that an operator itself causes: sums of its results, and of the gradients of its trained parameters
-    (`reduced`: operand and spec)."""
-    sent, gradients = 0, sharding.gradient_layouts(assignment)
-    summed = list(zip(sharding.result_layouts(assignment), results, strict=True))
-    for layout, spec in (*summed, *((gradients[position], spec) for position, spec in reduced)):
-        if layout.partial:
-            sent += elements(chain(layout, layout.whole, spec.shape, mesh), mesh) * spec.item_bytes
-    return sent

@@ -2,10 +2,10 @@
 redistribution.
 
 Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
-decided; what still waits when nothing else is left decides with what it knows. Choice: least forward bytes on decided
-edges, then backward bytes, then the operator's own communication, its own work, and the lexicographically smallest
-counts. Source: MindSpore's sharding_propagation, with our byte counts. Cost: distinct situations x candidates x edges,
-with chains cached; repeated layers meet the same situations.
+decided; what still waits when nothing else is left decides with what it knows. Choice: least time on the links for
+decided edges forward, then backward, then for what the operator sends by itself, then its own work, and the
+lexicographically smallest counts. Source: MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct
+situations x candidates x edges, with chains cached; repeated layers meet the same situations.
 """
 
 from __future__ import annotations
@@ -16,34 +16,48 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import collective_seconds
 from strategies.errors import StrategyError
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.meshing import Meshing
-from strategies.redistribution import chain, elements
+from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.classes import repeats
 from strategies.search.defaults import batch_parallel
-from strategies.search.problem import Problem, own_bytes
+from strategies.search.problem import Problem
+from strategies.search.recursive import refine
 
+EQUAL = 1e-9
+"""Relative difference below which seconds are equal."""
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
 
-def propagate(problem: Problem, meshing: Meshing) -> dict[str, tuple[Assignment, bool]]:
-    """An assignment for every operator by id, and whether propagation reached it (else it is the default)."""
+def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
+    """An assignment for every operator by id, and whether propagation reached it (else it is the default).
+
+    A model with repeated layers is refined afterwards: what propagation met once it decided for all of them, so a
+    neighbour that it left dearer than need be is paid as often. Small nets keep what can be followed step by step.
+    """
     if not problem.fixed:
         raise StrategyError(
             "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
             "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
-    return _Propagation(problem).run(meshing)
+    found = _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
+    if not repeats(problem):
+        return found
+    refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
+    return {id: (refined[id], reached) for id, (_, reached) in found.items()}
 
 
 class _Propagation:
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.graph = problem, problem.graph
+    def __init__(self, problem: Problem, wire: Wire) -> None:
+        self.problem, self.graph, self.wire = problem, problem.graph, wire
         self.chosen: dict[str, Assignment] = dict(problem.fixed)
         self.queue = deque(operator for operator in self.graph.operators if operator.id in self.chosen)
         self.waiting: dict[str, Operator] = {}
@@ -123,16 +137,18 @@ class _Propagation:
             return (sharding.flops / mesh.product(sharding.used(assignment)), *counts, *places)
 
         criteria: tuple[Callable[[Assignment], Any], ...] = (
-            lambda assignment: sum(edge.forward(sharding, assignment, mesh) for edge in situation.edges),
-            lambda assignment: sum(edge.backward(sharding, assignment, mesh) for edge in situation.edges),
-            lambda assignment: own_bytes(sharding, assignment, situation.reduced, situation.results, mesh),
+            lambda assignment: sum(edge.forward(sharding, assignment, self.wire) for edge in situation.edges),
+            lambda assignment: sum(edge.backward(sharding, assignment, self.wire) for edge in situation.edges),
+            lambda assignment: self.wire.own(sharding, assignment, situation.reduced, situation.results),
             order,
         )
         for criterion in criteria:
             if len(options) > 1:
                 prices = [criterion(assignment) for assignment in options]
                 least = min(prices)
-                options = [option for option, price in zip(options, prices, strict=True) if price == least]
+                if not isinstance(least, tuple):  # sums of the same numbers in another order
+                    least *= 1 + EQUAL
+                options = [option for option, price in zip(options, prices, strict=True) if price <= least]
         return options[0]
 
     def _have(self, ref: Ref) -> Layout | None:
@@ -154,23 +170,58 @@ class Edge:
     trained: bool
     returned: Layout | None
 
-    def forward(self, sharding: Sharding, assignment: Assignment, mesh: Mesh) -> int:
-        """Bytes that the busiest rank sends to carry the value there."""
+    def forward(self, sharding: Sharding, assignment: Assignment, wire: Wire) -> float:
+        """Seconds to carry the value there."""
         if self.result:
             before, after = sharding.result_layouts(assignment)[self.position], self.layout
         else:
             before, after = self.layout, sharding.operand_layouts(assignment)[self.position]
-        return elements(chain(before, after, self.spec.shape, mesh), mesh) * self.spec.item_bytes
+        return wire.seconds(before, after, self.spec)
 
-    def backward(self, sharding: Sharding, assignment: Assignment, mesh: Mesh) -> int:
-        """Bytes that it sends to carry the gradient back."""
+    def backward(self, sharding: Sharding, assignment: Assignment, wire: Wire) -> float:
+        """Seconds to carry the gradient back."""
         if not self.trained:
-            return 0
+            return 0.0
         if self.returned is not None:
             before, after = self.returned, sharding.result_layouts(assignment)[self.position].whole
         else:
             before, after = sharding.gradient_layouts(assignment)[self.position], self.layout.whole
-        return elements(chain(before, after, self.spec.shape, mesh), mesh) * self.spec.item_bytes
+        return wire.seconds(before, after, self.spec)
+
+
+class Wire:
+    """Seconds on the links of a cluster: the collectives of a chain, without the copies on either side."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._known: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
+
+    def seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        key = before, after, spec.shape, spec.item_bytes
+        if key not in self._known:
+            steps = chain(before, after, spec.shape, self.mesh)
+            self._known[key] = sum(
+                collective_seconds(
+                    step.kind, step.busiest(self.mesh) * spec.item_bytes, step.axes, self.mesh, self.cluster
+                )
+                for step in steps
+                if step.kind not in LOCAL
+            )
+        return self._known[key]
+
+    def own(
+        self,
+        sharding: Sharding,
+        assignment: Assignment,
+        reduced: Sequence[tuple[int, TensorSpec]],
+        results: Sequence[TensorSpec],
+    ) -> float:
+        """Seconds for what an operator sends by itself: sums of its results, and of the gradients of its trained
+        parameters (`reduced`: operand and spec)."""
+        gradients = sharding.gradient_layouts(assignment)
+        summed = list(zip(sharding.result_layouts(assignment), results, strict=True))
+        summed += [(gradients[position], spec) for position, spec in reduced]
+        return sum(self.seconds(layout, layout.whole, spec) for layout, spec in summed if layout.partial)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from strategies.capture import Objective, capture
-from strategies.cost.estimate import GPU, seconds
-from strategies.describe import communication
+from strategies.cost.step import step_cost
+from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program
 from strategies.engine.simulate import Simulation
@@ -21,6 +21,7 @@ from strategies.request import SEARCHES, Request
 from tests.conformance.network import Case, devices, name_of
 from tests.conformance.numbers import Built, build
 from tests.conformance.requested import request_of
+from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 
 RUN_RANKS = 16
@@ -94,8 +95,8 @@ class Bench:
 
     def cost(self, plan: Plan) -> float:
         """Microseconds of a step by our cost model."""
-        program = lower(self.graph, plan)
-        return 1e6 * seconds(self.graph, plan, program, communication(program, stage=0), GPU)["total"]
+        nodes = -(-plan.mesh.size // 8)
+        return 1e6 * step_cost(self.graph, plan, lower(self.graph, plan), cluster(nodes, 8), Updating()).total
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

@@ -32,6 +32,7 @@ def request_of(case: Case, graph: OperatorGraph, built: Built) -> Request:
     return Request(
         mode,
         devices(case),
+        case["search_mode"] if mode == "auto" else SEARCHES[0],
         strategies=strategies,
         layouts=layouts,
         dataset_strategy=dataset_of(case, layouts),

@@ -3,10 +3,13 @@
 A job called in this process shares the fork server, and so the import of torch, with all the others.
 """
 
+import atexit
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,10 @@ sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for wha
 # The fork server imports the project for all ranks at once; before python 3.12 it does not get this process's path.
 ROOT = str(HERE.parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# What commands under test find is kept in no user's cache.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -144,7 +151,9 @@ def start(tmp_path, monkeypatch) -> Callable[..., Ended]:
         place.mkdir(parents=True, exist_ok=True)
         with monkeypatch.context() as patch:
             patch.setattr(launch, "run_ranks", remembered)
-            value = VERBS[verb].function()(compose_config(*overrides, f"job={verb}"), place)
+            # every test makes its own plan: some of them do it with broken rules
+            given = ("parallel.plan_cache=null", *overrides, f"job={verb}")
+            value = VERBS[verb].function()(compose_config(*given), place)
         return Ended(place, value, ended)
 
     return call

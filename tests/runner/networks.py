@@ -55,6 +55,14 @@ class Renormed(Classifier):
         return super().forward(torch.renorm(x, 2, 0, 1.0))
 
 
+class Inverse(Classifier):
+    """A classifier with an operator in it that torch has in fp32 and fp64 alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Tensor = torch.linalg.inv(torch.eye(CLASSES, dtype=x.dtype, device=x.device) * 2)
+        return super().forward(x) @ scale
+
+
 @dataclass
 class Answer:
     """What `Whole` returns."""
@@ -128,6 +136,20 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(torch.tanh(self.enter(x)))[:, :CLASSES]
+
+
+class Stack(nn.Module):
+    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(dropout), nn.Tanh()) for _ in range(4))
+        )
+        self.layers[3][0].weight = self.layers[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[:, :CLASSES]
 
 
 class Noisy(nn.Module):
@@ -265,3 +287,16 @@ class Mixing(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).flip(0)
+
+
+class Reading(nn.Module):
+    """A linear layer with a scale that needs a number: while it is `built`, or in a list of tensors, when `called`."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        one = torch.ones(1)
+        self.scales = [torch.tensor([one.item()]) if when == "built" else one]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scales[0]

@@ -65,8 +65,6 @@ BAD = [
     ([QUICK, "parallel=atuo"], "Did you mean 'auto'?"),
     ([QUICK, "parallel.mode=atuo"], "Did you mean 'auto'?"),
     ([QUICK, "parallel.mode=parameter_server"], "not available yet"),
-    ([QUICK, "parallel.search=dynamic_programming"], "comes later"),
-    ([QUICK, "parallel.search=recursive_programming"], "comes later"),
     ([QUICK, "parallel.search=sharding_propogation"], "Did you mean 'sharding_propagation'?"),
     ([QUICK, "parallel=stand_alone"], "parallel.mode from conf/parallel/stand_alone"),
     ([QUICK, "parallel=data_parallel"], "drop it with parallel.strategies=null"),

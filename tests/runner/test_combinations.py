@@ -34,6 +34,9 @@ def products(data: int, tensor: int) -> tuple[str, ...]:
 TWO_BY_TWO, TENSOR = products(2, 2), products(1, 2)
 DATA = ("parallel=data_parallel",)
 PIPELINE = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
+INTERLEAVED = (*PIPELINE, "parallel.pipeline.schedule=interleaved_1f1b")
+BUBBLE = (*PIPELINE, "parallel.pipeline.schedule=zero_bubble")
+VIRTUAL = "parallel.pipeline.virtual_stages=2"
 GPIPE = (*PIPELINE, "parallel.pipeline.schedule=gpipe")
 FULL, SELECTIVE = "parallel.recompute=full", "parallel.recompute=selective"
 SLICED = ("parallel.recompute.operators=full", "parallel.recompute.slice_inputs=true")
@@ -60,8 +63,37 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
     "pipeline, tensor parallel, fp64": (*TENSOR, *PIPELINE, FP64),
     "pipeline, tensor parallel, gpipe, accumulation": (*TENSOR, *GPIPE, ACCUMULATE, "data.batch_size=32"),
     "pipeline, data parallel, bf16": (*DATA, *PIPELINE, BF16),
+    "interleaved, tensor parallel, recompute, fp64": (*TENSOR, *INTERLEAVED, FULL, FP64),
+    "interleaved, data parallel, ZeRO-1, accumulation": (
+        *DATA,
+        *INTERLEAVED,
+        ZERO[1],
+        ACCUMULATE,
+        "data.batch_size=32",
+    ),
+    "interleaved, tensor parallel, selective recompute, bf16, ZeRO-1": (
+        *TENSOR,
+        *INTERLEAVED,
+        SELECTIVE,
+        BF16,
+        ZERO[1],
+    ),
+    "interleaved, data parallel, activations on the host, fp64": (*DATA, *INTERLEAVED, ACTIVATIONS, FP64),
+    "interleaved, embedding on the host, fp64": (*TENSOR, *INTERLEAVED, HOST, FP64),
+    "zero bubble, tensor parallel, fp64": (*TENSOR, *BUBBLE, FP64),
+    "zero bubble of virtual stages, sliced recompute, fp64": (*TENSOR, *BUBBLE, VIRTUAL, *SLICED, FP64),
+    "zero bubble, data parallel, ZeRO-1, states and activations on the host": (
+        *(*DATA, *BUBBLE, ZERO[1], STATES, ACTIVATIONS),
+    ),
+    "pipeline, data parallel, recompute, ZeRO-1, bf16": (*DATA, *PIPELINE, FULL, ZERO[1], BF16),
+    "gpipe, tensor parallel, ZeRO-1, states on the host": (*TENSOR, *GPIPE, ZERO[1], STATES),
 }
-QUICK = ("2-d, recompute with sliced inputs, accumulation, fp64", "2-d, activations and states on the host, ZeRO-2")
+QUICK = (
+    "2-d, recompute with sliced inputs, accumulation, fp64",
+    "2-d, activations and states on the host, ZeRO-2",
+    "interleaved, tensor parallel, selective recompute, bf16, ZeRO-1",
+    "zero bubble of virtual stages, sliced recompute, fp64",
+)
 
 
 @pytest.mark.parametrize(

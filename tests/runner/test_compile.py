@@ -45,7 +45,7 @@ def test_a_compiled_run_trains_and_evaluates_as_any_other(start):
 def test_orders_of_communication_that_differ_end_the_run(monkeypatch):
     sums = {dist.ReduceOp.MIN: 1, dist.ReduceOp.MAX: 2}
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, kind: tensor.fill_(sums[kind]))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, kind, group: tensor.fill_(sums[kind]))
     with pytest.raises(RuntimeError, match="in different orders"):
         trainer._agree(1, "in different orders")
     sums[dist.ReduceOp.MAX] = 1

@@ -81,16 +81,9 @@ def test_recipe_is_verified_at_every_stage(start, recipe, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_in_half_precision(start, tmp_path, recipe, stage):
-    """The loss is near that of one process. Gradients need not be: a sum that is rounded otherwise flips a relu."""
-    options = ("train.precision=bf16", f"parallel.zero.stage={stage}", "verify.steps=2")
-    try:
-        start(f"+recipe={recipe}", *options, verb="verify")
-    except RunFailed as error:
-        assert "verify: the sharded run differs" in str(error)
-    verdict = json.loads((tmp_path / "run" / "verify.json").read_text())
-    assert verdict["loss_max_rel_diff"] < 2e-2
-    assert max(verdict["grad_max_rel_diff"].values()) < 0.5
+def test_recipe_in_half_precision(start, recipe, stage):
+    """Through relus, because ranks add up in fp32."""
+    verified(start, recipe, 2e-2, "train.precision=bf16", f"parallel.zero.stage={stage}")
 
 
 @pytest.fixture

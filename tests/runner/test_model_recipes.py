@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from runner import config, recipes
+from runner.building import objective
 from runner.data.loader import flatten_batch, whole_batch
 from runner.origins import Origins
-from runner.prepare import cast, datasets, objective, request_of
+from runner.precision import cast
+from runner.prepare import datasets, request_of
 from strategies.capture import capture, loss_in
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program

@@ -13,11 +13,26 @@ from runner.sections.pipeline import Pipeline
 TWO = (*SMALL, *MODES["data_parallel"], "parallel.pipeline.cuts={outer: 1}", "parallel.pipeline.stages=2")
 TIED = (*SMALL, "parallel=data_parallel", "model.target=networks.Tied", "parallel.pipeline.stages=2")
 RANDOM = ("model.args.dropout=0.3", "model.args.norm=true", "train.random=exact")
+STACK = (
+    *SMALL,
+    *("parallel=data_parallel", "model.target=networks.Stack", "model.args.dropout=0.2", "parallel.pipeline.stages=2"),
+    *("optimizer.target=torch.optim.AdamW", "train.clip=0.05", "train.random=exact"),
+)
+"""A weight of two stages, dropout and clipping."""
+DEALT = (*STACK, "parallel.pipeline.cuts={layers.1: 1, layers.2: 2, layers.3: 3}")
+INTERLEAVED = (*DEALT, "parallel.pipeline.schedule=interleaved_1f1b")
+BUBBLE = (*STACK, "parallel.pipeline.cuts={layers.2: 1}", "parallel.pipeline.schedule=zero_bubble")
+BUBBLES = (*DEALT, "parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.virtual_stages=2")
+LAYERS = "parallel.recompute=full"
 KINDS = {
     "1f1b": (*TWO, *RANDOM[:1], "train.clip=0.05"),
     "gpipe and accumulation": (*TWO, "parallel.pipeline.schedule=gpipe", "train.accumulate=2", "data.batch_size=32"),
     "tied": (*TIED, "parallel.pipeline.cuts={leave: 1}", "optimizer.target=torch.optim.AdamW", "train.clip=0.01"),
     "one rank per stage": (*TIED, "world_size=2", "parallel.pipeline.micro_batches=3", "data.batch_size=12"),
+    "interleaved": (*INTERLEAVED, "train.accumulate=2", "data.batch_size=32"),
+    "zero bubble": BUBBLE,
+    "zero bubble of virtual stages, recomputed": (*BUBBLES, "world_size=2", LAYERS),
+    "interleaved, offloaded": (*INTERLEAVED, "world_size=2", "parallel.offload.activations.to=host"),
 }
 
 
@@ -25,6 +40,18 @@ KINDS = {
 def test_one_process_agrees(start, kind):
     ended = start(*KINDS[kind], "train.precision=fp64", "verify.steps=2", verb="verify")
     assert ended.verdict["passed"] and ended.value <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(*INTERLEAVED, LAYERS), (*BUBBLE, "train.accumulate=2", "data.batch_size=32"), (*STACK, "world_size=2")],
+    ids=["interleaved, recomputed", "zero bubble", "one rank per stage"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_in_every_stage(start, words, precision):
+    ended = start(*words, "parallel.zero.stage=1", f"train.precision={precision}", "verify.steps=3", verb="verify")
+    assert ended.verdict["passed"]
+    assert max(ended.verdict["weight_max_rel_diff"].values()) <= (1e-6 if precision == "fp32" else 1e-2)
 
 
 def test_low_precision_is_updated_from_masters(start):
@@ -48,6 +75,34 @@ def test_plan_tells_stages_and_the_bytes_sent(start):
     assert "stage 1 of 2" in text[2] and "outer.weight" in text[2] and "inner.weight" not in text[2]
 
 
+def test_plan_tells_virtual_stages(start):
+    ended = start(*INTERLEAVED, "train.steps=2", "train.log_every=100", "parallel.dump_ir=true")
+    pipeline = ended.plan["pipeline"]
+    assert (pipeline["stages"], pipeline["virtual_stages"], pipeline["held"]) == (2, 2, [5, 3])
+    assert 1 / 9 <= pipeline["bubble"] < 1
+    placed = {operator["name"]: (operator["stage"], operator["group"]) for operator in ended.plan["operators"]}
+    assert placed["layers.0.0"] == (0, 0) and placed["layers.2.0"] == (2, 0) and placed["layers.3.0"] == (3, 1)
+    assert ended.plan["parameters"]["layers.0.0.weight"]["stages"] == [0, 3]
+    predicted = pipeline["communication"][0]
+    assert predicted["send"] == 4 * (2 + 1) * 2 * 12 * 4  # micro-batches x (values and gradients) x rows x columns x 4
+    norm = -(-2 * 3 // 4) * 8  # clipped by, in every step
+    assert ended.results[-1]["sent"] == {
+        kind: 2 * n + 2 * norm * (kind == "all_reduce") for kind, n in predicted.items()
+    }
+    folder = ended.folder / "ir" / "rank_1"
+    assert "stage 0 of 4" in (folder / "step_parallel_end.ir").read_text()
+    assert "stage 2 of 4" in (folder / "step_parallel_end_2.ir").read_text()
+
+
+def test_recompute_in_a_pipeline_stores_less(start):
+    plans = [start(*INTERLEAVED, *words, "train.steps=1", folder=str(len(words))).plan for words in ((), (LAYERS,))]
+    (plain, less) = plans
+    assert plain["recompute"] is None and less["recompute"]["modules"] == [f"layers.{n}" for n in range(4)]
+    assert less["recompute"]["stored_bytes"] < less["recompute"]["stored_bytes_without"]
+    for ours, theirs in zip(less["pipeline"]["memory"], plain["pipeline"]["memory"], strict=True):
+        assert ours["activations"] < theirs["activations"]
+
+
 def stored(folder):
     path = checkpoint.newest(folder / "checkpoints")
     tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
@@ -66,6 +121,64 @@ def test_a_run_goes_on_bit_for_bit(start):
     assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
 
 
+def test_schedules_train_to_the_same_bits(start):
+    cuts, steps = "parallel.pipeline.cuts={layers.2: 1}", ("train.steps=2", "checkpoint.every=2")
+    ended = [
+        start(*STACK, cuts, *steps, f"parallel.pipeline.schedule={kind}", folder=kind).folder
+        for kind in ("gpipe", "1f1b", "zero_bubble")
+    ]
+    (truth, *others) = map(stored, ended)
+    weights = [key for key in truth if key.startswith("model/")]
+    assert weights
+    for found in others:
+        assert [key for key in weights if not torch.equal(found[key], truth[key])] == []
+
+
+@pytest.mark.parametrize("words", [INTERLEAVED, BUBBLES], ids=["interleaved", "zero bubble"])
+def test_a_sharded_run_goes_on_bit_for_bit(start, words):
+    words = (*words, "parallel.zero.stage=1", "checkpoint.every=2")
+    whole = start(*words, "train.steps=4", folder="whole")
+    start(*words, "train.steps=2", folder="parts")
+    parts = start(*words, "train.steps=4", "train.resume=auto", folder="parts")
+    assert parts.value == whole.value
+    ours, truth = stored(parts.folder), stored(whole.folder)
+    assert ours.keys() == truth.keys()
+    assert [key for key in truth if not torch.equal(ours[key], truth[key])] == []
+
+
+EVALUATED = ("evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12", "evaluate.every=1", "train.steps=2")
+MODELS = {
+    "virtual stages": (*INTERLEAVED, "evaluate.metric=accuracy", "parallel.zero.stage=1"),
+    "written buffers": (*TWO, "model.args.norm=true", "evaluate.metric=accuracy"),
+    "two results and a loss with weights": (
+        *(*SMALL, "parallel=data_parallel", "model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss"),
+        *(
+            "parallel.pipeline.stages=2",
+            "parallel.pipeline.cuts={second: 1, loss: 1}",
+            "evaluate.metric=networks.disagreement",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_evaluation_runs_through_the_stages(start, model):
+    words = (*MODELS[model], *EVALUATED, "train.precision=fp64" * ("zero" not in str(MODELS[model])))
+    words = tuple(word for word in words if word)
+    ours = start(*words, folder="ours").evaluations
+    alone = [word for word in words if not word.startswith(("parallel", "world_size"))]
+    truth = start(*alone, "parallel=stand_alone", "world_size=1", "train.accumulate=4", folder="alone").evaluations
+    assert list(ours) == [1, 2]
+    assert ours == {step: pytest.approx(values, rel=1e-5) for step, values in truth.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("world_size=2",), ("parallel.zero.stage=1",)], ids=["plain", "sharded"])
+def test_stages_are_compiled(start, words):
+    ended = start(*INTERLEAVED, *words, "train.compile=true", "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+
+
 CUTS = "parallel.pipeline.cuts"
 BAD = [
     (("parallel.pipeline.micro_batches=1",), ("micro_batches = 1 is less than parallel.pipeline.stages = 2",)),
@@ -73,11 +186,31 @@ BAD = [
     (("world_size=5",), ("world_size = 5", "parallel.pipeline.stages = 2", "a multiple of 2")),
     (("parallel.pipeline.stages=1",), ("parallel.pipeline.stages", "2")),
     ((f"{CUTS}.outer=2",), ("outer = 2", "stages 0 to 1")),
-    (("parallel.pipeline.schedule=zero_bubble",), ("comes later", "1f1b or gpipe")),
-    (("parallel.zero.stage=1",), ("parallel.zero.stage = 0 only", "parallel.pipeline.stages=null")),
-    (("train.compile=true",), ("train.compile = true", "parallel.pipeline.stages = 2")),
-    (("evaluate.metric=accuracy",), ("evaluate.metric=null", "parallel.pipeline.stages = 2")),
+    (("parallel.pipeline.virtual_stages=2",), ("schedule = '1f1b' has one stage", "interleaved_1f1b or zero_bubble")),
+    (
+        ("parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=1"),
+        ("virtual_stages = 1 is 1f1b that holds more", "virtual_stages=2 or more"),
+    ),
+    (
+        ("parallel.pipeline.schedule=zero_bubble", "parallel.pipeline.micro_batches=5", "data.batch_size=20"),
+        ("micro_batches = 5", "in 2 rounds", "a multiple of parallel.pipeline.stages = 2"),
+    ),
+    (
+        ("parallel.pipeline.schedule=interleaved_1f1b", f"{CUTS}.outer=4"),
+        ("outer = 4", "stages x virtual_stages = 2 x 2 = 4 has the stages 0 to 3"),
+    ),
+    (
+        ("parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=9", f"{CUTS}=auto"),
+        ("2 x 9 = 18, but the model has only", "operators; take fewer stages"),
+    ),
+    (("parallel.pipeline.schedule=interleaved_1f1b",), ("leave stage 2 of", "give it a module")),
+    (("parallel.zero.stage=2",), ("parallel.zero.stage = 0 or 1, not 2", "every micro-batch", "stages=null")),
+    (
+        ("train.compile=true", "parallel.pipeline.schedule=zero_bubble"),
+        ("train.compile = true", "schedule = 'zero_bubble'", "1f1b or interleaved_1f1b"),
+    ),
     (("parallel.mode=stand_alone", "world_size=1"), ("parallel.mode = 'stand_alone'", "stages=null")),
+    (("train.precision=fp16", "parallel.zero.stage=1"), ("'fp16'", "parallel.zero.stage=0 or train.precision=bf16")),
     (("parallel.pipeline.stages=null",), ("parallel.pipeline.cuts is given", "stages=N")),
     (
         ("parallel.comm_fusion.all_reduce={mode: index, config: [1]}",),
@@ -100,7 +233,13 @@ def test_refused(command, left, words, told):
 
 
 def test_nested_cuts_are_one_path():
-    section = {"stages": 2, "micro_batches": None, "schedule": "1f1b", "cuts": {"layers": {"2": 1}, "a.b": 0}}
+    section = {
+        "stages": 2,
+        "virtual_stages": None,
+        "micro_batches": None,
+        "schedule": "1f1b",
+        "cuts": {"layers": {"2": 1}, "a.b": 0},
+    }
     read = Pipeline.model_validate(section)
     with pytest.raises(ValidationError, match="names no module; write auto"):
         Pipeline.model_validate(section | {"cuts": {}})

@@ -37,6 +37,8 @@ KINDS = {
     "stage 3": (*MODES["semi_auto"], DROPOUT, "parallel.zero.stage=3"),
     "stand_alone": (*MODES["stand_alone"], DROPOUT, NORM),
     "hybrid": HYBRID,
+    "fp16": (*MODES["data_parallel"], DROPOUT, "train.precision=fp16", "loss.args.reduction=sum"),
+    "fp16, stage 2": (*MODES["semi_auto"], "train.precision=fp16", "parallel.zero.stage=2", "loss.args.reduction=sum"),
     "bf16": (*MODES["data_parallel"], DROPOUT, "train.precision=bf16", "train.accumulate=2"),
 }
 

@@ -58,6 +58,10 @@ def compare(rank: Any, payload: tuple[list[Case], list[str]]) -> list[dict[str, 
 
 
 def _run(case: Case, rank: int, way: str) -> Ran:
+    return _ran(case, rank, way)[0]
+
+
+def _ran(case: Case, rank: int, way: str) -> tuple[Ran, Communicator]:
     program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
     chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
     used = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
@@ -80,10 +84,21 @@ def _run(case: Case, rank: int, way: str) -> Ran:
         for _, one in learning:
             one.grad = None
     breaks, graphs = list(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    return Ran(losses, gradients, breaks, graphs, dict(communicator.sent))
+    return Ran(losses, gradients, breaks, graphs, dict(communicator.sent)), communicator
 
 
 def _gather(value: Any) -> list[Any]:
     received: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(received, value)
     return received
+
+
+def depths(rank: Any, cases: list[Case]) -> list[dict[str, int]]:
+    """How many graphs are compiled for one step of every case, and how many process groups it has."""
+    return [_depth(case, rank.rank) for case in cases]
+
+
+def _depth(case: Case, rank: int) -> dict[str, int]:
+    torch._dynamo.reset()
+    ran, communicator = _ran(case, rank, "whole")
+    return {"graphs": ran.graphs, "breaks": len(ran.breaks), "groups": len(communicator._groups)}

@@ -15,6 +15,7 @@ from strategies.engine import weights
 from strategies.engine.communicator import Communicator
 from strategies.engine.fusion import fuse
 from strategies.engine.lowering import lower
+from strategies.engine.overlap import overlap
 from strategies.engine.partition import build
 from strategies.engine.program import Options, Program
 from strategies.engine.simulate import assemble, shard
@@ -27,13 +28,15 @@ from strategies.redistribution import LOCAL
 
 @dataclass(frozen=True)
 class Case:
-    """A planned model, the file with its weights, one batch by entry name, and what may be joined (see `fuse`)."""
+    """A planned model, the file with its weights, one batch by entry name, what may be joined (see `fuse`), and whether
+    redistributions are started early (see `overlap`)."""
 
     graph: OperatorGraph
     plan: Plan
     file: Path
     batch: dict[str, Tensor]
     sizes: dict[str, int] = field(default_factory=dict)
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def chains_of(program: Program) -> list[tuple[Any, int]]:
 
 def _step(case: Case, rank: int) -> Result:
     program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
+    program = overlap(program) if case.early else program
     mesh = program.mesh
     used = [*(step.axes for step, _ in chains_of(program)), program.loss_axes, *axes_needed(program)]
     communicator = Communicator(mesh, rank, used)

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from models.quickstart import Net as Quickstart
 from runner.launch import run_ranks
-from strategies.cost.estimate import LAPTOP
 from strategies.cost.updating import Updating
 from strategies.describe import communication, describe
-from strategies.engine import weights
+from strategies.engine import weights, zero_traffic
 from strategies.engine.buckets import predicted as predicted_gradients
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted
+from tests.strategies.machines import cluster
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import TOLERANCE, Model
 
@@ -63,7 +63,7 @@ def quickstart() -> tuple[Model, Plan]:
 
 
 def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
-    settings = {"machine": LAPTOP, "updating": Updating(**options)}
+    settings = {"cluster": cluster(2, 8), "updating": Updating(**options)}
     return json.loads(
         json.dumps(describe(model.graph, plan, lower(model.graph, plan, Options(partial_loss=True)), **settings))
     )
@@ -97,7 +97,10 @@ def test_keys_that_scripts_rely_on() -> None:
     assert (weight["shape"], weight["local_shape"]) == ([32, 16], [8, 16])
     assert (weight["replica_group_size"], weight["replica_group"]) == (2, [0, 4])
     assert set(content["search"]) == {"algorithm", "seconds", "cost", "lower_bound"}
-    assert content["cost"]["total"] == content["cost"]["compute"] + content["cost"]["communication"]
+    cost = content["cost"]
+    assert cost["total"] == cost["compute"] + cost["communication"] + cost["optimizer"]
+    assert cost["compute"] == cost["forward"] + cost["backward"] + cost["recomputed"]
+    assert cost["communication"] == sum(cost["redistributions"].values()) + cost["gradients_exposed"]
     assert content["memory"]["parameters"] == (8 * 16 + 4 * 16) * 8
     memory = content["memory"]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -148,11 +151,13 @@ def test_bytes_are_the_sum_of_the_parts() -> None:
 def test_micro_batches_and_stages() -> None:
     model, plan = quickstart()
     program = lower(model.graph, plan, Options(partial_loss=True))
-    once, thrice = communication(program, 0), communication(program, 0, 3)
+    once, thrice = communication(program, Updating()), communication(program, Updating(accumulate=3))
     assert thrice["reduce_scatter"] == 3 * once["reduce_scatter"]
     assert thrice["all_reduce"] == once["all_reduce"]  # the gradients and the loss, once per step
     sums = predicted_gradients(program, measure=False)["all_reduce"]
-    assert communication(program, 1)["all_reduce"] == once["all_reduce"] - sums
+    sharded = lower(model.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
+    zero = communication(sharded, Updating(1))
+    assert zero["all_reduce"] - zero_traffic.predicted(sharded, 1)["all_reduce"] == once["all_reduce"] - sums
     assert told(model, plan, accumulate=3)["cost"]["compute"] == pytest.approx(3 * told(model, plan)["cost"]["compute"])
     sharded = told(model, plan, stage=3)["memory"]
     assert sharded["parameters"] == (8 * 16 + 4 * 16) * 8 // 2
@@ -191,7 +196,8 @@ def test_predicted_bytes_are_sent(executed: tuple[Model, list[Plan], list[Result
     for plan, result in zip(plans, results, strict=True):
         assert result.predicted == result.sent  # per rank and collective
         program = lower(model.graph, plan, Options(partial_loss=True))
-        whole = communication(program, 1)
+        whole = Counter(communication(program, Updating()))
+        whole.subtract(predicted_gradients(program, measure=False))
         for kind in {kind for rank in result.sent for kind in rank}:
             most = max(rank.get(kind, 0) for rank in result.sent) + (
                 12 if kind == "all_reduce" and program.loss_axes else 0

@@ -589,8 +589,8 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing configured": ({"mode": "auto"}, "none is configured"),
     "later search": (
-        {"mode": "auto", "search": "dynamic_programming"},
-        "^parallel.search = 'dynamic_programming' is not available",
+        {"mode": "auto", "search": "recursive_programing"},
+        "^parallel.search = 'recursive_programing' is not available.* Did you mean 'recursive_programming'",
     ),
     "no plan": ({"mode": "hybrid"}, "^parallel.mode = hybrid has no plan"),
     "no device": ({"world_size": 0}, "^world_size = 0"),

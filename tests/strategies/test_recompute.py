@@ -21,7 +21,6 @@ from models.losses import NextTokenLoss
 from runner.launch import run_ranks
 from strategies.capture import Captured, Objective, capture
 from strategies.cost.activations import saved_tensors, trace
-from strategies.cost.estimate import LAPTOP
 from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine import weights
@@ -33,6 +32,7 @@ from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted, WantedRecompute
+from tests.strategies.machines import cluster
 from tests.strategies.recomputed_entries import Case, Ran
 
 WAYS = {
@@ -224,7 +224,7 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
 def test_the_plan_tells_the_bytes(gpt):
     plan = planned(gpt, WAYS["full"])
     program = lower(gpt.graph, plan, Options(partial_loss=True))
-    content = describe(gpt.graph, plan, program, updating=Updating(), machine=LAPTOP)
+    content = describe(gpt.graph, plan, program, updating=Updating(), cluster=cluster(8))
     without = trace(replace(program, recompute=None), Updating())
     entry = content["recompute"]
     assert entry["modules"] == LAYERS

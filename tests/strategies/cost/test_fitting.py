@@ -11,10 +11,10 @@ import torch
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.estimate import LAPTOP, seconds
 from strategies.cost.fitting import Choice, Fitting, Way, choices, together
 from strategies.cost.limit import over
 from strategies.cost.memory import Memory
+from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
@@ -22,12 +22,14 @@ from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, WantedRecompute
+from tests.strategies.machines import cluster
 
 KINDS: dict[str, dict[Way, tuple[float, int]]] = {
     "a": {"full": (3.0, 10), "selective": (1.0, 4)},
     "b": {"full": (2.0, 9)},
     "c": {"full": (5.0, 11), "selective": (2.5, 7)},
 }
+CLUSTER = cluster(2)
 LAYERS = {"a": 3, "b": 2, "c": 2}
 
 
@@ -65,7 +67,7 @@ def fitting(found: Captured, wanted: WantedRecompute | None = None, updating: Up
         plan,
         wanted or WantedRecompute("full"),
         updating or Updating(factory=adamw),
-        LAPTOP,
+        CLUSTER,
         lambda one: lower(found.graph, one, Options(partial_loss=True)),
     )
 
@@ -137,7 +139,7 @@ def test_work_that_is_repeated_costs_time(gpt):
     plain, full = one.plan, every_plan(one)[4]
 
     def compute(plan: Plan) -> float:
-        return seconds(gpt.graph, plan, one.lowered(plan), {}, LAPTOP, 1)["compute"]
+        return step_cost(gpt.graph, plan, one.lowered(plan), CLUSTER, one.updating).compute
 
     assert full.recompute is not None and len(full.recompute.modules) == 2
     assert compute(plain) < compute(full) < 4 / 3 * compute(plain)  # a third, less what is outside the layers

@@ -15,7 +15,7 @@ from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
 from strategies.cost.activations import trace
 from strategies.cost.live import Live
-from strategies.cost.memory import memory, under_way
+from strategies.cost.memory import memory
 from strategies.cost.sharded import Group
 from strategies.cost.updating import Updating
 from strategies.engine.activations import Activations, meant
@@ -27,6 +27,8 @@ from strategies.engine.partition import build
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.engine.updates import learning
+from strategies.pipeline.memory import group_memory
+from strategies.pipeline.schedule import Action
 from strategies.planner import make_plan
 from strategies.request import Request, WantedRecompute
 
@@ -161,11 +163,23 @@ def test_recompute_and_offload_take_off_what_they_say(gpt):
 
 
 def test_micro_batches_under_way_add_their_activations(gpt):
-    one = memory(trace(program_of(gpt), Updating()), Updating())
-    three = under_way(one, 3)
+    traced = trace(program_of(gpt), Updating())
+    one = memory(traced, Updating())
+    actions = [Action("forward", number, 0) for number in range(3)] + [Action("backward", n, 0) for n in range(3)]
+    three = group_memory(0, [traced], actions, 1, Updating())
     assert three.activations == 3 * one.activations
     assert three.peaks["backward"] == one.peaks["backward"] + 2 * one.activations
     assert three.peaks["update"] == one.peaks["update"]
+
+
+def test_stages_of_one_group_stand_together(gpt):
+    traced = trace(program_of(gpt), Updating())
+    one = memory(traced, Updating())
+    actions = [Action("forward", 0, 0), Action("forward", 0, 2), Action("backward", 0, 2), Action("backward", 0, 0)]
+    both = group_memory(0, [traced] * 4, actions, 2, Updating())
+    assert (both.held, both.activations) == (2 * one.held, 2 * one.activations)
+    assert both.peaks["update"] == 2 * one.peaks["update"]
+    assert both.peaks["backward"] == one.peaks["backward"] + one.held + one.activations + traced.gradients
 
 
 def test_parts_of_flat_groups():

@@ -1,4 +1,4 @@
-"""`ranks`: run an entry of `sharded_training` on real processes; `training`: that module."""
+"""`ranks`: run an entry of `sharded_training` (or another module here) on real processes; `training`: that module."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ def training() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def ranks(training: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    def call(entry: str, payload: Any, world_size: int = 4) -> Any:
+    def call(entry: str, payload: Any, world_size: int = 4, module: str = "sharded_training") -> Any:
         folder = tmp_path_factory.mktemp("run")
         return run_ranks(
-            f"sharded_training:{entry}",
+            f"{module}:{entry}",
             payload,
             world_size=world_size,
             run_dir=folder,

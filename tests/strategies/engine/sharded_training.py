@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 class Loss(nn.Module):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.float() if output.dtype == torch.bfloat16 else output, target.flatten())
+        return F.cross_entropy(output.float() if output.element_size() < 4 else output, target.flatten())
 
 
 class Layers(nn.Module):
@@ -107,6 +107,7 @@ class Case:
     overlap: bool = False
     offload: Offload = NOTHING
     place: tuple[str, ...] = ()
+    loss_scale: float | None = 64.0
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,7 @@ class Setup:
             cut=case.cut,
             overlap=case.overlap,
             offload=case.offload,
+            loss_scale=case.loss_scale,
         )
         self.scheduler = scheduler_of(self.updates.optimizer)
 
@@ -439,6 +441,41 @@ def overlapped(rank: Any, payload: list[tuple[Task, Case]]) -> list[tuple[bool, 
         same = same and all(torch.equal(a, b) for a, b in weights)
         found.append((same, *calls, during.communicator.sent == after.communicator.sent))
         during.updates.close()
+    return found
+
+
+def reductions(rank: Any, payload: list[tuple[Task, Case]]) -> list[list[int]]:
+    """Of every case without slices: how often gradients are sent to be added, by micro-batch and then in the update."""
+    counted = [0]
+
+    def counting(call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            counted[0] += any(value.numel() > 1 for value in given)  # no norm, no flag
+            return call(*args, **kwargs)
+
+        return run
+
+    names = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter", "reduce")
+    kept = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    found = []
+    for task, case in payload:
+        setup = Setup(task, case, rank.rank)
+        try:
+            for name, call in kept.items():
+                setattr(dist, name, counting(call))
+            counts = []
+            for x, y in task.batches[0]:
+                counted[0] = 0
+                setup.updates.backward(setup.updates.module(*setup.batch(setup.program, x, y)))
+                counts.append(counted[0])
+            counted[0] = 0
+            setup.updates.step()
+            found.append([*counts, counted[0]])
+        finally:
+            for name, call in kept.items():
+                setattr(dist, name, call)
+        setup.updates.close()
     return found
 
 

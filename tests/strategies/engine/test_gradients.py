@@ -1,6 +1,7 @@
 """Stage 0 against plain torch on one device: gradients and norms (Adam would hide a wrong factor), and bytes."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.lowering import lower
 from strategies.engine.partition import build
+from strategies.engine.scaling import WINDOW, LossScale, scale_of
 from strategies.engine.simulate import shard
 from strategies.engine.updates import Cut, learning, make_updates
 from strategies.errors import StrategyError
@@ -18,8 +20,8 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 
 ALONE = Mesh((("a", 1),))
-TOLERANCE = {"fp32": 2e-6, "fp64": 1e-12, "bf16": 2e-2}
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 2e-6, "fp64": 1e-12, "bf16": 2e-2, "fp16": 3e-3}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cases(training):
@@ -35,6 +37,8 @@ def cases(training):
         *(case(seed, precision="fp64", optimizer=kind, clip=0.3) for seed, kind in [(4, "sgd"), (5, "adamw")]),
         case(data_parallel, precision="bf16"),
         case(6, precision="bf16", clip=0.3),
+        case(data_parallel, precision="fp16", clip=0.3),
+        case(6, precision="fp16", optimizer="adamw", clip=0.3),
     ]
 
 
@@ -48,8 +52,8 @@ def results(training, ranks):
     for case, result in zip(given, done, strict=True):
         assert not isinstance(result, str), result
         net, task = tasks[case.precision]
-        # in bf16 the ranks update fp32 masters, so their reference starts from the same rounded weights in fp32
-        reference = copy.deepcopy(net).float() if case.precision == "bf16" else copy.deepcopy(net)
+        # below fp32 the ranks update fp32 masters, so their reference starts from the same rounded weights in fp32
+        reference = copy.deepcopy(net).float() if case.precision in ("bf16", "fp16") else copy.deepcopy(net)
         found.append((case, result, training.eager(reference, case, task.batches, tuple(result.gradients))))
     return found
 
@@ -255,3 +259,54 @@ def test_optimizers_by_shape_need_whole_parameters(alone, training):
 
 def ids(program):
     return {source.name: source.id for source in program.sources}
+
+
+def test_accumulated_gradients_are_added_once_per_step(training, ranks):
+    """Stage 2 keeps only a part of every gradient, so there DeepSpeed has to add them after every micro-batch."""
+    _, task = training.task()
+    cases = [training.Case(training.DATA_PARALLEL, stage) for stage in (0, 1, 2)]
+    cases.append(training.Case(training.DATA_PARALLEL, overlap=True))
+    after, one, two, during = ranks("reductions", [(task, case) for case in cases])
+    assert after == [0, 0, 1]  # two micro-batches, then the update
+    assert during == one == [0, 1, 0]
+    assert two == [1, 1, 0]
+
+
+def test_a_step_with_overflow_leaves_everything_as_it_was(training):
+    _, task = training.task(torch.float16)
+    program = lower(task.graph, training.plan_of(task.graph, training.DATA_PARALLEL, ALONE))
+    module = build(program, training.pieces_of(program, task.tensors, 0), Communicator(ALONE, 0), "cpu")
+    updates = make_updates(
+        0, module, program, Communicator(ALONE, 0), training.factory("adamw"), training.groups_of(program),
+        precision="fp16",
+    )  # fmt: skip
+
+    def step(factor):
+        updates.backward(updates.module(*task.batches[0][0]) * factor)
+        return updates.step()
+
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert updates.loss_scale == LossScale(2.0**15)
+    assert not math.isfinite(step(10.0))
+    assert updates.loss_scale == LossScale(2.0**14, skipped=1)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert not updates.state().sliced.keys() - {"master"}  # the optimizer has not begun
+    assert math.isfinite(step(0.01)) and updates.loss_scale == LossScale(2.0**14, good=1, skipped=1)
+    saved = updates.state()
+    assert not math.isfinite(step(10.0)) and updates.loss_scale == LossScale(2.0**13, skipped=2)
+    updates.load(saved)
+    assert updates.loss_scale == LossScale(2.0**14, good=1, skipped=1)
+
+
+def test_the_loss_scale_grows_after_many_good_steps_and_has_an_end():
+    scale = LossScale(2.0, good=WINDOW - 1)
+    scale.note(finite=True)
+    assert scale == LossScale(4.0)
+    for _ in range(2):
+        scale.note(finite=False)
+    with pytest.raises(FloatingPointError, match="not finite in fp16 even with a loss scale of 1; train with"):
+        scale.note(finite=False)
+    constant = scale_of(8.0)
+    constant.note(finite=False)
+    assert constant == LossScale(8.0, adapts=False, skipped=1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.lowering import random_ordinals
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.program import Options
 from strategies.errors import StrategyError
 from strategies.pipeline.cutting import Stage, cut
@@ -56,19 +56,26 @@ class Pipeline:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return total, gradients, dict(model.named_buffers())
 
-    def stages(self, request: Request, count: int, cuts: Cuts, options: Options) -> tuple[Stage, ...]:
+    def stages(self, request: Request, count: int, cuts: Cuts, options: Options, virtual: int = 1) -> tuple[Stage, ...]:
         graph = self.captured.graph
         plan: Plan = make_plan(graph, request)
-        return cut(graph, plan, in_stages(graph, count, cuts), random_ordinals(graph, plan, options))
+        return cut(graph, plan, in_stages(graph, count, cuts, virtual), random_ordinals(graph, plan, options))
 
     def run(
-        self, request: Request, count: int, cuts: Cuts = "auto", kind: str = "1f1b", exact: bool = False
+        self,
+        request: Request,
+        count: int,
+        cuts: Cuts = "auto",
+        kind: str = "1f1b",
+        exact: bool = False,
+        virtual: int = 1,
     ) -> tuple[float, Lockstep]:
         options = Options(exact)
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         batches = [dict(zip(self.names, batch, strict=True)) for batch in self.batches]
-        lockstep = Lockstep(self.stages(request, count, cuts, options), tensors, batches, options)
-        return lockstep.step(make_schedule(kind, count, len(batches)), range(len(batches))), lockstep
+        stages = self.stages(request, count, cuts, options, virtual)
+        lockstep = Lockstep(stages, tensors, batches, options, groups=count)
+        return lockstep.step(make_schedule(kind, count, len(batches), virtual), range(len(batches))), lockstep
 
     def difference(self, *args: Any, **kwargs: Any) -> float:
         found, lockstep = self.run(*args, **kwargs)
@@ -105,6 +112,34 @@ def gpt(layers: int = 2, dropout: float = 0.0) -> GPT:
 def test_tied_gpt(kind: str, request_: Request, stages: int) -> None:
     pipeline = Pipeline(gpt(), NextTokenLoss(), tokens(4))
     assert pipeline.difference(request_, stages, kind=kind) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("request_", [ALONE, DATA, TENSOR], ids=["alone", "data", "tensor"])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2)], ids=str)
+def test_virtual_stages_of_tied_gpt(kind: str, request_: Request, sizes: tuple[int, int]) -> None:
+    stages, virtual = sizes
+    pipeline = Pipeline(gpt(4, dropout=0.0), NextTokenLoss(), tokens(2 * stages))
+    assert pipeline.difference(request_, stages, kind=kind, virtual=virtual) <= TOLERANCE
+
+
+@pytest.mark.parametrize("request_", [ALONE, TENSOR], ids=["alone", "tensor"])
+def test_every_schedule_gives_the_same_bits(request_: Request) -> None:
+    pipeline = Pipeline(gpt(4, dropout=0.3), NextTokenLoss(), tokens(4))
+
+    def bits(kind: str, stages: int, virtual: int) -> dict[str, Tensor]:
+        loss, lockstep = pipeline.run(request_, stages, "auto", kind, exact=True, virtual=virtual)
+        return {"loss": torch.tensor(loss), **lockstep.gradients()}
+
+    for truth, others in [
+        (
+            bits("gpipe", 4, 1),
+            [("1f1b", 4, 1), ("zero_bubble", 4, 1), ("interleaved_1f1b", 2, 2), ("zero_bubble", 2, 2)],
+        ),
+    ]:
+        for other in others:
+            found = bits(*other)
+            assert [name for name in truth if not torch.equal(found[name], truth[name])] == [], other
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -146,6 +181,45 @@ def test_values_that_skip_stages(request_: Request) -> None:
     assert {stage.number: sorted(stage.holders) for stage in stages}[0] == ["shared"]
     assert not all(stages[1].trainable) and any(stages[1].trainable)
     assert pipeline.difference(request_, 3, cuts) <= TOLERANCE
+
+
+class Shift(nn.Module):
+    def __init__(self, by: nn.Parameter) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by.square()
+
+
+class Shifted(nn.Module):
+    """A weight whose gradient comes back as a sum over the batch in stage 0 and complete in stage 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.shared = nn.Parameter(torch.randn(8))
+        self.shift = Shift(self.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x * self.shared))
+        x = torch.tanh(self.layers[1](x))
+        x = self.shift(torch.tanh(self.layers[2](x)))
+        out: Tensor = self.layers[3](x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zero_bubble"])
+def test_a_weight_of_two_stages_of_the_same_ranks(kind: str) -> None:
+    torch.manual_seed(0)
+    batches: list[tuple[Tensor, ...]] = [(torch.randn(4, 8), torch.randint(0, 8, (4,))) for _ in range(4)]
+    pipeline = Pipeline(Shifted(), nn.CrossEntropyLoss(), batches)
+    cuts = {f"layers.{number}": number for number in range(4)} | {"shift": 2}
+    programs = [
+        lower(stage.graph, stage.plan, outputs=stage.sends) for stage in pipeline.stages(DATA, 2, cuts, Options(), 2)
+    ]
+    assert [programs[number].reductions["shared"] for number in (0, 2)] == [("dp",), ()]
+    assert pipeline.difference(DATA, 2, cuts, kind=kind, virtual=2) <= TOLERANCE
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -1,28 +1,144 @@
-"""Schedules: complete, free of waiting in circles, with the known bubble and number of activations."""
+"""Schedules: complete, free of waiting in circles, in torch's order, with known bubbles and activations."""
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from strategies.errors import StrategyError
-from strategies.pipeline.schedule import KINDS, Action, bubble, held, in_one_process, make_schedule
+from strategies.pipeline.schedule import (
+    BACKWARD,
+    DEALT,
+    FORWARD,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Action,
+    Schedule,
+    bubble,
+    held,
+    in_one_process,
+    last_stage,
+    make_schedule,
+)
 
-SIZES = [(2, 2), (2, 5), (3, 3), (4, 8), (4, 4)]
+SIZES = [(2, 2), (2, 5), (3, 3), (4, 8), (4, 4), (3, 5), (8, 16)]
+WAYS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD, "BACKWARD_INPUT": INPUT, "BACKWARD_WEIGHT": WEIGHT}
+TORCH = {
+    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+def every(kinds: tuple[str, ...] = KINDS) -> list[tuple[str, int, int, int]]:
+    """(kind, groups, micro-batches, virtual stages) that go together."""
+    found = []
+    for kind in kinds:
+        for groups, micro_batches in SIZES:
+            for virtual in (1, 2, 3) if kind in DEALT else (1,):
+                if kind not in DEALT or micro_batches % max(1, micro_batches // groups) == 0:
+                    found.append((kind, groups, micro_batches, virtual))
+    return found
+
+
+@pytest.mark.parametrize("case", every(), ids=str)
+def test_every_micro_batch_runs_both_ways_once_in_order(case: tuple[str, int, int, int]) -> None:
+    _, groups, micro_batches, virtual = case
+    schedule = make_schedule(*case)
+    assert last_stage(schedule) == groups * virtual - 1
+    for group, actions in enumerate(schedule):
+        for stage in range(group, groups * virtual, groups):
+            mine = [action for action in actions if action.stage == stage]
+            for ways in ({FORWARD}, {BACKWARD, INPUT}, {BACKWARD, WEIGHT}):
+                assert [a.micro_batch for a in mine if a.way in ways] == list(range(micro_batches))
+            assert len(mine) == micro_batches * (3 if any(a.way == WEIGHT for a in mine) else 2)
+        assert all(action.stage % groups == group for action in actions)
+
+
+@pytest.mark.parametrize("case", every(tuple(TORCH)), ids=str)
+def test_the_order_is_that_of_torch(case: tuple[str, int, int, int]) -> None:
+    kind, groups, micro_batches, virtual = case
+    asked = SimpleNamespace(
+        n_local_stages=virtual,
+        microbatches_per_round=micro_batches // max(1, micro_batches // groups),
+        pp_group_size=groups,
+        _n_microbatches=micro_batches,
+    )
+    for group, actions in enumerate(make_schedule(*case)):
+        theirs = TORCH[kind]._calculate_single_rank_operations(asked, group)
+        merged = torch_schedules._merge_bw([one for one in theirs if one is not None])
+        assert [(a.way, a.micro_batch, a.stage) for a in actions] == [
+            (WAYS[one.computation_type.name], one.microbatch_index, one.stage_index) for one in merged
+        ]
+
+
+def run_with_blocking_receives(schedule: Schedule) -> None:
+    """Every group works through its list alone; messages of a link arrive in the order in which they were sent, and a
+    receive waits for the next one, whatever it is."""
+    groups, last = len(schedule), last_stage(schedule)
+    links: dict[tuple[int, str], deque[tuple[int, int]]] = {
+        (group, way): deque() for group in range(groups) for way in (FORWARD, BACKWARD)
+    }  # by receiving group
+    left = [deque(actions) for actions in schedule]
+    while any(left):
+        moved = False
+        for group, actions in enumerate(left):
+            while actions:
+                way, number, stage = actions[0].way, actions[0].micro_batch, actions[0].stage
+                ahead = way == FORWARD
+                receives = way != WEIGHT and stage != (0 if ahead else last)
+                link = links[group, FORWARD if ahead else BACKWARD]
+                if receives and not link:
+                    break
+                if receives:
+                    assert link.popleft() == (stage, number), "another message comes first"
+                if way != WEIGHT and stage != (last if ahead else 0):
+                    other = stage + (1 if ahead else -1)
+                    links[other % groups, FORWARD if ahead else BACKWARD].append((other, number))
+                actions.popleft()
+                moved = True
+        assert moved, f"all wait: {[list(actions)[:1] for actions in left]}"
+    assert not any(links.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_every_micro_batch_runs_both_ways_once_in_order(kind: str, stages: int, micro_batches: int) -> None:
-    for actions in make_schedule(kind, stages, micro_batches):
-        for way in ("forward", "backward"):
-            assert [a.micro_batch for a in actions if a.way == way] == list(range(micro_batches))
+def test_blocking_receives_never_wait_in_a_circle(kind: str) -> None:
+    tried = 0
+    for groups in range(2, 9):
+        for micro_batches in range(groups, 4 * groups + 1):
+            for virtual in (1, 2, 3, 4) if kind in DEALT else (1,):
+                if kind in DEALT and micro_batches % (micro_batches // groups):
+                    continue
+                run_with_blocking_receives(make_schedule(kind, groups, micro_batches, virtual))
+                tried += 1
+    assert tried > 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_bubble_of_equal_stages(kind: str, stages: int, micro_batches: int) -> None:
-    found = bubble(make_schedule(kind, stages, micro_batches), [2.0] * stages)
-    assert found == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+def test_messages_in_another_order_are_noticed() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    crossed = (schedule[0], (schedule[1][1], schedule[1][0], *schedule[1][2:]))
+    with pytest.raises(AssertionError, match="another message comes first"):
+        run_with_blocking_receives(crossed)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [size for size in SIZES if size[1] % size[0] == 0])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_bubble_of_equal_stages(kind: str, stages: int, micro_batches: int, virtual: int) -> None:
+    if kind not in DEALT:
+        virtual = 1
+    found = bubble(make_schedule(kind, stages, micro_batches, virtual), [2.0] * stages * virtual)
+    assert found == pytest.approx((stages - 1) / (virtual * micro_batches + stages - 1))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_zero_bubble_waits_a_third(stages: int, micro_batches: int, virtual: int) -> None:
+    found = bubble(make_schedule("zero_bubble", stages, micro_batches, virtual), [1.0] * stages * virtual)
+    assert found == pytest.approx((stages - 1) / (3 * virtual * micro_batches + stages - 1))
 
 
 def test_bubble_of_unequal_stages() -> None:
@@ -34,14 +150,21 @@ def test_bubble_of_unequal_stages() -> None:
 def test_activations_held() -> None:
     assert [held(actions) for actions in make_schedule("gpipe", 4, 8)] == [8, 8, 8, 8]
     assert [held(actions) for actions in make_schedule("1f1b", 4, 8)] == [4, 3, 2, 1]
+    assert [held(actions) for actions in make_schedule("interleaved_1f1b", 4, 8, 2)] == [11, 9, 7, 5]
+    assert [held(actions) for actions in make_schedule("zero_bubble", 4, 8)] == [4, 4, 4, 4]
+    assert held(make_schedule("interleaved_1f1b", 2, 2, 2)[1], [1.0, 10.0, 1.0, 2.0]) == 22
 
 
 def test_stages_that_wait_for_one_another() -> None:
-    early = (Action("backward", 0), Action("forward", 0))
+    early = (Action(BACKWARD, 0, 0), Action(FORWARD, 0, 0))
     with pytest.raises(ValueError, match="wait for one another"):
-        in_one_process((early, (Action("forward", 0), Action("backward", 0))))
+        in_one_process((early, (Action(FORWARD, 0, 1), Action(BACKWARD, 0, 1))))
 
 
-def test_unknown_schedule() -> None:
+def test_schedules_that_cannot_be() -> None:
     with pytest.raises(StrategyError, match="Did you mean '1f1b'"):
         make_schedule("1f1", 2, 2)
+    with pytest.raises(StrategyError, match="one stage per rank, not 2; take interleaved_1f1b or zero_bubble"):
+        make_schedule("1f1b", 2, 2, 2)
+    with pytest.raises(StrategyError, match=r"5 micro-batches cannot be cut into 2 rounds .* a multiple of 2"):
+        make_schedule("zero_bubble", 2, 5)

@@ -1,0 +1,121 @@
+"""Activations that the schedules of a pipeline hold: a GPT in two stages, a rank each, with as many and with twice as
+many micro-batches as it takes, the same batch of rows for all.
+
+Counted is what autograd has saved and not yet let go, by storage and without the parameters, while a step runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+RANKS, LAYERS, WIDTH, ROWS, LENGTH = 2, 4, 128, 16, 64
+SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b"), (4, 8)
+
+
+def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The most bytes that each stage held, by schedule and micro-batches, and the losses."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from models.gpt import GPT
+    from models.losses import NextTokenLoss
+    from strategies.capture import Objective, capture
+    from strategies.engine.communicator import Communicator
+    from strategies.engine.lowering import lower, random_ordinals
+    from strategies.engine.partition import build
+    from strategies.engine.program import Options
+    from strategies.engine.stages import Peers, StageRunner
+    from strategies.engine.updates import axes_needed, make_updates
+    from strategies.pipeline.cutting import cut
+    from strategies.pipeline.placing import in_stages
+    from strategies.pipeline.schedule import make_schedule
+    from strategies.planner import make_plan
+    from strategies.request import Request
+
+    class Held:
+        """Bytes that autograd holds: storages are counted while anything keeps a tensor of theirs."""
+
+        def __init__(self, others: set[int]) -> None:
+            self.others, self.uses, self.now, self.most = others, dict[int, int](), 0, 0
+
+        def pack(self, tensor: torch.Tensor) -> Any:
+            number = tensor.untyped_storage()._cdata
+            return tensor if number in self.others else Kept(tensor, number, self)
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor, number: int, held: Held) -> None:
+            self.tensor, self.number, self.held = tensor, number, held
+            uses = held.uses.get(number, 0)
+            held.uses[number] = uses + 1
+            held.now += 0 if uses else tensor.untyped_storage().nbytes()
+            held.most = max(held.most, held.now)
+
+        def __del__(self) -> None:
+            self.held.uses[self.number] -= 1
+            if not self.held.uses[self.number]:
+                self.held.now -= self.tensor.untyped_storage().nbytes()
+
+    def step(kind: str, micro_batches: int) -> tuple[int, float]:
+        torch.manual_seed(0)
+        net = GPT(256, LENGTH, WIDTH, LAYERS, 4)
+        tokens, labels = (torch.randint(256, (ROWS, LENGTH)) for _ in range(2))
+        rows = ROWS // micro_batches
+        objective = Objective(net, NextTokenLoss(), ("0", "1"), ("1",))
+        captured = capture(objective, (tokens[:rows], labels[:rows]), training=True)
+        plan = make_plan(captured.graph, Request("data_parallel", 1))
+        lowered = Options(partial_loss=True)
+        placed = in_stages(captured.graph, RANKS, "auto")
+        stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, plan, lowered))
+        stage = stages[rank.rank]
+        program = lower(stage.graph, stage.plan, lowered, outputs=stage.sends, ordinals=stage.ordinals)
+        communicator = Communicator(program.mesh, 0, axes_needed(program), stage=rank.rank, stages=RANKS)
+        own = [source for source in program.sources if source.kind != "input"]
+        tensors = {source.name: captured.tensors[source.name].detach().clone() for source in own}
+        tensors |= {source.name: nn.Parameter(tensors[source.name]) for source in own if source.kind == "parameter"}
+        module = build(program, tensors, communicator, "cpu")
+        peers = Peers(stage, communicator)
+        updates = make_updates(
+            0,
+            module,
+            program,
+            communicator,
+            lambda groups: torch.optim.SGD(groups, lr=0.01),
+            [{"names": [source.name for source in own if source.kind == "parameter"]}],
+            accumulate=micro_batches,
+            peers=peers,
+        )
+        runner = StageRunner(peers, program, make_schedule(kind, RANKS, micro_batches)[rank.rank], "cpu")
+        parts = list(zip(tokens.split(rows), labels.split(rows), strict=True))
+        held = Held({tensor.untyped_storage()._cdata for tensor in tensors.values()})
+
+        def forward(number: int, received: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda one: getattr(one, "tensor", one)):
+                return module(*parts[number], *received)
+
+        total = runner.step(forward, updates)
+        updates.reduce()
+        updates.close()
+        peers.share_loss(total)
+        return held.most, total.item() / micro_batches
+
+    found = {}
+    for count in MICRO_BATCHES:
+        for kind in SCHEDULES:
+            most, loss = step(kind, count)
+            all_: list[Any] = [None] * RANKS
+            dist.all_gather_object(all_, most)
+            found[kind, count] = all_, loss
+    return found
+
+
+def table(found: dict[Any, Any]) -> str:
+    lines = []
+    for count in MICRO_BATCHES:
+        for kind in SCHEDULES:
+            held, loss = found[kind, count]
+            told = ", ".join(f"{one / 2**20:.2f} MiB" for one in held)
+            lines.append(f"  {kind:6} with {count} micro-batches holds at most {told} by stage; loss {loss:.6f}")
+        ratio = max(found["1f1b", count][0]) / max(found["gpipe", count][0])
+        lines.append(f"  1f1b over gpipe, the busiest rank: {ratio:.2f} (goal below 1)")
+    return "\n".join(lines)

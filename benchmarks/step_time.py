@@ -1,0 +1,276 @@
+"""Predicted against measured seconds of a step: eight plans each of three models, on local ranks of this machine.
+
+    python benchmarks/step_time.py [--ranks 8] [--rounds 12] [--seconds 40] [--models ffn,gpt,llama] [--cluster FILE]
+
+Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. All
+plans are built in the same processes and take one step each in turn, so that what else the machine does
+falls on all of them; a plan's time is the median over the rounds of the slowest rank's. Printed: a table, Spearman's
+rank correlation over all plans and by model, and how much slower the plan that is predicted to be the fastest is than
+the fastest one. Goals: at least 0.9, and at most 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner import launch
+
+Strategies = Mapping[str, tuple[tuple[int, ...], ...]]
+WARM = 2
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One plan: `data` x `tensor` ranks, a ZeRO stage."""
+
+    data: int
+    tensor: int
+    stage: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.data} x {self.tensor}" + f", ZeRO-{self.stage}" * bool(self.stage)
+
+
+def wishes(ranks: int) -> list[Wish]:
+    """Data parallel with and without ZeRO, and every division into data and tensor parallel."""
+    found = [Wish(ranks, 1, stage) for stage in range(4)]
+    tensor = 2
+    while tensor <= ranks:
+        found.append(Wish(ranks // tensor, tensor))
+        tensor *= 2
+    return [*found, Wish(ranks // 2, 2, 1)]
+
+
+def model_of(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    """A model, its loss, a batch."""
+    import torch
+    from torch import nn
+
+    from models.ffn import FFN
+    from models.gpt import GPT
+    from models.llama import Llama
+    from models.losses import NextTokenLoss
+
+    torch.manual_seed(0)
+    if name == "ffn":
+        return (
+            FFN([512, 1024, 1024, 1024, 64]),
+            nn.CrossEntropyLoss(),
+            (torch.randn(256, 512), torch.randint(64, (256,))),
+        )
+    tokens, labels = (torch.randint(256, (16, 64)) for _ in range(2))
+    if name == "gpt":
+        return GPT(256, 64, 192, 3, 8), NextTokenLoss(), (tokens, labels)
+    return Llama(256, 64, 128, 3, 8, 8, 384), NextTokenLoss(), (tokens, labels)
+
+
+def strategies_of(name: str, wish: Wish) -> Strategies:
+    """Columns, then rows, in every pair of products; the rest follows."""
+    d, t = wish.data, wish.tensor
+    if name == "ffn":
+        columns, rows = ((d, 1), (1, t)), ((d, t), (t, 1))
+        return {"dense1.matmul": columns, "dense2.matmul": rows, "dense3.matmul": columns, "dense4.matmul": rows}
+    columns, rows = ((d, 1, 1), (1, t)), ((d, 1, t), (t, 1))
+    inner, outer = ("up_proj", "down_proj") if name == "gpt" else ("[gu]*_proj", "down_proj")
+    return {
+        "layers.*.attention.[qkv]_proj.matmul": columns,
+        "layers.*.attention.o_proj.matmul": rows,
+        f"layers.*.feed_forward.{inner}.matmul": columns,
+        f"layers.*.feed_forward.{outer}.matmul": rows,
+    }
+
+
+@dataclass(frozen=True)
+class Task:
+    """A plan to be measured: plain data for the ranks."""
+
+    graph: Any
+    plan: Any
+    stage: int
+    tensors: Mapping[str, Any]
+    batch: tuple[Any, ...]
+
+
+def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
+    """Every plan of a model."""
+    from strategies.capture import Objective, capture
+    from strategies.planner import make_plan
+    from strategies.request import Request, Wanted
+
+    net, loss, batch = model_of(name)
+    captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
+    tensors = {key: value.detach() for key, value in captured.tensors.items()}
+    for wish in wishes(ranks):
+        if wish.tensor == 1:
+            request = Request("data_parallel", ranks)
+        else:
+            wanted = {path: Wanted(form, None) for path, form in strategies_of(name, wish).items()}
+            request = Request("auto", ranks, mesh=(("dp", wish.data), ("tp", wish.tensor)), strategies=wanted)
+        yield wish, Task(captured.graph, make_plan(captured.graph, request), wish.stage, tensors, batch)
+
+
+def program_of(task: Task) -> Any:
+    from strategies.engine.fusion import KINDS, LARGEST, fuse
+    from strategies.engine.lowering import lower
+    from strategies.engine.program import Options
+
+    options = Options(sharded_optimizer=task.stage > 0, partial_loss=True)
+    return fuse(lower(task.graph, task.plan, options), dict.fromkeys(KINDS, LARGEST))
+
+
+def factory(groups: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def updating(task: Task) -> Any:
+    from strategies.cost.updating import Updating
+
+    return Updating(task.stage, factory, overlap=True)
+
+
+class _Plan:
+    """One plan, built on one rank."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        from torch import nn
+
+        from strategies.engine.communicator import Communicator
+        from strategies.engine.partition import build
+        from strategies.engine.simulate import shard
+        from strategies.engine.updates import axes_needed, learning, make_updates
+        from strategies.redistribution import LOCAL
+
+        program = program_of(task)
+        self.axes = program.loss_axes
+        chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
+        axes = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
+        self.communicator = communicator = Communicator(program.mesh, rank, [*axes, self.axes, *axes_needed(program)])
+        tensors: dict[str, Any] = {}
+        for source in program.sources:
+            if source.kind != "input":
+                whole = task.tensors[source.name]
+                piece = shard(whole, program.layouts[source.id], program.mesh)[rank].clone()
+                tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
+        inputs = [source for source in program.sources if source.kind == "input"]
+        self.batch = [
+            shard(whole, program.layouts[source.id], program.mesh)[rank]
+            for source, whole in zip(inputs, task.batch, strict=True)
+        ]
+        module = build(program, tensors, communicator, "cpu")
+        groups = [{"names": list(learning(program))}]
+        self.updates = make_updates(task.stage, module, program, communicator, factory, groups, overlap=True)
+
+    def step(self) -> float:
+        import torch.distributed as dist
+
+        dist.barrier()
+        started = time.perf_counter()
+        loss = self.updates.module(*self.batch)
+        self.updates.backward(loss)
+        total = loss.detach().double()
+        if self.axes:
+            dist.all_reduce(total, group=self.communicator.group(self.axes))
+        self.updates.reduce()
+        self.updates.update(measure=False)
+        return time.perf_counter() - started
+
+
+def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
+    """Seconds of a step of every task: the median over the rounds of the slowest rank's."""
+    import torch
+    import torch.distributed as dist
+
+    plans = [_Plan(Task(*task), rank.rank) for task in payload["tasks"]]
+    for plan in plans:
+        for _ in range(WARM):
+            plan.step()
+    rows = []
+    for round_ in range(payload["rounds"]):
+        order = range(len(plans)) if round_ % 2 else range(len(plans))[::-1]
+        row = torch.zeros(len(plans), dtype=torch.float64)
+        for number in order:
+            row[number] = plans[number].step()
+        dist.all_reduce(row, dist.ReduceOp.MAX)
+        rows.append(row)
+    found = torch.stack(rows)
+    return [float(value) for value in found.median(dim=0).values]
+
+
+def ranks_of(values: Sequence[float]) -> list[float]:
+    """The place of every value among all; equal ones share the middle of their places."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of the ranks."""
+    return statistics.correlation(ranks_of(first), ranks_of(second))
+
+
+def calibrated(file: Path, ranks: int, seconds: float) -> None:
+    """Write the description of this machine to `file`."""
+    from runner.jobs.calibrate import described
+    from strategies.cost.laws import fit
+
+    measured = launch.run_ranks(
+        "runner.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent, device="cpu",
+        timeout=300, threads=1,
+    )  # fmt: skip
+    file.write_text(described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--models", default="ffn,gpt,llama")
+    parser.add_argument("--cluster")
+    options = parser.parse_args()
+    launch.warm()
+    from runner.clusters import from_description
+    from strategies.cost.step import step_cost
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = Path(options.cluster) if options.cluster else folder / "calibrated.yaml"
+        if not options.cluster:
+            calibrated(file, options.ranks, options.seconds)
+            print(file.read_text(), flush=True)
+        cluster = from_description(file)
+        models = options.models.split(",")
+        wanted = {model: list(tasks(model, options.ranks)) for model in models}
+        every = [tuple(vars(task).values()) for model in models for _, task in wanted[model]]
+        measured = launch.run_ranks(
+            "benchmarks.step_time:measure", {"tasks": every, "rounds": options.rounds}, world_size=options.ranks,
+            run_dir=folder, device="cpu", timeout=300, threads=1,
+        )  # fmt: skip
+        predicted: list[float] = []
+        for model in models:
+            costs = [
+                step_cost(task.graph, task.plan, program_of(task), cluster, updating(task)) for _, task in wanted[model]
+            ]
+            found = measured[len(predicted) : len(predicted) + len(costs)]
+            print(f"{model:14} predicted  measured   ms: compute, communication, optimizer predicted")
+            for (wish, _), cost, seconds in zip(wanted[model], costs, found, strict=True):
+                parts = ", ".join(f"{x * 1e3:.1f}" for x in (cost.compute, cost.communication, cost.optimizer))
+                print(f"  {wish.name:12} {cost.total * 1e3:9.1f} {seconds * 1e3:9.1f}   {parts}")
+            totals = [cost.total for cost in costs]
+            ratio = f"the plan predicted best takes {found[totals.index(min(totals))] / min(found):.3f} of the best"
+            print(f"  Spearman {spearman(totals, found):.3f}; {ratio}")
+            predicted += totals
+        print(f"Spearman over {len(predicted)} plans: {spearman(predicted, measured):.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What each rank measures for `run calibrate`: all ranks do the same at the same time, as they do in training.
+
+Invariant: every rank makes the same calls in the same order, and how often follows from times that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runner.worker import RankContext
+from strategies.cost.laws import SEND, Call, Copy, Product
+from strategies.engine.communicator import all_gather, reduce_scatter
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+
+PRODUCTS = {"float32": (64, 128, 256, 512, 768), "float64": (128, 384), "bfloat16": (128, 384)}
+LARGER = {"float32": (1024, 4096), "float64": (2048,), "float16": (1024, 4096, 8192), "bfloat16": (1024, 4096, 8192)}
+"""Sides of square matrices by dtype, on CPU and on GPUs."""
+COPIED = (2**12, 2**16, 2**19, 2**22)
+SENT = (2**10, 2**15, 2**18, 2**21, 2**23)
+"""Bytes."""
+FACTOR = 64
+"""By how much what GPUs copy and send is larger."""
+CHAIN = 32
+"""Small operators in a row."""
+BATCHES = 3
+"""The fastest batch of calls counts: what else runs on the machine only makes them slower."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one of `world_size` busy ranks; `memory` in bytes, `launch` and `view` in seconds per operator,
+    `overlap` the share of an all-reduce that hides behind products."""
+
+    world_size: int
+    device: str
+    memory: float
+    launch: float
+    view: float
+    overlap: float
+    products: tuple[Product, ...]
+    copies: tuple[Copy, ...]
+    calls: tuple[Call, ...]
+
+
+def measure(rank: RankContext, payload: Mapping[str, float]) -> Measured:
+    """Measure for about `payload["seconds"]`; rank 0 tells what it is at."""
+    return _Bench(rank, payload["seconds"]).run()
+
+
+class _Bench:
+    def __init__(self, rank: RankContext, seconds: float) -> None:
+        self.rank, self.size, self.device = rank.rank, rank.world_size, torch.device(rank.device)
+        self.cpu = self.device.type == "cpu"
+        self.groups = {ranks: self._group(ranks) for ranks in self._sizes()}
+        self.sides = PRODUCTS if self.cpu else LARGER
+        self.points = sum(map(len, self.sides.values())) + len(COPIED) + 1 + self.cpu + 3 * (self.size > 1)
+        self.points += len(SENT) * (5 * len(self.groups) + bool(self.groups))
+        self.start, self.seconds = time.perf_counter(), seconds
+
+    def _sizes(self) -> Iterator[int]:
+        """The world, and what halving it makes."""
+        size = self.size
+        while size > 1:
+            yield size
+            if size % 2:
+                return
+            size //= 2
+
+    def _group(self, ranks: int) -> Any:
+        made = [dist.new_group(list(range(first, first + ranks))) for first in range(0, self.size, ranks)]
+        return made[self.rank // ranks]
+
+    def run(self) -> Measured:
+        products = tuple(self._products())
+        copies = tuple(self._copies())
+        launch, view, overlap = self._launch(), self._view(), self._overlap()
+        calls = tuple(self._calls())
+        return Measured(self.size, self.device.type, self._memory(), launch, view, overlap, products, copies, calls)
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"calibrate: {text}", flush=True)
+
+    def _wait(self) -> None:
+        if not self.cpu:
+            torch.cuda.synchronize()
+        if self.size > 1:
+            dist.barrier()
+
+    def _agreed(self, seconds: float) -> float:
+        """The slowest rank's time."""
+        total = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        return float(total)
+
+    def _time(self, action: Callable[[], object], count: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            action()
+        if not self.cpu:
+            torch.cuda.synchronize()
+        return self._agreed((time.perf_counter() - start) / count)
+
+    def _seconds(self, action: Callable[[], object]) -> float:
+        """Seconds of one call while all ranks make it."""
+        left = self.seconds - self._agreed(time.perf_counter() - self.start)
+        share = max(left, 0.0) / max(self.points, 1) / BATCHES
+        self.points -= 1
+        self._time(action, 1)
+        first = self._time(action, 1)
+        count = max(1, min(int(share / max(first, 1e-9)), 1000))
+        return min(self._time(action, count) for _ in range(BATCHES if share > first else 1))
+
+    def _products(self) -> Iterator[Product]:
+        for dtype, sides in self.sides.items():
+            self._say(f"products of {dtype}")
+            for side in sides:
+                a, b = (torch.ones(side, side, dtype=getattr(torch, dtype), device=self.device) for _ in range(2))
+                yield Product(dtype, 2.0 * side**3, self._seconds(lambda a=a, b=b: a @ b))  # type: ignore[misc]
+
+    def _copies(self) -> Iterator[Copy]:
+        self._say("memory")
+        for size in COPIED:
+            elements = size // 4 * (1 if self.cpu else FACTOR)
+            x = torch.ones(elements, device=self.device)
+            yield Copy(8 * elements, self._seconds(lambda x=x: torch.relu(x)))  # type: ignore[misc]
+
+    def _launch(self) -> float:
+        self._say("small operators")
+        return self._chain(torch.relu)
+
+    def _view(self) -> float:
+        return self._chain(lambda x: x.transpose(0, 1)) if self.cpu else 0.0
+
+    def _chain(self, operator: Callable[[Tensor], Tensor]) -> float:
+        """Seconds per operator, the mean of forward and backward."""
+        x = torch.ones(4, 4, device=self.device, requires_grad=True)
+
+        def run() -> None:
+            y = x
+            for _ in range(CHAIN):
+                y = operator(y)
+            torch.autograd.backward(y, torch.ones_like(y))
+
+        return self._seconds(run) / (2 * CHAIN)
+
+    def _overlap(self) -> float:
+        """How much of an all-reduce is hidden by products that take as long."""
+        if self.size == 1:
+            return 0.0
+        self._say("products beside an all-reduce")
+        side = 256 if self.cpu else 4096
+        a = torch.ones(side, side, device=self.device)
+        flat = torch.ones(SENT[-1] // 4 * (1 if self.cpu else FACTOR), device=self.device)
+        sum_, product = self._seconds(lambda: dist.all_reduce(flat)), self._seconds(lambda: a @ a)
+        repeats = max(1, round(sum_ / product))
+
+        def both() -> None:
+            work = dist.all_reduce(flat, async_op=True)
+            for _ in range(repeats):
+                a @ a
+            assert work is not None
+            work.wait()
+
+        alone = repeats * product
+        return min(max((sum_ + alone - self._seconds(both)) / min(sum_, alone), 0.0), 1.0)
+
+    def _calls(self) -> Iterator[Call]:
+        for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND):
+            if self.groups:
+                self._say(kind)
+            for ranks in self.groups if kind != SEND else tuple(self.groups)[:1]:
+                for size in SENT:
+                    elements = size // 4 * (1 if self.cpu else FACTOR)
+                    elements = max(elements // ranks, 1) * ranks
+                    sent, action = self._call(kind, ranks, elements)
+                    yield Call(kind, ranks, 4 * sent, self._seconds(action))
+
+    def _call(self, kind: str, ranks: int, elements: int) -> tuple[int, Callable[[], object]]:
+        """Elements that a rank sends, and the call; `elements` are those of the larger side."""
+        group, part = self.groups[ranks], elements // ranks
+        whole, piece = torch.ones(elements, device=self.device), torch.ones(part, device=self.device)
+        if kind == ALL_REDUCE:
+            return -(-2 * (ranks - 1) * elements // ranks), lambda: dist.all_reduce(whole, group=group)
+        if kind == ALL_GATHER:
+            return (ranks - 1) * part, lambda: all_gather(whole, piece, group=group)
+        if kind == REDUCE_SCATTER:
+            return (ranks - 1) * part, lambda: reduce_scatter(piece, whole, group=group)
+        if kind == SEND:
+            return elements, lambda: self._exchange_with_neighbour(whole)
+        own = self.rank % ranks
+        sizes = [0 if kind == EXCHANGE and peer == own else part for peer in range(ranks)]
+        out, into = whole[: sum(sizes)], torch.empty(sum(sizes), device=self.device)
+        return (ranks - 1) * part, lambda: dist.all_to_all_single(into, out, sizes, sizes, group=group)
+
+    def _exchange_with_neighbour(self, tensor: Tensor) -> None:
+        """Even ranks send to the next rank, odd ones receive."""
+        if self.rank % 2 == 0 and self.rank + 1 < self.size:
+            dist.send(tensor, self.rank + 1)
+        elif self.rank % 2:
+            dist.recv(tensor, self.rank - 1)
+
+    def _memory(self) -> float:
+        if self.cpu:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.size
+        return float(torch.cuda.mem_get_info(self.device)[0])

@@ -1,0 +1,136 @@
+"""A plan's operators as layers: repeated layers that are sliced alike are one kind, told once.
+
+Read from the content of plan.json alone. A layer is a module in a list (`layers.3`), the outermost one around an
+operator; outside of lists it is the outermost module. Invariant: every operator is in exactly one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NUMBER = re.compile(r"\d+")
+SECONDS = ("forward", "backward", "communication", "gradients")
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`instances` are the operators (entries of plan.json) of each layer of this kind, in the same order;
+    `name` says which layers these are: `layers.[0-31]`."""
+
+    name: str
+    instances: tuple[tuple[Entry, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.instances)
+
+    def rows(self) -> list[Row]:
+        """One row per operator of a layer, with the sums over the layers."""
+        return [Row(relative(members[0]), members) for members in zip(*self.instances, strict=True)]
+
+    def sums(self) -> Sums:
+        return sums(entry for instance in self.instances for entry in instance)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The same operator of several layers. `name` is relative to the layer."""
+
+    name: str
+    members: tuple[Entry, ...]
+
+    @property
+    def first(self) -> Entry:
+        return self.members[0]
+
+    def sums(self) -> Sums:
+        return sums(self.members)
+
+    @property
+    def telling(self) -> bool:
+        """Whether it holds parameters or sends anything, so that its slices matter to a reader."""
+        found = self.sums()
+        return found.parameters > 0 or found.sent > 0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of some operators: seconds by part, bytes sent per step, bytes of parameters and results per rank."""
+
+    forward: float
+    backward: float
+    communication: float
+    gradients: float
+    sent: int
+    parameters: int
+    results: int
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication + self.gradients
+
+
+def sums(entries: Any) -> Sums:
+    """The sums over entries of plan.json."""
+    costs = [entry["predicted"] for entry in entries]
+    seconds = (sum(cost[part] for cost in costs) for part in SECONDS)
+    return Sums(*seconds, *(sum(cost[part] for cost in costs) for part in ("sent", "parameters", "results")))
+
+
+def kinds(operators: Sequence[Entry]) -> list[Kind]:
+    """The kinds in the order in which their first layers come."""
+    layers: dict[str, list[Entry]] = {}
+    for entry in operators:
+        layers.setdefault(layer_of(entry["module"], entry["name"]), []).append(entry)
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for layer, members in layers.items():
+        base, _, last = layer.rpartition(".")
+        pattern = base if NUMBER.fullmatch(last) else layer
+        alike.setdefault((pattern, *map(_signature, members)), []).append(layer)
+    return [Kind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in alike.values()]
+
+
+def layer_of(module: str, name: str) -> str:
+    """The path of the layer that holds an operator called `name` of `module`: up to the outermost number, else its
+    outermost module; the operator itself, where it is in no module."""
+    words = module.split(".")
+    for position, word in enumerate(words):
+        if NUMBER.fullmatch(word):
+            return ".".join(words[: position + 1])
+    return words[0] or name
+
+
+def relative(entry: Entry) -> str:
+    """An operator's name below its layer."""
+    name: str = entry["name"]
+    op: str = entry["op"]
+    below = name.removeprefix(layer_of(entry["module"], name)).removeprefix(".")
+    return below if below and below[0] != "@" else op + below
+
+
+def _signature(entry: Entry) -> tuple[Any, ...]:
+    told = (entry[key] for key in ("shapes", "in_strategy", "out_strategy", "in_layouts", "out_layouts"))
+    return (relative(entry), entry["op"], entry.get("stage"), *map(repr, told))
+
+
+def _together(names: Sequence[str]) -> str:
+    """Layers of one list: `layers.0`, `layers.1`, `layers.3` -> `layers.[0-1,3]`."""
+    if len(names) == 1:
+        return names[0]
+    base, numbers = names[0].rpartition(".")[0], sorted(int(name.rpartition(".")[2]) for name in names)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    told = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{base}.[{told}]" if base else f"[{told}]"

@@ -1,0 +1,156 @@
+"""The report as a page: what the plan promises, where time and memory go, the mesh, and every kind of layer.
+
+Made from the content of plan.json alone, repeated layers told once, so its size does not grow with the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+from typing import Any
+
+from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds
+from runner.layers import Kind, Row, Sums, kinds
+from runner.page.markup import Markup, element, joined
+from runner.page.pictures import COLOURS, bar, flow_picture, gauge, layer_picture, mesh_picture
+from runner.page.style import CSS
+
+Content = Mapping[str, Any]
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
+COLUMNS = ("operator", "layouts", "chosen", "compute", "communication", "sent", "parameters", "results")
+TEXTS = 3
+"""Columns of text; the others are numbers."""
+
+
+def page(content: Content, title: str) -> str:
+    """The whole file. `content` is that of plan.json with its predictions; `title` names the run."""
+    found = kinds(content["operators"])
+    body = (
+        element("h1", title),
+        element("p", _subtitle(content), class_="note"),
+        _tiles(content["prediction"]),
+        *(element("p", line) for line in next_better(content["prediction"])),
+        _section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
+        _section("Memory of a rank", _memory(content)),
+        _section("Mesh", _mesh(content)),
+        _section(
+            "Layers",
+            element("div", flow_picture(found), class_="wide"),
+            *(_layer(kind, list(content["mesh"])) for kind in found),
+        ),
+        _section("Operators", element("div", _table(found), class_="wide")),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"Plan of {title}"),
+        element("style", Markup(CSS)),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
+
+
+def _section(title: str, *children: Markup) -> Markup:
+    return element("section", element("h2", title), *children)
+
+
+def _subtitle(content: Content) -> str:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in content["mesh"].items())
+    search = content["search"]
+    where = f"loaded from {search['loaded_from']}" if "loaded_from" in search else f"found in {search['seconds']:.2f} s"
+    return f"{len(content['operators'])} operators on the mesh {mesh}; {search['algorithm']}, {where}"
+
+
+def _tiles(told: Content) -> Markup:
+    used = f"{told['ranks']} of {told['devices']}" if told["ranks"] < told["devices"] else str(told["ranks"])
+    tiles = [(f"{used} devices", told["cluster"]), (shown_seconds(told["seconds"]), "per step")]
+    if told["seconds"]:
+        tiles.append((shown_rate(told["samples_per_second"]), "samples per second"))
+        if told["tokens_per_second"]:
+            tiles.append((shown_rate(told["tokens_per_second"]), "tokens per second"))
+        tiles.append((f"{told['mfu']:.1%}", "of peak flops (MFU)"))
+    tiles += [(shown_bytes(told["memory"]), f"of {shown_bytes(told['memory_limit'])} memory per device")]
+    tiles += [(told["binding"], "is the limit that binds")]
+    return element(
+        "div",
+        *(element("div", element("b", value), element("span", what), class_="tile") for value, what in tiles),
+        class_="tiles",
+    )
+
+
+def _times(cost: Content) -> dict[str, tuple[float, str]]:
+    """The parts of a step that add up to its time."""
+    parts = {name: cost[name] for name in ("forward", "backward", "recomputed")}
+    parts |= dict(cost["redistributions"])
+    parts["gradients beyond backward"] = cost["gradients_exposed"]
+    parts |= {f"ZeRO's {kind}": seconds for kind, seconds in cost["zero"].items()}
+    parts |= {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
+    return {name: (seconds, shown_seconds(seconds)) for name, seconds in parts.items()}
+
+
+def _memory(content: Content) -> Markup:
+    needed, limit = content["memory"], content["prediction"]["memory_limit"]
+    parts = {name: (float(needed[name]), shown_bytes(needed[name])) for name in MEMORY}
+    told = f"At most {shown_bytes(needed['peak'])} of {shown_bytes(limit)} are needed at once, in {needed['peak_in']}:"
+    return joined(
+        bar(parts, title="memory of a rank by part"),
+        element("p", told),
+        gauge(needed["peak"], limit, "memory of a device that is needed"),
+    )
+
+
+def _mesh(content: Content) -> Markup:
+    levels = content["prediction"]["axes"]
+    lines: list[Markup] = []
+    long = [axis for axis, size in content["mesh"].items() if size > 1]
+    for axis, way in zip(reversed(long), ("across", "down", *["in blocks"] * len(long)), strict=False):
+        size = content["mesh"][axis]
+        lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
+    return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"))
+
+
+def _axes(axes: list[str]) -> Markup:
+    """Which stripe of an operator stands for which axis."""
+    swatches = zip(axes, cycle(COLOURS), strict=False)
+    lines = [
+        element("li", element("span", "", class_="swatch", style=f"background:{colour}"), f"sliced over {axis}")
+        for axis, colour in swatches
+    ]
+    return element("ul", *lines, element("li", "thick red: something is sent (hover)"), class_="legend")
+
+
+def _layer(kind: Kind, axes: list[str]) -> Markup:
+    found = kind.sums()
+    told = (
+        f"compute {shown_seconds(found.compute)}, "
+        f"communication {shown_seconds(found.communication + found.gradients)}, "
+        f"{shown_bytes(found.parameters)} of parameters per rank"
+    )
+    title = element("b", kind.name + (f" x {kind.count}" if kind.count > 1 else ""))
+    inner = element("div", layer_picture(kind, axes), class_="wide")
+    return element("details", element("summary", title, f": {told}"), inner, open="" if kind.count > 1 else None)
+
+
+def _table(found: list[Kind]) -> Markup:
+    rows = [element("tr", *(element("th", name, class_=_class(at)) for at, name in enumerate(COLUMNS)))]
+    for kind in found:
+        heading = kind.name + (f" x {kind.count}" if kind.count > 1 else "")
+        rows.append(_line(heading, "", "", kind.sums(), class_="kind"))
+        rows += [_operator(row) for row in kind.rows()]
+    return element("table", *rows)
+
+
+def _operator(row: Row) -> Markup:
+    return _line(row.name, arrow(row), row.first["origin"], row.sums(), class_=None)
+
+
+def _line(name: str, layouts: str, chosen: str, found: Sums, *, class_: str | None) -> Markup:
+    numbers = [shown_seconds(found.compute), shown_seconds(found.communication + found.gradients)]
+    numbers += map(shown_bytes, (found.sent, found.parameters, found.results))
+    first = element("td", name, class_=None if class_ else "name")
+    cells = [first, element("td", element("code", layouts)), element("td", chosen)]
+    return element("tr", *cells, *(element("td", number, class_="number") for number in numbers), class_=class_)
+
+
+def _class(column: int) -> str | None:
+    return "number" if column >= TEXTS else None

@@ -1,0 +1,136 @@
+"""A machine that is only described: devices by level, what one device computes, and what the links between them carry.
+
+Pure data; every number is what programs achieve, not what a data sheet promises. Invariant: the ranks of a mesh are
+laid row-major over the innermost devices, so which levels a group of ranks crosses follows from the mesh alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import numpy as np
+
+from strategies.errors import StrategyError
+from strategies.mesh import Mesh
+
+RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth`: bytes per second that one rank sends; `latency`: seconds per round of messages; `call`: seconds of a
+    collective, whatever it carries and among however many ranks."""
+
+    bandwidth: float
+    latency: float
+    call: float = 0.0
+
+
+@dataclass(frozen=True)
+class Level:
+    """`size` units of the next level (devices, for the last one) joined by `link`; `kinds` are links of collectives
+    that run at rates of their own, by the kind of step."""
+
+    name: str
+    size: int
+    link: Link
+    kinds: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def of(self, kind: str) -> Link:
+        """The link as one kind of collective finds it."""
+        return self.kinds.get(kind, self.link)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`levels` are outermost (slowest) first; the product of their sizes is the number of devices.
+
+    Of one device: `flops` per second by dtype, `memory` in bytes, `memory_bandwidth` in bytes per second (read plus
+    written), `launch` seconds per operator that computes, `view` per operator that only renames its elements. `overlap`
+    is the share of adding gradients that can hide behind backward; `algorithms` are what the collectives choose among;
+    `fraction` is the share that `flops` are of the data sheet's.
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    flops: Mapping[str, float] = field(hash=False)
+    memory: int
+    memory_bandwidth: float
+    launch: float
+    view: float = 0.0
+    overlap: float = 0.0
+    algorithms: tuple[str, ...] = (RING, TREE, HIERARCHICAL)
+    fraction: float = 1.0
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    def peak(self, dtype: str) -> float:
+        """Flops per second with operands of `dtype`; a dtype that is not listed computes like float32, float64 at half
+        of that."""
+        if dtype in self.flops:
+            return self.flops[dtype]
+        return self.flops["float32"] / (2 if dtype == "float64" else 1)
+
+    def units(self, ranks: int) -> tuple[int, ...]:
+        """Over how many units of each level but the innermost so many ranks are spread, outermost first; without
+        levels that they do not fill evenly."""
+        inner = [math.prod(level.size for level in self.levels[depth:]) for depth in range(1, len(self.levels))]
+        return tuple(ranks // size for size in inner if ranks % size == 0 and ranks > size)
+
+    def link(self, mesh: Mesh, axes: Iterable[str]) -> Link:
+        """The link of the slowest level that a group along `axes` crosses (the innermost one for a single rank).
+
+        Raises StrategyError if the mesh has more ranks than the cluster devices.
+        """
+        for level, peers in zip(self.levels, self.spread(mesh, axes), strict=True):
+            if peers > 1:
+                return level.link
+        return self.levels[-1].link
+
+    def between(self, first: int, second: int, kind: str) -> Link:
+        """The link over which two devices exchange messages of one kind, such as the sends of a pipeline."""
+        units = self.devices
+        for level in self.levels:
+            units //= level.size
+            if first // units != second // units:
+                return level.of(kind)
+        return self.levels[-1].of(kind)
+
+    def spread(self, mesh: Mesh, axes: Iterable[str]) -> tuple[int, ...]:
+        """Per level, among how many units a group along `axes` is spread: (4, 2) are 4 nodes with 2 ranks each. Where
+        groups differ, the most of any; the product is at least the size of the group."""
+        return _spread(tuple(level.size for level in self.levels), mesh, mesh.sorted(axes), self.name)
+
+
+def one_level(devices: int) -> Cluster:
+    """Fast devices (a data sheet's H100, at what programs achieve) joined by one fast link: for plans whose machine
+    nobody described."""
+    flops = {"float64": 47e12, "float32": 47e12, "float16": 692e12, "bfloat16": 692e12}
+    return Cluster("one_level", (Level("device", devices, Link(369e9, 1.9e-6, 10e-6)),), flops, 83 * 10**9, 3e12, 5e-6)
+
+
+@cache
+def _spread(sizes: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...], name: str) -> tuple[int, ...]:
+    if mesh.size > math.prod(sizes):
+        raise StrategyError(
+            f"Cluster {name} has {math.prod(sizes)} devices ({' x '.join(map(str, sizes))}), but the mesh "
+            f"{' x '.join(str(size) for _, size in mesh.axes)} needs {mesh.size}; describe a larger one."
+        )
+    ranks = np.arange(mesh.size)
+    offsets = np.zeros(1, dtype=np.int64)
+    for axis in axes:
+        ranks = ranks[ranks // mesh.strides[axis] % mesh.sizes[axis] == 0]
+        offsets = (offsets[:, None] + np.arange(mesh.sizes[axis]) * mesh.strides[axis]).ravel()
+    members = ranks[:, None] + np.sort(offsets)  # [group, member]
+    found, before = [], np.ones(len(ranks), dtype=np.int64)
+    for depth in range(len(sizes)):
+        unit = members // math.prod(sizes[depth + 1 :])
+        units = (np.diff(unit, axis=1) > 0).sum(axis=1) + 1
+        found.append(int((-(-units // before)).max()))
+        before = units
+    return tuple(found)

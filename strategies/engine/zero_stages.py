@@ -1,0 +1,80 @@
+"""ZeRO stage 1 inside a group of ranks of a pipeline: what DeepSpeed is told of the group, and the norm over them all.
+
+To DeepSpeed the group is the data-parallel world; it never hears of the others. Invariant: the norm by which it clips
+counts every slice of every parameter once, and is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.engine.communicator import Communicator
+from strategies.engine.peers import Peers
+
+
+class Group:
+    """The model-parallel unit that DeepSpeed asks for the ranks over which it averages. Collective in the group."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        first, size = communicator.world_rank - communicator.rank, communicator.mesh.size
+        self._ranks, self._rank = list(range(first, first + size)), communicator.rank
+        if size > 1:
+            self._group = communicator.group(communicator.mesh.names)
+        else:
+            self._group = dist.new_group(self._ranks, use_local_synchronization=True)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self._ranks)
+
+    def get_data_parallel_rank(self) -> int:
+        return self._rank
+
+    def get_model_parallel_group(self) -> None:
+        """There is none: slices are known as those of experts."""
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def norm_over_groups(zero: Any, peers: Peers, follows: frozenset[int]) -> Tensor:
+    """The 2-norm of the global gradient for `zero`, DeepSpeed's optimizer of stage 1, which calls it in place of its
+    own (that one talks once per parameter group, of which every stage has another number); -1, as there, if it is no
+    number. `follows` are the ids of the parameters that an earlier group counts."""
+    total = torch.zeros((), dtype=torch.float64, device=zero.device)
+    for number, members in enumerate(zero.params_in_partition):
+        for norm, parameter in zip(_norms(zero, number, members), members, strict=True):
+            if id(parameter) not in follows:
+                total += norm.double().square()
+    peers.add_over_all(total)
+    norm = total.sqrt().float()
+    return norm if torch.isfinite(norm) else torch.full_like(norm, -1.0)
+
+
+def _norms(zero: Any, number: int, members: Sequence[Tensor]) -> list[Tensor]:
+    """Of this rank's piece of the gradient of every member of a parameter group; it is on the host already where the
+    optimizer is."""
+    if zero.cpu_offload:
+        found = zero.norm_for_param_grads
+        return [torch.as_tensor(found.get(zero.get_param_id(one), 0.0), device=zero.device) for one in members]
+    pieces = [one for one in zero.averaged_gradients[number] if not getattr(one, "_zero_padding", False)]
+    return [torch.linalg.vector_norm(piece.detach(), dtype=torch.float64) for piece in pieces]

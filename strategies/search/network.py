@@ -1,0 +1,374 @@
+"""The search as a network: variables with a few options each, and tables of seconds over some of them.
+
+Every operator is a variable; so is every parameter with several uses (its layout, and over which axes its gradient is
+added). Uses of a value that want the same share one redistribution. Tables over two operators cannot say so: there each
+of k uses pays a k-th, which is right where all agree and else a lower bound. For a value where they do not agree, a
+variable says which layout is shared (`split`); that is exact for up to `MOST_SHARING` uses.
+
+Invariant: the sum of the tables is never above what the plan costs on the cluster, and equal where all prices are
+settled and uses agree or are split. Variables stand in the order of the program, and equal tables have one cell, so
+repeated layers look the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from strategies.graph import Operator, Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.rules.sharding import Assignment
+from strategies.search.cells import Cell, Network, Part, Table, table
+from strategies.search.options import Choices, Menu, Side
+from strategies.search.problem import Problem
+from strategies.search.shared_parameters import SharedParameter
+from strategies.search.transfers import Integers, Rows, Seconds, Transfers
+
+MOST_SHARING = 3
+"""Uses of a value up to which it is exact to let one of its layouts be shared."""
+MOST_ENTRIES = 2**23
+"""Of a table, up to which a value is split."""
+
+
+@dataclass(eq=False)
+class Pair:
+    """What one use of a value costs: `seconds` [layouts of the value, targets]; `of_option` [options of the user] is
+    the target of each. A target is how the value comes (`come`: a row of `wanted`) and how its gradient goes."""
+
+    transfers: Transfers
+    spec: TensorSpec
+    given: Rows
+    wanted: Rows
+    returned: Rows | None
+    come: Integers
+    go: Integers
+    of_option: Integers
+
+    def __post_init__(self) -> None:
+        self.whole = self.transfers.whole(self.given)
+        told = [row.tobytes() for row in self.wanted.dims[self.come]]
+        back = [b""] * len(told) if self.returned is None else [row.tobytes() for row in self.returned.partial[self.go]]
+        self.targets = tuple(zip(told, back, strict=True))
+        self.changes = 0
+        self._look()
+
+    def refresh(self) -> bool:
+        """Looks prices up again where some were settled; whether there were any."""
+        changes = self.transfers.changes(self.given, self.wanted, self.spec)
+        if self.returned is not None:
+            changes += self.transfers.changes(self.returned, self.whole, self.spec)
+        if changes == self.changes:
+            return False
+        self.changes = changes
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        self.seconds = self.transfers.seconds(self.given, self.wanted, self.spec)[:, self.come]
+        if self.returned is not None:
+            self.seconds = self.seconds + self.transfers.seconds(self.returned, self.whole, self.spec)[self.go].T
+
+    def settle(self, row: int, target: int) -> None:
+        """Prices one entry."""
+        self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
+        if self.returned is not None:
+            self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """A value that uses may share: `first` [options of the producer, shared layouts] is what the shared one costs (0 is
+    none), `uses` [options of the producer, shared layouts, options of the user] what is left for each use."""
+
+    first: Cell
+    uses: tuple[Cell, ...]
+
+
+class Building:
+    """Makes the network of a problem, and reads a solution of it. `split` are the values with a variable of their own
+    for what is shared."""
+
+    def __init__(self, problem: Problem, menu: Menu, split: frozenset[Ref] = frozenset()) -> None:
+        self.problem, self.graph, self.menu, self.split = problem, problem.graph, menu, split
+        self.transfers, self.network = menu.transfers, Network()
+        self.choices = {operator.id: menu.of(operator) for operator in self.graph.operators}
+        self.variables: dict[str, int] = {}
+        self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
+        self.sharings: dict[Ref, tuple[int, Sharing]] = {}
+        self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
+        self.leaving: list[tuple[int, Seconds]] = []
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.raised = self.transfers.raised
+        self._variables()
+        self._tables()
+
+    def assignments(self, picks: Sequence[int]) -> dict[str, Assignment]:
+        return {id: self.choices[id].assignments[picks[variable]] for id, variable in self.variables.items()}
+
+    def tensors(self, picks: Sequence[int]) -> dict[Ref, Layout]:
+        """The layouts of the parameters with several uses."""
+        return {ref: shared.layouts[picks[variable]] for ref, (variable, shared) in self.parameters.items()}
+
+    def settle(self, picks: Sequence[int]) -> bool:
+        """Prices all that a solution uses; whether anything was too low before."""
+        done = set()
+        for _, producer, given, uses in self.used:
+            row = 0 if producer is None else int(given.of_option[picks[producer]])
+            for user, pair in uses:
+                key = (id(pair), row, int(pair.of_option[picks[user]]))
+                if key not in done:
+                    done.add(key)
+                    pair.settle(*key[1:])
+        for ref, (variable, shared) in self.parameters.items():
+            shared.settle(picks[variable], self._picked(ref, picks))
+        if self.transfers.raised == self.raised:
+            return False
+        self.raised = self.transfers.raised
+        self._refresh()
+        return True
+
+    def _refresh(self) -> None:
+        """Makes all cells again whose prices have changed."""
+        changed = {id(one) for one in self.known.values() if isinstance(one, Pair) and one.refresh()}
+        for one in self.known.values():
+            if isinstance(one, SharedParameter):
+                one.refresh()
+        for key, one in self.known.items():
+            if isinstance(one, Sharing) and not changed.isdisjoint(key):
+                for cell in (one.first, *one.uses):
+                    cell.refresh()
+                    changed.add(id(cell))
+            elif isinstance(one, Cell) and not changed.isdisjoint(key):
+                one.refresh()
+                changed.add(id(one))
+
+    def cost(self, picks: Sequence[int]) -> float:
+        """What a solution costs whose prices are settled: every target of a value is paid once."""
+        total = 0.0
+        for id, choices in self.choices.items():
+            total += choices.own[picks[self.variables[id]]]
+        for variable, seconds in self.leaving:
+            total += seconds[picks[variable]]
+        for _, producer, given, uses in self.used:
+            row = 0 if producer is None else given.of_option[picks[producer]]
+            paid = {}
+            for user, pair in uses:
+                target = pair.of_option[picks[user]]
+                paid[pair.targets[target]] = pair.seconds[row, target]
+            total += sum(paid.values())
+        for ref, (variable, shared) in self.parameters.items():
+            total += shared.cost(picks[variable], self._picked(ref, picks))
+        return float(total)
+
+    def _picked(self, ref: Ref, picks: Sequence[int]) -> list[int]:
+        return [picks[self.variables[user.id]] for user, _ in self.graph.users[ref]]
+
+    def underpaid(self, picks: Sequence[int]) -> frozenset[Ref]:
+        """The values of which uses want different layouts in a solution and pay too little for them, as far as they can
+        be split."""
+        found = set()
+        for ref, producer, given, uses in self.used:
+            if len(uses) > 1 and ref not in self.sharings:
+                row = 0 if producer is None else int(given.of_option[picks[producer]])
+                targets = {pair.targets[pair.of_option[picks[user]]] for user, pair in uses}
+                disagree = len(targets) > 1 and any(
+                    pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses
+                )
+                if disagree and self._splits(ref, uses):
+                    found.add(ref)
+        return frozenset(found)
+
+    def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
+        """Whether it is exact and small enough to give a value a variable of its own."""
+        widest = max(len(pair.of_option) for _, pair in uses)
+        entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest
+        return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
+
+    def _variables(self) -> None:
+        firsts: dict[str, list[Ref]] = {}
+        for ref, uses in self.graph.users.items():
+            if len(uses) > 1:
+                firsts.setdefault(uses[0][0].id, []).append(ref)
+        for operator in self.graph.operators:
+            for ref in firsts.get(operator.id, ()):
+                self._used_often(ref)
+            self.variables[operator.id] = self.network.add(len(self.choices[operator.id]))
+
+    def _used_often(self, ref: Ref) -> None:
+        source = self.graph.by_id[ref.id]
+        if isinstance(source, Source) and source.kind == "parameter":
+            key = ("parameter", source.trainable, self.graph.specs[ref], *map(self._kind, self._uses(ref)))
+            shared = self._remember(key, lambda: SharedParameter(self.menu, source, self._uses(ref), self.choices))
+            self.parameters[ref] = self.network.add(len(shared.layouts)), shared
+        elif ref in self.split and len(self.graph.users[ref]) <= MOST_SHARING:
+            given, pairs = self._given(ref), self._pairs(ref)
+            sharing = self._remember(("sharing", id(given), *map(id, pairs)), lambda: _sharing(given, pairs))
+            if sharing is not None:
+                self.sharings[ref] = self.network.add(sharing.first.seconds.shape[1]), sharing
+
+    def _remember(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def _uses(self, ref: Ref) -> list[tuple[Operator, int, bool]]:
+        trained, returning = ref in self.graph.trained, self.graph.returning
+        return [(user, position, trained and user.id in returning) for user, position in self.graph.users[ref]]
+
+    def _kind(self, use: tuple[Operator, int, bool]) -> tuple[int, int, bool]:
+        return id(self.choices[use[0].id]), use[1], use[2]
+
+    def _given(self, ref: Ref) -> Side:
+        """In which layouts a value is handed on, and by which option of its producer (one option: a source)."""
+        node = self.graph.by_id[ref.id]
+        if isinstance(node, Operator):
+            return self.choices[ref.id].given[ref.index]
+        layout = self.problem.inputs[node.name] if node.kind == "input" else Layout.replicated(len(node.spec.shape))
+        side: Side = self._remember(
+            ("source", layout), lambda: Side(self.transfers.rows_of([layout]), np.zeros(1, dtype=np.int64))
+        )
+        return side
+
+    def _pairs(self, ref: Ref) -> list[Pair]:
+        given, spec, found = self._given(ref), self.graph.specs[ref], []
+        for use in self._uses(ref):
+            key = ("pair", id(given), spec.shape, spec.item_bytes, *self._kind(use))
+            if key not in self.known:
+                self.known[key] = self._pair(given, spec, use)
+            found.append(self.known[key])
+        return found
+
+    def _pair(self, given: Side, spec: TensorSpec, use: tuple[Operator, int, bool]) -> Pair:
+        operator, position, gradient = use
+        wanted = self.choices[operator.id].wanted[position]
+        returned = self.choices[operator.id].returned[position]
+        numbers = wanted.of_option * len(returned.rows) + (returned.of_option if gradient else 0)
+        names, of_option = np.unique(numbers, return_inverse=True)
+        come, go = names // len(returned.rows), names % len(returned.rows)
+        back = returned.rows if gradient else None
+        return Pair(self.transfers, spec, given.rows, wanted.rows, back, come, go, of_option)
+
+    def _tables(self) -> None:
+        for operator in self.graph.operators:
+            choices = self.choices[operator.id]
+            cell = self._remember(("own", id(choices)), lambda choices=choices: self._own(choices))  # type: ignore[misc]
+            self.network.tables.append(Table((self.variables[operator.id],), cell))
+        for ref, uses in self.graph.users.items():
+            if not uses:
+                continue
+            source = self.graph.by_id[ref.id]
+            if ref in self.parameters:
+                variable, shared = self.parameters[ref]
+                self.network.tables.append(Table((variable,), shared.own))
+                for (user, _), cell in zip(uses, shared.uses, strict=True):
+                    self.network.tables.append(Table((variable, self.variables[user.id]), cell))
+            elif not (isinstance(source, Source) and source.kind == "parameter"):
+                self._value(ref)
+        for ref in self.graph.outputs:
+            self._whole(ref, ref in self.graph.trained)
+        for _, ref in self.graph.updates:
+            self._whole(ref, False)
+
+    def _own(self, choices: Choices) -> Cell:
+        return Cell(lambda: choices.own + self.menu.pressure * choices.bytes)
+
+    def press(self, pressure: float) -> None:
+        """Lets a byte of memory cost so many seconds."""
+        self.menu.pressure = pressure
+        for key, one in self.known.items():
+            if key[0] == "own":
+                one.refresh()
+        for _, shared in self.parameters.values():
+            shared.own.refresh()
+
+    def bytes(self, picks: Sequence[int]) -> float:
+        """What a rank keeps under a solution: parameters, gradients, optimizer states and results."""
+        found = sum(choices.bytes[picks[self.variables[id]]] for id, choices in self.choices.items())
+        found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
+        return float(found)
+
+    def _value(self, ref: Ref) -> None:
+        producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
+        users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
+        self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
+        if ref in self.sharings:
+            variable, sharing = self.sharings[ref]
+            self._add((producer, variable), sharing.first)
+            for user, cell in zip(users, sharing.uses, strict=True):
+                self._add((producer, variable, user), cell)
+            return
+        for user, pair in zip(users, pairs, strict=True):
+            key = ("use", id(pair), len(users))
+            if key not in self.known:
+                self.known[key] = _paid(given, pair, len(users))
+            self._add((producer, user), self.known[key])
+
+    def _add(self, variables: tuple[int | None, ...], cell: Cell) -> None:
+        """A table; a value that no operator produces has one layout and no variable."""
+        if variables[0] is None:
+            variables = variables[1:]
+            cell = self._remember(("first", id(cell)), lambda cell=cell: Cell(lambda: cell.seconds[0]))  # type: ignore[misc]
+        named = tuple(variable for variable in variables if variable is not None)
+        if len(set(named)) < len(named):  # an operator that takes a value twice
+            letters = "".join(chr(97 + named.index(variable)) for variable in named)
+            text = f"{letters}->{''.join(dict.fromkeys(letters))}"
+            cell = self._remember(("diagonal", id(cell)), lambda: Cell(lambda: np.einsum(text, cell.seconds)))
+            named = tuple(dict.fromkeys(named))
+        self.network.tables.append(Table(named, cell))
+
+    def _whole(self, ref: Ref, gradient: bool) -> None:
+        """What leaves the graph is whole on every rank."""
+        if isinstance(self.graph.by_id[ref.id], Source):
+            return
+        given, spec = self._given(ref), self.graph.specs[ref]
+        rows = self.transfers.rows_of([Layout.replicated(len(spec.shape))])
+        one, every = np.zeros(1, dtype=np.int64), np.zeros(len(given.of_option), dtype=np.int64)
+        pair = Pair(self.transfers, spec, given.rows, rows, rows if gradient else None, one, one, every)
+        for row in range(len(given.rows)):
+            pair.settle(row, 0)
+        pair.refresh()
+        seconds = pair.seconds[given.of_option, 0]
+        self.leaving.append((self.variables[ref.id], seconds))
+        self.network.tables.append(table((self.variables[ref.id],), seconds))
+
+
+def _paid(given: Side, pair: Pair, uses: int) -> Cell:
+    """What one of several uses pays [options of the producer, options of the user]."""
+    return Cell(lambda: pair.seconds[np.ix_(given.of_option, pair.of_option)] / uses)
+
+
+def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
+    """None where no two uses have a target in common."""
+    often: dict[tuple[bytes, bytes], list[Pair]] = {}
+    for pair in pairs:
+        for target in pair.targets:
+            often.setdefault(target, []).append(pair)
+    shared = [target for target, found in often.items() if len(found) > 1]
+    if not shared:
+        return None
+
+    def first() -> Seconds:
+        costs = [often[target][0].seconds[:, often[target][0].targets.index(target)] for target in shared]
+        return np.asarray(np.stack([np.zeros(len(given.rows)), *costs], 1)[given.of_option])
+
+    def left(pair: Pair) -> Seconds:
+        found = np.repeat(pair.seconds[given.of_option][:, None, pair.of_option], len(shared) + 1, axis=1)
+        for number, target in enumerate(shared):
+            if target in pair.targets:
+                found[:, number + 1, pair.of_option == pair.targets.index(target)] = 0.0
+        return found
+
+    def parts(pair: Pair) -> tuple[Part, ...]:
+        """A use pays for itself, or nothing where what it wants is shared."""
+        wanted = [pair.targets.index(target) if target in pair.targets else -1 for target in shared]
+        free = np.array([-2, *wanted])[:, None] == pair.of_option
+        own = pair.seconds[np.ix_(given.of_option, pair.of_option)]
+        return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
+
+    def cell(pair: Pair) -> Cell:
+        return Cell(lambda: left(pair), lambda: parts(pair))
+
+    return Sharing(Cell(first), tuple(cell(pair) for pair in pairs))

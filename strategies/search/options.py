@@ -1,0 +1,222 @@
+"""What every operator may do: its legal assignments as numbers, the layouts that follow from each, and its own seconds.
+
+Operators with the same rule, shapes and gradients share one entry, so repeated layers are priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from strategies.cost.collectives import chain_seconds
+from strategies.cost.operators import VIEWS, operator_seconds
+from strategies.cost.step import MASTER
+from strategies.graph import Operator, Ref, Source, TensorSpec, rewrite
+from strategies.layout import Layout
+from strategies.redistribution import chain
+from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.search.own import Own
+from strategies.search.problem import Problem
+from strategies.search.transfers import PARTIAL, WHOLE, Integers, Rows, Seconds, Transfers
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Layouts of an operand or a result: each once, and which one every option has."""
+
+    rows: Rows
+    of_option: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The options of one operator: `own` seconds, and `bytes` that a rank keeps of its results and of parameters that
+    it alone uses. `wanted` and `returned` are, per operand, pairs of layouts: as the operand comes in, and as its
+    gradient goes out; `given` are the results."""
+
+    assignments: tuple[Assignment, ...]
+    own: Seconds
+    bytes: Seconds
+    wanted: tuple[Side, ...]
+    returned: tuple[Side, ...]
+    given: tuple[Side, ...]
+
+    def __len__(self) -> int:
+        return len(self.assignments)
+
+
+class Menu:
+    """The choices of all operators of a problem."""
+
+    def __init__(self, problem: Problem, transfers: Transfers) -> None:
+        self.problem, self.transfers = problem, transfers
+        self.axes = transfers.axes
+        self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
+        self.known: dict[tuple[Any, ...], Choices] = {}
+        self.own = Own(problem, transfers.cluster)
+        self.pressure = 0.0
+        """Seconds that a byte of memory costs at the moment (a Lagrange multiplier)."""
+
+    def of(self, operator: Operator) -> Choices:
+        key = self._signature(operator)
+        if key not in self.known:
+            self.known[key] = self._choices(operator)
+        return self.known[key]
+
+    def _signature(self, operator: Operator) -> tuple[Any, ...]:
+        """All that choices depend on, with sources and values told by what they are."""
+        graph = self.problem.graph
+        said = rewrite((operator.args, operator.kwargs), lambda leaf: "*" if isinstance(leaf, Ref) else leaf)
+        fixed = self.problem.fixed.get(operator.id)
+        return (
+            operator.target,
+            repr(said),
+            graph.operand_specs(operator),
+            operator.results,
+            tuple(ref in graph.trained for ref in operator.operands),
+            tuple(self.alone(ref) for ref in operator.operands),
+            operator.id in graph.returning,
+            None if fixed is None else tuple(fixed.items()),
+            self.problem.outputs.get(operator.id),
+        )
+
+    def alone(self, ref: Ref) -> bool:
+        """Whether `ref` is a parameter with one use: it lies as that use wants it."""
+        node = self.problem.graph.by_id[ref.id]
+        return isinstance(node, Source) and node.kind == "parameter" and len(self.problem.graph.users[ref]) == 1
+
+    def _choices(self, operator: Operator) -> Choices:
+        sharding = self.problem.shardings[operator.id]
+        fixed = self.problem.fixed.get(operator.id)
+        if fixed is not None:
+            wanted = [[layout] for layout in sharding.operand_layouts(fixed)]
+            returned = [[layout] for layout in sharding.gradient_layouts(fixed)]
+            given = [[layout] for layout in self.problem.outputs.get(operator.id) or sharding.result_layouts(fixed)]
+            one = np.zeros(1, dtype=np.int64)
+            sides = [tuple(Side(self.transfers.rows_of(x), one) for x in group) for group in (wanted, returned, given)]
+            own = self._own(operator, sharding, [fixed], sides[1])
+            return Choices((fixed,), own, self._bytes(operator, sides[0], sides[2]), sides[0], sides[1], sides[2])
+        places = self._places(sharding)
+        assignments = tuple(self._assignment(sharding, row) for row in places)
+        back: list[Side] = []
+        forward: list[Side] = []
+        for dims in sharding.operands:
+            lying = self._lying(sharding, dims, places)
+            forward.append(self._side(lying, len(dims)))
+            back.append(self._side(np.where((places >= 0) & (lying == WHOLE), PARTIAL, lying), len(dims)))
+        results = []
+        summed = np.array([factor in sharding.sums for factor in sharding.factors] + [False])[places]
+        for dims in sharding.results:
+            lying = self._lying(sharding, dims, places)
+            results.append(self._side(np.where(summed & (lying == WHOLE), PARTIAL, lying), len(dims)))
+        own = self._own(operator, sharding, assignments, back)
+        return Choices(
+            assignments, own, self._bytes(operator, forward, results), tuple(forward), tuple(back), tuple(results)
+        )
+
+    def _places(self, sharding: Sharding) -> Integers:
+        """[options, axes]: the factor that every axis slices, by number, or WHOLE; only equal slices."""
+        options = [WHOLE, *range(len(sharding.factors))]
+        counted = np.indices([len(options)] * len(self.axes)).reshape(len(self.axes), len(options) ** len(self.axes)).T
+        grid = np.array(options)[counted]  # one device has no axes and one option
+        legal = np.ones(len(grid), dtype=bool)
+        for number, factor in enumerate(sharding.factors):
+            count = np.where(grid == number, self.sizes, 1).prod(1)
+            legal &= sharding.sizes[factor] % count == 0
+        return np.asarray(grid[legal], dtype=np.int64)
+
+    def _assignment(self, sharding: Sharding, row: Integers) -> Assignment:
+        found: dict[str, tuple[str, ...]] = {}
+        for number, factor in enumerate(sharding.factors):
+            axes = tuple(axis for axis, place in zip(self.axes, row, strict=True) if place == number)
+            if axes:
+                found[factor] = axes
+        return found
+
+    def _lying(self, sharding: Sharding, dims: Dims, places: Integers) -> Integers:
+        lookup = np.array([*(dims.index(f) if f in dims else WHOLE for f in sharding.factors), WHOLE])
+        return np.asarray(lookup[places])
+
+    def _side(self, places: Integers, dims: int) -> Side:
+        base = places.max(initial=0) + 3
+        names = ((places + 2) * base ** np.arange(places.shape[1])).sum(1)
+        _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
+        return Side(self.transfers.rows(places[first], dims), inverse)
+
+    def _own(
+        self, operator: Operator, sharding: Sharding, assignments: Sequence[Assignment], returned: Sequence[Side]
+    ) -> Seconds:
+        """Seconds that an option takes whatever its neighbours do."""
+        problem, cluster = self.problem, self.transfers.cluster
+        graph, mesh = problem.graph, problem.mesh
+        trained = operator.id in graph.returning
+        found = np.array(
+            [operator_seconds(sharding, one, operator, graph, mesh, cluster, trained) for one in assignments]
+        )
+        if sharding.local is not None and self.own.talks(operator, sharding):
+            found += [self.own.inside(operator, sharding, one) for one in assignments]
+        for side, ref in zip(returned, operator.operands, strict=True):
+            if trained and self.alone(ref) and ref in graph.trained:
+                found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
+        after = problem.outputs.get(operator.id)
+        if after is not None:
+            natural = sharding.result_layouts(assignments[0])
+            for number, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
+                found += self.chain_seconds(have, then, spec)
+                if trained and Ref(operator.id, number) in graph.trained:
+                    found += self.chain_seconds(then.whole, have.whole, spec)
+        return found
+
+    def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
+        """What a rank keeps: results that backward may need, and the parameters that this operator alone uses."""
+        graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
+        if operator.id in graph.returning and operator.op not in VIEWS:
+            for side, spec in zip(given, operator.results, strict=True):
+                found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
+        for side, ref in zip(wanted, operator.operands, strict=True):
+            if self.alone(ref):
+                per_element = [self.parameter_bytes(layout, ref) for layout in self._layouts(side.rows)]
+                found = found + (self.elements(side.rows, graph.specs[ref]) * per_element)[side.of_option]
+        return found
+
+    def _layouts(self, rows: Rows) -> list[Layout]:
+        return [self.transfers.layout(rows, index) for index in range(len(rows))]
+
+    def elements(self, rows: Rows, spec: TensorSpec) -> Seconds:
+        """Elements of a rank's slice, per layout."""
+        counts = self.transfers.counts[rows.dims]
+        return np.asarray(np.ceil(np.array(spec.shape, dtype=np.float64) / counts).prod(1))
+
+    def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
+        """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
+        problem, spec = self.problem, self.problem.graph.specs[ref]
+        replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
+        parts = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
+        if ref not in problem.graph.trained:
+            return spec.item_bytes / parts[0]
+        masters = MASTER if spec.item_bytes < MASTER else 0
+        gradient, states = max(spec.item_bytes, MASTER), max(spec.item_bytes, MASTER) * problem.states + masters
+        return spec.item_bytes / parts[0] + gradient / parts[1] + states / parts[2]
+
+    def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
+        """`parameter_seconds` of many layouts."""
+        return np.array([self.parameter_seconds(layout, spec) for layout in self._layouts(rows)])
+
+    def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter whose gradient is partial as `layout` is."""
+        return self.own.parameter_seconds(layout, spec)
+
+    def chain_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        """Seconds of one redistribution."""
+        mesh = self.problem.mesh
+        return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
+
+    def own_seconds(self, operator: Operator, assignment: Assignment) -> float:
+        """Seconds that an operator takes under an assignment, whatever its neighbours do."""
+        sharding = self.problem.shardings[operator.id]
+        one = np.zeros(1, dtype=np.int64)
+        returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
+        return float(self._own(operator, sharding, [assignment], returned)[0])

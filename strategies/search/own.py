@@ -1,0 +1,103 @@
+"""Seconds that an operator or a parameter takes whatever its neighbours do: collectives of local programs, and the
+update of parameters.
+
+Invariant: what a local program sends is found by emitting it, so it is what the engine will run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.step import MASTER
+from strategies.engine.buckets import LARGEST, PARTS, SMALLEST
+from strategies.engine.emitter import Emitter
+from strategies.engine.program import PLAIN, Instruction, Options, Redistribute
+from strategies.graph import Operator, OperatorGraph, TensorSpec
+from strategies.layout import Layout
+from strategies.plan import OperatorPlan
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.problem import Problem
+
+
+@dataclass(frozen=True)
+class Own:
+    """Such seconds of one problem on one cluster."""
+
+    problem: Problem
+    cluster: Cluster
+
+    @cached_property
+    def bucket(self) -> int:
+        """Bytes of a bucket of gradients."""
+        learned = [source.spec for source in self.problem.graph.sources if source.trainable]
+        total = sum(spec.elements * max(spec.item_bytes, MASTER) for spec in learned)
+        return min(max(total // PARTS, SMALLEST), LARGEST)
+
+    def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter: of adding its gradient, as part of a bucket, over the axes over
+        which `layout` is partial, what backward does not hide; and of the optimizer's own work."""
+        problem, mesh, cluster = self.problem, self.problem.mesh, self.cluster
+        elements, wide = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
+        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth
+        axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
+        ranks = mesh.product(axes)
+        if ranks == 1:
+            return work
+
+        def carried(kind: str, item_bytes: int) -> float:
+            whole = self.bucket * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
+            return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
+
+        if problem.stage == 0:
+            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide)
+        if problem.stage == 3:
+            return work / ranks + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
+        return work / ranks + carried(ALL_REDUCE, MASTER) + carried(ALL_GATHER, spec.item_bytes)
+
+    def talks(self, operator: Operator, sharding: Sharding) -> bool:
+        """Whether the rule's local program communicates where some factor is sliced."""
+        for factor, size in sharding.sizes.items():
+            axes = tuple(axis for axis in self.problem.mesh.names if size % self.problem.mesh.sizes[axis] == 0)[:1]
+            if axes and self._emitted(operator, sharding, {factor: axes}):
+                return True
+        return False
+
+    def inside(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
+        """Seconds of the collectives of the local program."""
+        mesh, cluster = self.problem.mesh, self.cluster
+        total = 0.0
+        for one in self._emitted(operator, sharding, assignment):
+            total += chain_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
+            if one.differentiable and operator.id in self.problem.graph.returning:
+                total += chain_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
+        return total
+
+    def _emitted(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Redistribute]:
+        assert sharding.local is not None
+        rehearsal = _Rehearsal(self.problem.graph, self.problem.mesh)
+        planned = OperatorPlan(assignment, "default")
+        emitter = Emitter(rehearsal, operator, sharding, planned, operator.args, dict(operator.kwargs))
+        sharding.local(operator, emitter)
+        return [one for one in rehearsal.instructions if isinstance(one, Redistribute)]
+
+
+@dataclass
+class _Rehearsal:
+    """The lowering of one operator alone."""
+
+    graph: OperatorGraph
+    mesh: Any
+    options: Options = PLAIN
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def fresh(self, name: str) -> str:
+        return f"{name}_{len(self.instructions)}"
+
+    def ordinal(self, operator: Operator) -> int:
+        return 0

@@ -1,0 +1,128 @@
+"""What a choice costs in seconds: an operator by itself, a value on its way to a use, and a whole plan.
+
+A plan costs the work of every operator, every redistribution forward and backward (once per value and target, as the
+engine does it), and the update of every parameter. Invariant: with the engine's redistributions (`engine_seconds`) the
+total is `strategies.search.pricing`'s, except for what leaves the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import chain_seconds
+from strategies.cost.operators import operator_seconds
+from strategies.engine.lowering import left_axes
+from strategies.graph import Operator, Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.redistribution import chain
+from strategies.rules.sharding import Assignment
+from strategies.search.own import Own
+from strategies.search.problem import Problem
+
+Moving = Callable[[Layout, Layout, tuple[int, ...], int, Mesh, Cluster], float]
+"""Layouts before and after, shape, bytes per element, mesh, cluster -> seconds."""
+
+
+def engine_seconds(
+    before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
+) -> float:
+    """Seconds of the chain that the engine runs."""
+    return chain_seconds(chain(before, after, shape, mesh), item_bytes, mesh, cluster)
+
+
+class Pricing:
+    """Prices of one problem on one cluster; `moving` says what a redistribution takes."""
+
+    def __init__(self, problem: Problem, cluster: Cluster, moving: Moving = engine_seconds) -> None:
+        self.problem, self.cluster, self.mesh, self.moving = problem, cluster, problem.mesh, moving
+        self._moves: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
+        self._rates: dict[tuple[frozenset[str], frozenset[str], int], float] = {}
+        self._talks: dict[Hashable, bool] = {}
+        self.own = Own(problem, cluster)
+
+    def moved(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        """Seconds to carry a value of `spec` from one layout to another."""
+        if before == after:
+            return 0.0
+        key = before, after, spec.shape, spec.item_bytes
+        if key not in self._moves:
+            self._moves[key] = self.moving(before, after, spec.shape, spec.item_bytes, self.mesh, self.cluster)
+        return self._moves[key]
+
+    def used(self, have: Layout, wanted: Layout, returned: Layout | None, spec: TensorSpec) -> float:
+        """Seconds to carry a value to a use and its gradient back (None: there is none)."""
+        back = 0.0 if returned is None else self.moved(returned, have.whole, spec)
+        return self.moved(have, wanted, spec) + back
+
+    def worked(self, operator: Operator, assignment: Assignment) -> float:
+        """Seconds of an operator's own work, forward and backward, and of what its local program sends."""
+        problem, sharding = self.problem, self.problem.shardings[operator.id]
+        trained = operator.id in problem.graph.returning
+        seconds = operator_seconds(sharding, assignment, operator, problem.graph, self.mesh, self.cluster, trained)
+        if sharding.local is None or not assignment:
+            return seconds
+        key = operator.target, sharding.operands, tuple(sharding.sizes.items())
+        if key not in self._talks:
+            self._talks[key] = self.own.talks(operator, sharding)
+        return seconds + (self.own.inside(operator, sharding, assignment) if self._talks[key] else 0.0)
+
+    def updated(self, held: Layout, left: frozenset[str], spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter that lies like `held`, its gradient partial over `left`."""
+        key = left, held.axes, spec.item_bytes
+        elements = math.prod(held.local_shape(spec.shape, self.mesh))
+        if key not in self._rates:
+            self._rates[key] = self.own.parameter_seconds(Layout(held.dims, left), spec) / max(elements, 1)
+        return elements * self._rates[key]
+
+    def total(self, chosen: Mapping[str, Assignment]) -> float:
+        """Seconds of a step with these assignments (by operator)."""
+        work = sum(self.worked(operator, chosen[operator.id]) for operator in self.problem.graph.operators)
+        return work + sum(self.carried(ref, chosen) for ref in self.problem.graph.users)
+
+    def carried(self, ref: Ref, chosen: Mapping[str, Assignment]) -> float:
+        """Seconds to carry a value to all of its uses and their gradients back; of a parameter, with its update."""
+        graph, shardings = self.problem.graph, self.problem.shardings
+        source, spec = graph.by_id[ref.id], graph.specs[ref]
+        ways = dict.fromkeys(
+            (
+                shardings[user.id].operand_layouts(chosen[user.id])[position],
+                shardings[user.id].gradient_layouts(chosen[user.id])[position] if self.learns(ref, user) else None,
+            )
+            for user, position in graph.users[ref]
+        )
+        if isinstance(source, Source) and source.kind == "parameter":
+            return self.parameter(list(ways), spec)
+        have = self.layout(ref, chosen)
+        return sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
+
+    def learns(self, ref: Ref, user: Operator) -> bool:
+        """Whether a gradient comes back from this use of a value."""
+        return ref in self.problem.graph.trained and user.id in self.problem.graph.returning
+
+    def layout(self, ref: Ref, chosen: Mapping[str, Assignment]) -> Layout:
+        """How a value that is no parameter lies."""
+        source = self.problem.graph.by_id[ref.id]
+        if isinstance(source, Operator):
+            return self.problem.result_layout(ref, chosen[ref.id])
+        if source.kind == "input":
+            return self.problem.inputs[source.name]
+        return Layout.replicated(len(source.spec.shape))
+
+    def parameter(self, ways: Sequence[tuple[Layout, Layout | None]], spec: TensorSpec) -> float:
+        """Seconds of a parameter that is used in these ways: it lies as the first wants it; its gradient is added over
+        all axes that a use leaves."""
+        if not ways:
+            return 0.0
+        held, left, seconds = ways[0][0], frozenset[str](), 0.0
+        for wanted, returned in ways:
+            seconds += self.moved(held, wanted, spec)
+            if returned is not None:
+                open_ = left_axes(held, returned, spec.shape, self.mesh)
+                left |= open_
+                dims = tuple(tuple(axis for axis in dim if axis not in open_) for dim in returned.dims)
+                seconds += self.moved(Layout(dims, returned.partial - open_), held, spec)
+        learns = any(returned is not None for _, returned in ways)
+        return seconds + (self.updated(held, left, spec) if learns else 0.0)

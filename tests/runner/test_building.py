@@ -1,0 +1,86 @@
+"""Objectives built from shapes alone: their graphs are those of the real models, and nothing is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import compose_config
+
+from runner.building import captured_from_shapes, objective
+from runner.data.loader import flatten_batch, whole_batch
+from runner.errors import ConfigError
+from runner.prepare import cast, datasets
+from strategies.capture import capture
+from strategies.errors import StrategyError
+
+RECIPES = ["quickstart", "gpt", "llama", "moe", "resnet", "vit", "gpt_padded", "vocab_ffn", "hf_gpt2"]
+
+
+def entries(config):
+    training, _, collate = datasets(config)
+    names, tensors = flatten_batch(whole_batch(training, collate, range(config.data.batch_size)))
+    return names, cast(tensors, torch.float32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_graph_is_that_of_the_real_model(recipe):
+    config = compose_config(f"+recipe={recipe}")
+    names, tensors = entries(config)
+    said = []
+    step, found = captured_from_shapes(config, names, tensors, said.append)
+    real = capture(objective(config, names), tensors, training=True)
+    assert found.graph.signature() == real.graph.signature()
+    assert found.graph == real.graph
+    assert said == []
+    assert all(type(parameter.data).__name__ == "FakeTensor" for parameter in step.parameters())
+
+
+LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, heads: 64, kv_heads: 8, hidden: 28672}"
+
+
+def test_a_model_beyond_the_memory_is_captured():
+    config = compose_config("+recipe=llama", LARGE, "train.precision=fp64")
+    names, tensors = entries(config)
+    step, found = captured_from_shapes(config, names, tensors, print)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in step.parameters())
+    assert size > 25 << 30
+    assert sum(source.spec.elements for source in found.graph.of_kind("parameter")) * 8 == size
+
+
+@pytest.mark.parametrize("when", ["built", "called"])
+def test_a_model_that_reads_numbers_is_built_after_all(when):
+    config = compose_config(
+        "model.target=networks.Reading",
+        f"model.args={{when: {when}}}",
+        "data.target=networks.Points",
+        "loss.target=torch.nn.CrossEntropyLoss",
+        "job=plan",
+    )
+    names, tensors = entries(config)
+    said = []
+    step, found = captured_from_shapes(config, names, tensors, said.append)
+    assert found.graph == capture(objective(config, names), tensors, training=True).graph
+    assert [type(parameter.data) for parameter in step.parameters()] == [torch.Tensor] * 2
+    assert [line for line in said if "networks.Reading reads numbers while it is built" in line] == said
+    assert bool(said) == (when == "built")
+
+
+def test_what_is_wrong_with_a_model_is_told_once():
+    config = compose_config("+recipe=llama", "model.args.heads=7")
+    names, tensors = entries(config)
+    with pytest.raises(ConfigError, match="must be a multiple of heads"):
+        captured_from_shapes(config, names, tensors, pytest.fail)
+
+
+def test_a_large_model_that_cannot_be_captured_is_not_built(monkeypatch):
+    monkeypatch.setattr("runner.building.LARGEST_REBUILT", 0)
+    config = compose_config(
+        "model.target=networks.Reading",
+        "model.args={when: called}",
+        "data.target=networks.Points",
+        "loss.target=torch.nn.CrossEntropyLoss",
+        "job=plan",
+    )
+    names, tensors = entries(config)
+    with pytest.raises(StrategyError, match="failed on the example batch"):
+        captured_from_shapes(config, names, tensors, pytest.fail)

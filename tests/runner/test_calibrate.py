@@ -1,0 +1,89 @@
+"""The verb calibrate: a file that describes this machine, and nothing where it is interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from runner import clusters, launch
+from runner.calibration import Measured
+from runner.jobs import calibrate
+from strategies.cost.cluster import Link
+from strategies.cost.laws import Error, Fit, Product
+
+SHORT = ("world_size=2", "calibrate.seconds=0.5", "device=cpu")
+
+
+def test_this_machine_is_measured_and_described(command, tmp_path):
+    done = command("calibrate", "mine.yaml", *SHORT)
+    assert done.code == 0, done.err
+    (log,) = tmp_path.glob("runs/*/*/ranks/0.log")
+    assert "calibrate: all_to_all" in log.read_text()
+    assert "price plans with cluster.file=mine.yaml" in done.out
+    found = clusters.from_description(tmp_path / "mine.yaml")
+    assert (found.name, found.devices, found.algorithms) == ("mine", 2, ("ring",))
+    assert {"float32", "float64", "bfloat16"} == found.flops.keys()
+    assert min(found.flops.values()) > 1e7
+    assert 1e6 < found.memory_bandwidth < 1e13
+    assert 0 < found.launch < 0.1
+    kinds = found.levels[0].kinds
+    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "send"} == kinds.keys()
+    assert all(1e4 < link.bandwidth < 1e13 and 0 <= link.latency < 1 for link in kinds.values())
+    text = (tmp_path / "mine.yaml").read_text()
+    assert text.count("fitted within") == 3 + 1 + len(kinds)
+    planned = command("plan", "+recipe=quickstart", "cluster.file=mine.yaml")
+    assert planned.code == 2
+    assert "world_size = 8 needs 8 devices, but cluster = 'mine' has 2" in planned.err
+
+
+def test_the_file_says_what_was_fitted(tmp_path):
+    error = {"memory": Error(0.1, 0.2), "matmul float32": Error(0.0, 0.0), "all_gather": Error(0.25, 0.5)}
+    fit = Fit({"float32": 5e9}, 7e9, {"all_gather": Link(2e8, 1e-4, 1e-3)}, error)
+    measured = Measured(4, "cpu", 1e9, 1e-5, 2e-6, 0.25, (Product("float32", 1.0, 1.0),), (), ())
+    text = calibrate.described("box", measured, fit)
+    assert "all_gather:  # fitted within 25%, at worst 50%" in text
+    (tmp_path / "box.yaml").write_text(text)
+    found = clusters.from_description(tmp_path / "box.yaml")
+    assert (found.flops["float32"], found.memory_bandwidth, found.memory, found.overlap) == (5e9, 7e9, 10**9, 0.25)
+    assert (found.launch, found.view, found.devices) == (1e-5, 2e-6, 4)
+    assert found.levels[0].of("all_gather") == Link(2e8, 1e-4, 1e-3)
+
+
+def test_one_rank_has_nobody_to_talk_to(tmp_path):
+    fit = Fit({"float32": 5e9}, 7e9, {}, {"memory": Error(0.1, 0.2), "matmul float32": Error(0.0, 0.0)})
+    text = calibrate.described("box", Measured(1, "cpu", 1e9, 1e-5, 2e-6, 0.0, (), (), ()), fit)
+    (tmp_path / "box.yaml").write_text(text)
+    assert clusters.from_description(tmp_path / "box.yaml").devices == 1
+
+
+@pytest.mark.parametrize("name", ["nowhere/x.yaml", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(command, name, monkeypatch):
+    monkeypatch.setattr(launch, "run_ranks", None)
+    done = command("calibrate", *SHORT, f"calibrate.file={name}")
+    assert done.code == 2
+    assert f"calibrate.file = '{name}' cannot be written there" in done.err
+
+
+def test_two_files_are_one_too_many(command):
+    done = command("calibrate", "a.yaml", "b.yaml", *SHORT)
+    assert done.code == 2
+    assert "'b.yaml' is neither a verb nor KEY=VALUE" in done.err
+
+
+def test_interrupting_leaves_nothing(tmp_path):
+    words = ["calibrate", "mine.yaml", "world_size=2", "device=cpu", "calibrate.seconds=500"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "runner", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "products" in line:
+            break
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "run: interrupted.\n")
+    assert list(tmp_path.iterdir()) == []

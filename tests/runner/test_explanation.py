@@ -1,0 +1,80 @@
+"""`run explain OPERATOR`: who chose its slices, what is sent around it, and the next best."""
+
+from __future__ import annotations
+
+import pytest
+from small import MODES, SMALL
+
+from runner.errors import ConfigError
+
+
+def told(start, capsys, *options):
+    start(*options, verb="explain")
+    return capsys.readouterr().out
+
+
+def test_a_configured_operator(start, capsys):
+    out = told(start, capsys, "+recipe=quickstart", "explain.operator=matmul")
+    assert "matmul (matmul, models/matmul.py:22)\n" in out
+    assert "  strategy   (d0, d1) (d1, -) -> (d0, -) partial over d1\n" in out
+    assert "  why        configured: parallel.strategies.matmul\n" in out
+    assert "  around     its operand 0, forward: all_to_all from dim 0 to dim 1 over d1, 192 B sent per rank\n" in out
+    assert "  around     operand 0 of relu, forward: reduce_scatter dim 1 over d1, 384 B sent per rank\n" in out
+    assert "strategies on this mesh" in out
+    assert "operator                shapes" not in out
+
+
+def test_a_propagated_operator_and_its_runner_up(start, capsys):
+    out = told(start, capsys, "+recipe=quickstart", "explain.operator=relu")
+    assert "  why        propagated: " in out
+    assert "  runner-up  (d0, -) -> (d0, -)\n             takes " in out and ") more: " in out
+    assert "             holds 384 B more per rank" in out
+    assert "  legal      9 strategies on this mesh" in out
+
+
+def test_equal_layers_share_a_paragraph(start, capsys):
+    out = told(start, capsys, "+recipe=megatron_tp", "explain.operator='layers.*.attention.[qo]_proj'")
+    assert (
+        "layers.0.attention.q_proj (linear, models/transformer.py:31) and 1 like it: layers.1.attention.q_proj" in out
+    )
+    assert (
+        "layers.0.attention.o_proj (linear, models/transformer.py:34) and 1 like it: layers.1.attention.o_proj" in out
+    )
+    assert out.count("  why        configured: parallel.strategies.layers.*.attention.o_proj.matmul") == 1
+
+
+def test_operators_that_no_one_chose(start, capsys):
+    options = (*SMALL, *MODES["data_parallel"], "model.target=networks.Renormed")
+    out = told(start, capsys, *options, "explain.operator=renorm")
+    assert "  why        its kind has no sharding rule, so every rank computes it whole" in out
+    assert "  runner-up  none: no other strategy is legal on this mesh" in out
+    assert "  why        not configured and not reached" in told(start, capsys, *options, "explain.operator=inner")
+
+
+def test_a_cheaper_neighbour_is_told(start, capsys):
+    strategies = "parallel.strategies={inner.matmul: [[4,1],[1,1]], outer.matmul: [[1,4],[4,1]]}"
+    out = told(start, capsys, *SMALL, "parallel=semi_auto", strategies, "explain.operator=outer")
+    assert "  cheaper    (d0, -) (-, -) (-) -> (d0, -)\n             takes " in out and ") less: " in out
+    assert "(with its neighbours as they are; changed together they may cost less still)" in out
+
+
+def test_operators_of_a_pipelines_stage(start, capsys):
+    out = told(start, capsys, "+recipe=gpt_pipeline", "explain.operator=layers.3.attention.q_proj")
+    assert "layers.3.attention.q_proj (linear" in out and "strategies on this mesh" in out
+
+
+def test_a_loaded_plan_says_so(start, capsys):
+    saved = start(*SMALL, *MODES["auto"], verb="plan", folder="saved")
+    options = ("parallel=semi_auto", f"parallel.plan={saved.folder}", "explain.operator=inner")
+    assert "  why        configured where the plan was made" in told(start, capsys, *SMALL, *options)
+
+
+def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
+    with pytest.raises(ConfigError, match=r"explain\.operator = 'relx' matches no operator .* Did you mean 'relu'"):
+        start("+recipe=quickstart", "explain.operator=relx", verb="explain", folder="run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_operator_is_a_bare_word(command):
+    done = command("explain", "relu", "+recipe=quickstart")
+    assert done.code == 0 and "relu (relu, models/quickstart.py" in done.out

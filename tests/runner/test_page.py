@@ -1,0 +1,208 @@
+"""report.html: strictly well-formed, alone in the world, small whatever the depth; and drawn by a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+from conftest import compose_config
+
+from runner.jobs import plan as planning
+from runner.layers import kinds
+from runner.page import page
+from runner.page.markup import Markup, element, joined
+from runner.page.pictures import bar, gauge, layer_picture, mesh_picture
+
+VOID = {"meta", "br"}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "firefox")
+
+
+class Strict(HTMLParser):
+    """Counts elements and collects texts; fails at an end tag that ends something else, and at what is left open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.texts: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never ended: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.seen[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        assert "svg" in self.open, f"<{tag}/> outside of a picture"
+        self.seen[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("report")
+    options = ("+recipe=megatron_tp", "job=plan", "parallel.plan_cache=null", "cluster=dgx_h100")
+    planning.run(compose_config(*options), found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def content(folder):
+    return json.loads((folder / "plan.json").read_text())
+
+
+def check(text):
+    """What holds for every page. Returns it parsed."""
+    parsed = Strict(text)
+    assert text.startswith("<!DOCTYPE html>\n<html lang=")
+    assert parsed.seen["html"] == parsed.seen["head"] == parsed.seen["body"] == 1
+    assert not parsed.seen.keys() & {"script", "link", "img", "iframe", "object", "embed"}
+    assert not re.search(r"https?://|//[a-z]|url\(|@import|\bon\w+=|javascript:", text)
+    assert not {name for name, _ in parsed.attributes} & {"href", "src", "srcset", "action"}
+    return parsed
+
+
+def test_the_report_of_a_plan(folder, content):
+    text = (folder / "report.html").read_text()
+    parsed = check(text)
+    assert len(text) < 100_000
+    told = " ".join(parsed.texts)
+    for needed in (
+        "models.gpt.GPT, parallel.mode=auto",
+        "Time of a step",
+        "Memory of a rank",
+        "layers.[0-1] x 2",
+        "attention.q_proj",
+        "(dp, -, -) (tp, -) (tp) -> (dp, -, tp)",
+        ": 4 ranks across, over the gpu link",
+        "is the limit that binds",
+    ):
+        assert needed in told, needed
+    found = kinds(content["operators"])
+    assert parsed.seen["tr"] == 1 + sum(1 + len(kind.rows()) for kind in found)
+    assert parsed.seen["details"] == len(found)
+
+
+def test_the_size_does_not_grow_with_the_depth(content):
+    deeper = json.loads(json.dumps(content))
+    layers = [entry for entry in deeper["operators"] if entry["name"].startswith("layers.1")]
+    for number in range(2, 60):
+        text = json.dumps(layers).replace("layers.1", f"layers.{number}")
+        deeper["operators"] += json.loads(text)
+    text = page(deeper, "deep")
+    assert "layers.[0-59] x 60" in text
+    assert len(text) < 1.1 * len(page(content, "deep"))
+    check(text)
+
+
+def test_names_cannot_break_out(content):
+    hostile = json.loads(json.dumps(content).replace("attention.q_proj", "<script>alert(1)</script>&amp;'"))
+    parsed = check(page(hostile, '"><b>'))
+    assert any("<script>alert(1)</script>&amp;'" in text for text in parsed.texts)
+    assert parsed.texts.count('"><b>') == 1
+
+
+def test_a_plan_that_does_not_fit_says_so(content):
+    other = json.loads(json.dumps(content))
+    other["prediction"] |= {"memory_limit": 1000, "binding": "memory", "shrunk": {"parallel.zero.stage=3": 900}}
+    told = " ".join(check(page(other, "small")).texts)
+    assert "; parallel.zero.stage=3 would need 900 B and fit" in told and "of 1000 B are needed at once" in told
+
+
+def test_a_pipeline_has_a_report(start):
+    ended = start("+recipe=gpt_pipeline", verb="explain")
+    told = " ".join(check((ended.folder / "report.html").read_text()).texts)
+    assert "waiting" in told and "send" in told
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cells"),
+    [
+        ({"d": 1}, 1),
+        ({"dp": 2, "tp": 4}, 8),
+        ({"pp": 2, "dp": 2, "one": 1, "tp": 2}, 8),
+        ({"dp": 512}, 8),
+        ({"pp": 8, "dp": 64, "tp": 8}, 125),
+    ],
+)
+def test_the_mesh_is_drawn_as_far_as_it_fits(mesh, cells):
+    parsed = Strict(mesh_picture(mesh))
+    ranks = [int(text) for text in parsed.texts if text.isdigit()]
+    assert len(ranks) == parsed.seen["rect"] == cells
+    assert sorted(set(ranks)) == ranks and max(ranks) < math.prod(mesh.values())
+    left_out = math.prod(mesh.values()) - cells
+    assert (f"{left_out} more ranks are not drawn." in parsed.texts) == bool(left_out)
+
+
+def widths(picture):
+    return [float(value) for name, value in Strict(picture).attributes if name == "width"][1:]
+
+
+def test_a_bar_is_to_scale():
+    drawn = widths(bar({"a": (3.0, "3 s"), "none": (0.0, "0 s"), "b": (1.0, "1 s")}, title="t"))
+    assert drawn == [720.0, 240.0]
+
+
+def test_a_gauge_marks_what_is_too_much():
+    assert widths(gauge(25.0, 100.0, "t")) == [960.0, 240.0]
+    assert widths(gauge(200.0, 100.0, "t")) == [480.0, 480.0, 480.0]
+
+
+def test_edges_over_which_something_is_sent_are_marked(content):
+    (layers,) = [kind for kind in kinds(content["operators"]) if kind.count == 2]
+    parsed = Strict(layer_picture(layers, list(content["mesh"])))
+    titles = [text for text in parsed.texts if ": all_reduce over tp, " in text]
+    sent = [value for name, value in parsed.attributes if (name, value) == ("class", "sent")]
+    assert len(sent) == len(titles) == 4  # two in forward, two in backward
+    assert any(text.startswith("operand, backward: all_reduce") for text in titles)
+
+
+def test_text_is_escaped_and_markup_is_not():
+    assert (
+        element("p", "a<b", Markup("<i>x</i>"), None, class_="k&m", data_x=None)
+        == '<p class="k&amp;m">a&lt;b<i>x</i></p>'
+    )
+    assert joined("<", element("br")) == "&lt;<br>"
+    assert element("rect", x=1, stroke_width=2) == '<rect x="1" stroke-width="2"/>'
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it(folder, tmp_path):
+    """Every browser on this machine keeps all elements, none is moved or dropped, and the picture is not blank."""
+    file = folder / "report.html"
+    expected = check(file.read_text()).seen
+    for path in filter(None, map(shutil.which, BROWSERS)):
+        options = [path, "--headless", "--window-size=1300,2000"]
+        if "firefox" not in path:
+            options += ["--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+            done = subprocess.run(
+                [*options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+            )
+            drawn = Counter(re.findall(r"<([a-z]+)[ >/]", done.stdout))
+            for tag in ("tr", "td", "details", "svg", "rect", "path", "section", "li"):
+                assert drawn[tag] == expected[tag], (path, tag)
+        picture = tmp_path / "picture.png"
+        subprocess.run(
+            [*options, f"--screenshot={picture}", file.as_uri()], capture_output=True, timeout=120, check=True
+        )
+        data = picture.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 50_000
+        assert struct.unpack(">II", data[16:24]) == (1300, 2000)

@@ -1,0 +1,120 @@
+"""What a plan promises: speed, the limit that binds, and what would help; on machines that are only described."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import compose_config
+from small import MODES, SMALL
+
+from runner.clusters import described, shipped
+from runner.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds
+from runner.prediction import doubled
+
+LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
+WINDOWS = ("data.args={length: 512, train: true}", "data.batch_size=16", "train.precision=bf16")
+PARAMETERS = 2 * 4096 * 1024 + 4 * (1024 * 1024 * 3 + 3 * 1024 * 4096)
+
+
+def plan_of(start, *options, **more):
+    return start("+recipe=llama", LLAMA, *WINDOWS, "cluster=dgx_h100", *options, verb="plan", **more).plan
+
+
+def test_speed_and_flops(start):
+    plan = plan_of(start)
+    told = plan["prediction"]
+    assert told["seconds"] == plan["cost"]["total"] > 0
+    assert told["samples_per_second"] == pytest.approx(16 / told["seconds"])
+    assert told["tokens_per_second"] == pytest.approx(16 * 512 / told["seconds"])
+    attention = 3 * 4 * 2 * 2 * 16 * 512 * 512 * 1024  # layers, products, flops, batch, queries, keys, width
+    flops = 6 * (PARAMETERS - 4096 * 1024) * 16 * 512 + attention
+    assert told["mfu"] == pytest.approx(flops / (8 * 989e12) / told["seconds"], rel=0.02)
+    assert (told["ranks"], told["devices"], told["axes"]) == (8, 8, {"dp": "gpu", "tp": "gpu"})
+    parts = [entry["predicted"] for entry in plan["operators"]]
+    assert sum(part["forward"] for part in parts) == pytest.approx(plan["cost"]["forward"])
+
+
+def test_no_device_and_no_memory_is_needed(start):
+    plan = start("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16", verb="plan").plan
+    assert plan["mesh"] == {"dp": 16}
+    assert plan["prediction"]["axes"] == {"dp": "node"}
+    assert plan["prediction"]["devices"] == plan["prediction"]["ranks"] == 16
+    assert 0.2 < plan["prediction"]["mfu"] < 0.7
+    assert plan["prediction"]["binding"] == "flops"
+
+
+def test_memory_binds_where_it_does_not_suffice(start, capsys):
+    small = "cluster.machine.memory=1.0e8"
+    plan = plan_of(start, small)
+    assert plan["prediction"]["binding"] == "memory"
+    out = capsys.readouterr().out
+    assert "it does not fit: " in out and "and a device has 95.4 MiB; parallel.zero.stage=1 would need " in out
+    shrunk = plan["prediction"]["shrunk"]
+    zero = [shrunk[f"parallel.zero.stage={stage}"] for stage in (1, 2, 3)]
+    assert plan["prediction"]["memory"] > zero[0] > zero[1] > zero[2]
+    assert shrunk["parallel.recompute=full parallel.zero.stage=3"] < shrunk["parallel.recompute=full"]
+
+
+def test_what_would_fit_is_what_it_takes(start):
+    limit = "cluster.machine.memory=6.0e8"
+    told = plan_of(start, limit)["prediction"]
+    assert told["memory"] > 6e8 > told["shrunk"]["parallel.recompute=full"]
+    recomputed = plan_of(start, limit, "parallel.recompute=full")["prediction"]
+    assert recomputed["memory"] == told["shrunk"]["parallel.recompute=full"]
+    assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
+
+
+def test_slow_links_bind_and_faster_ones_help(start, capsys):
+    slow = "cluster.machine.levels.gpu.bandwidth=1.0e9"
+    told = plan_of(start, slow)["prediction"]
+    assert told["binding"] == "gpu link"
+    assert max(told["speedups"], key=told["speedups"].get) == "gpu link"
+    assert 1.5 < told["speedups"]["gpu link"] < 2
+    out = capsys.readouterr().out
+    assert "limit that binds: gpu link" in out and "next better: twice the gpu link 1." in out
+
+
+def test_every_rate_is_doubled_alone():
+    cluster = described("dgx_h100", shipped("dgx_h100", 4))
+    found = doubled(cluster)
+    assert list(found) == ["flops", "memory bandwidth", "node link", "gpu link"]
+    assert found["flops"].peak("bfloat16") == 2 * cluster.peak("bfloat16")
+    assert found["node link"].levels[0].link.bandwidth == 2 * cluster.levels[0].link.bandwidth
+    assert found["node link"].levels[1] == cluster.levels[1]
+    assert found["memory bandwidth"].memory_bandwidth == 2 * cluster.memory_bandwidth
+    assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth"]
+
+
+def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
+    plan = plan_of(start)
+    lines = layer_table(plan).splitlines()
+    starts = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
+    assert starts == ["layer", "tokens", "layers.[0-3]", "norm", "head", "loss"]
+    assert "x 4" in next(line for line in lines if line.startswith("layers"))
+    assert any(line.startswith("  attention.q_proj ") and "(tp, -)" in line for line in lines)
+    out = capsys.readouterr().out
+    assert layer_table(plan) in out and promise(plan) in out
+
+
+def test_plans_without_words_have_no_tokens(start):
+    told = start(*SMALL, *MODES["auto"], verb="plan").plan["prediction"]
+    assert told["tokens_per_second"] is None and told["samples_per_second"] > 0
+
+
+def test_a_pipeline_is_as_fast_as_its_slowest_stage(start):
+    plan = start("+recipe=gpt_pipeline", verb="plan").plan
+    assert plan["prediction"]["shares"]["waiting"] == plan["cost"]["waiting"] > 0
+    assert len([entry for entry in plan["operators"] if "predicted" in entry]) == len(plan["operators"])
+
+
+def test_units():
+    assert [shown_seconds(s) for s in (0, 3e-6, 2e-4, 0.5, 12)] == ["0 ms", "3.0 us", "0.20 ms", "500.00 ms", "12.00 s"]
+    assert [shown_bytes(b) for b in (0, 1023, 2048, 3 << 40)] == ["0 B", "1023 B", "2.0 KiB", "3.0 TiB"]
+    assert [shown_rate(r) for r in (0.1234, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
+
+
+def test_predictions_are_json(start):
+    plan = plan_of(start)
+    assert json.loads(json.dumps(plan["prediction"])) == plan["prediction"]
+    assert compose_config("+recipe=llama").cluster.machine is None

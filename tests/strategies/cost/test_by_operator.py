@@ -1,0 +1,72 @@
+"""What single operators cost adds up to what the step costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.gpt import GPT
+from models.losses import NextTokenLoss
+from strategies.capture import Objective, capture
+from strategies.cost.by_operator import operator_costs
+from strategies.cost.step import step_cost
+from strategies.cost.updating import Updating
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
+from strategies.graph import OperatorGraph
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted, WantedRecompute
+from tests.strategies.machines import cluster
+
+MACHINE = cluster(2, 4)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> OperatorGraph:
+    model: nn.Module = GPT(vocabulary=64, length=16, width=32, layers=2, heads=4)
+    tokens = torch.zeros(8, 16, dtype=torch.long)
+    return capture(Objective(model, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, tokens), training=True).graph
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute: bool) -> None:
+    strategies = {"layers.*.feed_forward.up_proj": Wanted(((2, 1, 1), (4, 1), (4,)), None)}
+    wanted = WantedRecompute("full") if recompute else None
+    plan = make_plan(gpt, Request("auto", 8, strategies=strategies, recompute=wanted))
+    program = lower(gpt, plan, Options(sharded_optimizer=stage > 0, partial_loss=True))
+    updating = Updating(stage, torch.optim.Adam, accumulate=3)
+    costs = operator_costs(gpt, plan, program, MACHINE, updating).values()
+    step = step_cost(gpt, plan, program, MACHINE, updating)
+    assert sum(cost.forward for cost in costs) == pytest.approx(step.forward)
+    assert sum(cost.backward for cost in costs) == pytest.approx(step.backward + step.recomputed)
+    assert sum(cost.gradients for cost in costs) == pytest.approx(step.exposed + sum(step.zero.values()))
+    if not recompute:
+        loss = 1 if program.loss_axes else 0
+        sent = sum(cost.communication for cost in costs)
+        assert 0 < sent <= sum(step.redistributions.values()) < sent + loss * 1e-3
+    levels = sum(seconds for cost in costs for seconds in cost.levels.values())
+    local = sum(cost.communication + cost.gradients for cost in costs) - levels
+    assert -1e-12 <= local < 0.2 * levels
+    assert set().union(*(cost.levels for cost in costs)) == {"node", "gpu"}
+
+
+def test_parameters_are_counted_once_and_by_parts_under_zero(gpt: OperatorGraph) -> None:
+    plan = make_plan(gpt, Request("data_parallel", 8))
+    size = sum(source.spec.elements * 4 for source in gpt.of_kind("parameter"))
+    for stage, share in ((0, 1), (2, 1), (3, 8)):
+        program = lower(gpt, plan, Options(sharded_optimizer=stage > 0, partial_loss=True))
+        costs = operator_costs(gpt, plan, program, MACHINE, Updating(stage, torch.optim.SGD))
+        assert sum(cost.parameters for cost in costs.values()) == pytest.approx(size / share, rel=1e-3)
+
+
+def test_large_products_are_bound_by_flops_and_norms_are_not() -> None:
+    net = nn.Sequential(nn.LayerNorm(4096), nn.Linear(4096, 4096))
+    batch = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+    graph = capture(Objective(net.to("meta"), nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
+    plan = make_plan(graph, Request("data_parallel", 8))
+    costs = operator_costs(graph, plan, lower(graph, plan), MACHINE, Updating())
+    assert [name for name, cost in costs.items() if cost.flop_bound] == ["1"]
+    assert len(costs) > 2
+    assert costs["1"].flops == 2 * 4096**3

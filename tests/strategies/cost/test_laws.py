@@ -1,0 +1,79 @@
+"""Constants from times: found again where times follow the law, and errors that tell where they do not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from strategies.cost.cluster import RING, Cluster, Level, Link
+from strategies.cost.collectives import collective_seconds
+from strategies.cost.laws import SEND, Call, Copy, Product, fit, nonnegative
+from strategies.mesh import Mesh
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+
+MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
+LINKS = {
+    ALL_REDUCE: Link(4e8, 7e-4, 1e-3),
+    ALL_GATHER: Link(2e8, 1e-3, 0.0),
+    REDUCE_SCATTER: Link(1e8, 0.0, 5e-3),
+    ALL_TO_ALL: Link(3e8, 2e-4, 4e-4),
+    EXCHANGE: Link(5e8, 1e-4, 3e-4),
+}
+MACHINE = Cluster("m", (Level("process", 8, Link(1.0, 1.0), LINKS),), {"float32": 1e9}, 1, 1e9, 0.0, algorithms=(RING,))
+
+
+def calls(noise: float = 0.0) -> list[Call]:
+    draw, found = random.Random(0), []
+    for kind in LINKS:
+        for axes in (("a",), ("a", "b"), ("a", "b", "c")):
+            for size in (10**3, 10**5, 10**7):
+                seconds = collective_seconds(kind, size, axes, MESH, MACHINE) * (1 + draw.uniform(-noise, noise))
+                found.append(Call(kind, MESH.product(axes), size, seconds))
+    return found
+
+
+PRODUCTS = [Product("float32", flops, 1e-5 + flops / 5e10) for flops in (1e5, 1e7, 1e9)]
+COPIES = [Copy(size, 1e-6 + size / 7e9) for size in (10**4, 10**6, 10**8)]
+
+
+def test_the_law_of_the_cost_model_is_found_again() -> None:
+    found = fit(PRODUCTS, COPIES, calls())
+    for kind, link in LINKS.items():
+        assert found.links[kind].bandwidth == pytest.approx(link.bandwidth)
+        assert found.links[kind].latency == pytest.approx(link.latency, abs=1e-12)
+        assert found.links[kind].call == pytest.approx(link.call, abs=1e-12)
+    assert found.flops["float32"] == pytest.approx(5e10)
+    assert found.memory_bandwidth == pytest.approx(7e9)
+    assert max(error.worst for error in found.errors.values()) < 1e-6
+
+
+def test_noise_shows_as_error_and_hardly_in_the_constants() -> None:
+    found = fit(PRODUCTS, COPIES, calls(noise=0.2))
+    for kind, link in LINKS.items():
+        assert 0.02 < found.errors[kind].worst < 0.5
+        assert found.links[kind].bandwidth == pytest.approx(link.bandwidth, rel=0.25)
+
+
+def test_no_constant_is_negative() -> None:
+    (call, per_byte), error = nonnegative([[1.0, 1.0], [1.0, 10.0], [1.0, 100.0]], [0.1, 2.0, 30.0])
+    assert call == 0
+    assert 0.1 < per_byte < 0.3
+    assert error.worst > 0.1
+
+
+def test_too_much_counts_as_much_as_too_little() -> None:
+    (constant,), _ = nonnegative([[1.0], [1.0]], [1.0, 2.0])
+    assert constant == pytest.approx(2**0.5)
+
+
+def test_a_time_that_is_far_off_pulls_no_harder() -> None:
+    (near,), _ = nonnegative([[1.0]] * 5, [1.0, 1.0, 1.0, 1.0, 10.0])
+    (far,), _ = nonnegative([[1.0]] * 5, [1.0, 1.0, 1.0, 1.0, 1e6])
+    assert near == pytest.approx(far)
+
+
+def test_times_that_do_not_grow_are_refused() -> None:
+    flat = [Call(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
+    with pytest.raises(ValueError, match="the times of send do not grow with their size"):
+        fit(PRODUCTS, COPIES, flat)

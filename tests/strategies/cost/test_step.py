@@ -1,0 +1,119 @@
+"""Seconds of a step: the parts, what is hidden, and what recompute, ZeRO and micro-batches change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.cost.step import StepCost, step_cost
+from strategies.cost.updating import Updating
+from strategies.engine import zero_traffic
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
+from strategies.engine.updates import Cut
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted, WantedRecompute
+from tests.strategies.machines import cluster
+from tests.strategies.whole_model import Model
+
+MACHINE = replace(cluster(1, 8), flops={"float32": 1e12}, overlap=1.0)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(Layers(), None, (torch.randn(256, 512),))
+
+
+def cost(model: Model, updating: Updating, request: Request | None = None, machine: object = None) -> StepCost:
+    plan = make_plan(model.graph, request or Request("data_parallel", 8))
+    program = lower(model.graph, plan, Options(sharded_optimizer=updating.stage > 0, partial_loss=True))
+    return step_cost(model.graph, plan, program, machine or MACHINE, updating)  # type: ignore[arg-type]
+
+
+def test_backward_hides_all_of_adding_gradients_but_the_last_bucket(model: Model) -> None:
+    each = Updating(overlap=True, cut=Cut(0))
+    alone, hidden = cost(model, replace(each, overlap=False)), cost(model, each)
+    assert alone.exposed == alone.gradients == hidden.gradients > 0
+    assert 0 < hidden.exposed < hidden.gradients / 4
+    assert alone.total - hidden.total == pytest.approx(alone.exposed - hidden.exposed)
+    half = cost(model, each, machine=replace(MACHINE, overlap=0.5))
+    assert half.exposed == pytest.approx(half.gradients / 2)
+
+
+def test_a_short_backward_hides_no_more_than_its_own_time(model: Model) -> None:
+    fast = replace(MACHINE, flops={"float32": 1e18, "float64": 1e18}, memory_bandwidth=1e18, launch=0.0)
+    found = cost(model, Updating(overlap=True), machine=fast)
+    assert found.exposed == pytest.approx(found.gradients - found.backward)
+
+
+def test_micro_batches_repeat_compute_and_not_the_update(model: Model) -> None:
+    once, thrice = cost(model, Updating()), cost(model, Updating(accumulate=3))
+    assert thrice.compute == pytest.approx(3 * once.compute)
+    assert (thrice.gradients, thrice.optimizer) == (once.gradients, once.optimizer)
+
+
+def test_recompute_repeats_forward_of_its_modules(model: Model) -> None:
+    plain = cost(model, Updating())
+    again = cost(model, Updating(), Request("data_parallel", 8, recompute=WantedRecompute("full", None, None, False)))
+    assert plain.recomputed == 0
+    assert again.forward == plain.forward
+    assert 0.8 * plain.forward < again.recomputed < plain.forward  # all layers, without the loss
+
+
+def test_recomputed_collectives_run_again(model: Model) -> None:
+    pairs = {
+        f"layers.{i}.0.matmul": Wanted(((1, 1), (1, 8)) if i % 2 == 0 else ((1, 8), (8, 1)), None) for i in range(4)
+    }
+    request = Request("semi_auto", 8, strategies=pairs)
+    plain = cost(model, Updating(), request)
+    repeated = replace(request, recompute=WantedRecompute("full", None, "repeat", False))
+    kept = replace(request, recompute=WantedRecompute("full", None, "keep", False))
+    assert sum(cost(model, Updating(), repeated).redistributions.values()) > sum(plain.redistributions.values())
+    assert cost(model, Updating(), kept).redistributions == plain.redistributions
+
+
+def test_zero_sends_as_many_bytes_as_predicted_and_updates_a_part(model: Model) -> None:
+    plan = make_plan(model.graph, Request("data_parallel", 8))
+    program = lower(model.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
+
+    def states(stage: int) -> float:
+        adam = Updating(stage, factory=torch.optim.Adam)
+        return cost(model, adam).optimizer - cost(model, Updating(stage)).optimizer
+
+    for stage in (1, 2, 3):
+        found = cost(model, Updating(stage))
+        assert found.zero.keys() == zero_traffic.predicted(program, stage).keys() | {"all_reduce"}  # the norm
+        assert found.gradients == 0
+        assert states(stage) == pytest.approx(states(0) / 8)
+    once, twice, thrice = (cost(model, Updating(2, accumulate=n)).zero["all_reduce"] for n in (1, 2, 3))
+    assert thrice - twice == pytest.approx(twice - once)
+    assert twice > once
+    assert cost(model, Updating(1, accumulate=3)).zero["all_reduce"] == pytest.approx(once)
+
+
+def test_more_states_make_updates_slower(model: Model) -> None:
+    plain, adam = cost(model, Updating()), cost(model, Updating(factory=torch.optim.Adam))
+    assert adam.optimizer - plain.optimizer == pytest.approx(
+        (2 * 2 * 4 * 4 * (512 * 512 + 512) * 2) / MACHINE.memory_bandwidth  # two states of fp64, read and written
+    )
+
+
+def test_parts_make_the_total(model: Model) -> None:
+    told = cost(model, Updating(3)).to_json()
+    assert told["total"] == told["compute"] + told["communication"] + told["optimizer"]  # type: ignore[operator]
+    assert told["cluster"] == "described"

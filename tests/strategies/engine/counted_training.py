@@ -1,0 +1,41 @@
+"""What runs on each rank for `test_zero_traffic`: bytes that a step sends, and those that the plan predicts."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+from strategies.engine import zero_traffic
+from strategies.engine.program import Program
+
+training: Any = importlib.import_module("sharded_training")
+
+
+def counted(rank: Any, payload: list[tuple[Any, Any]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Per case: bytes of the second step of this rank, by collective; and what was predicted."""
+    found = []
+    for task, case in payload:
+        setup = training.Setup(task, case, rank.rank, training.MESH)
+        for micro_batches in task.batches:
+            before = Counter(setup.communicator.sent)
+            for x, y in micro_batches:
+                setup.updates.backward(setup.updates.module(*setup.batch(setup.program, x, y)))
+            setup.updates.step()
+        sent = dict(setup.communicator.sent - before)
+        setup.updates.close()
+        groups = training.groups_of(setup.program)
+        predicted = redistributed(setup.program, rank.rank, case.accumulate)
+        predicted.update(zero_traffic.predicted(setup.program, case.stage, case.accumulate, groups))
+        found.append((sent, dict(predicted)))
+    return found
+
+
+def redistributed(program: Program, rank: int, parts: int) -> Counter[str]:
+    """Bytes of redistributions that this rank sends."""
+    total: Counter[str] = Counter()
+    for one in program.redistributions:
+        for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):
+            for step in chain:
+                total[step.kind] += parts * step.elements(program.mesh, rank) * one.spec.item_bytes
+    return total

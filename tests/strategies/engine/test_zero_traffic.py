@@ -1,0 +1,58 @@
+"""Bytes that ZeRO is predicted to send are those that DeepSpeed sends; units are found without building them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.engine.communicator import Communicator
+from strategies.engine.lowering import lower
+from strategies.engine.partition import MODULE, build
+from strategies.engine.program import Options
+from strategies.engine.units import units
+
+SEEDS = (-1, 0, 1, 2, 5, -2)
+"""Whole parameters, random plans, and every parameter sliced over all ranks."""
+NORMS = 128
+"""Bytes of the norms that DeepSpeed adds up: a few numbers."""
+
+
+@pytest.fixture(scope="module")
+def cases(training):
+    _, task = training.task(steps=2)
+    return task, [training.Case(seed, stage) for seed in SEEDS for stage in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def counted(cases, ranks):
+    task, given = cases
+    return ranks("counted", [(task, case) for case in given], module="counted_training")
+
+
+def test_predicted_bytes_are_sent(cases, counted):
+    for case, (sent, predicted) in zip(cases[1], counted, strict=True):
+        for kind in sent.keys() | predicted.keys():
+            more = sent.get(kind, 0) - predicted.get(kind, 0)
+            assert 0 <= more <= NORMS if kind == "all_reduce" else more == 0, (case, kind)
+    assert sum("all_gather" in predicted for _, predicted in counted) > len(counted) / 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_units_are_those_of_the_module(training, cases, seed, monkeypatch):
+    monkeypatch.setattr(Communicator, "group", lambda *_: None)
+    task, mesh = cases[0], training.MESH
+    program = lower(task.graph, training.plan_of(task.graph, seed, mesh), Options(sharded_optimizer=True))
+    tensors = {}
+    for source in program.sources:
+        shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)
+        piece = torch.zeros(shape, dtype=getattr(torch, source.spec.dtype))
+        tensors[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    module = build(program, tensors, Communicator(mesh, 0), "cpu")
+    built = [
+        tuple(sorted(names[id(parameter)] for parameter in unit._parameters.values()))
+        for unit in module.modules()
+        if unit._parameters and MODULE in getattr(unit, "meta", {})
+    ]
+    assert sorted(built) == sorted(unit.parameters for unit in units(program))

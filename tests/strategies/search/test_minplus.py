@@ -1,0 +1,64 @@
+"""The cheapest choice by elimination, against trying everything."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from strategies.search import minplus
+from strategies.search.minplus import Table, cheapest
+
+
+def drawn(seed: int, variables: int = 6) -> tuple[list[int], dict[tuple[int, ...], Table]]:
+    """Random tables over one, two and three variables."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(size) for size in rng.integers(1, 4, variables)]
+    tables: dict[tuple[int, ...], Table] = {}
+    for width, share in ((1, 1.0), (2, 0.5), (3, 0.15)):
+        for key in combinations(range(variables), width):
+            if rng.random() < share:
+                order = tuple(int(v) for v in rng.permutation(key))
+                tables[order] = rng.random([sizes[v] for v in order])
+    return sizes, tables
+
+
+def price(tables: dict[tuple[int, ...], Table], values: list[int]) -> float:
+    return sum(float(table[tuple(values[v] for v in key)]) for key, table in tables.items())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_trying_everything(seed: int) -> None:
+    sizes, tables = drawn(seed)
+    best = min(price(tables, list(values)) for values in product(*map(range, sizes)))
+    assert price(tables, cheapest(sizes, tables)) == pytest.approx(best, abs=1e-12)
+
+
+def test_where_tables_would_grow_too_large_the_choice_is_legal_and_better_than_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gaps = []
+    for seed in range(40):
+        sizes, tables = drawn(seed, 8)
+        exact = price(tables, cheapest(sizes, tables))
+        monkeypatch.setattr(minplus, "LARGEST", 6)
+        found = cheapest(sizes, tables)
+        monkeypatch.undo()
+        assert all(0 <= value < size for value, size in zip(found, sizes, strict=True))
+        rng = np.random.default_rng(seed)
+        chance = np.mean([price(tables, [int(rng.integers(size)) for size in sizes]) for _ in range(50)])
+        assert exact - 1e-12 <= price(tables, found)
+        gaps.append((price(tables, found) - exact) / max(chance - exact, 1e-12))
+    assert 0 < np.mean(gaps) < 0.4  # some choices are settled before their time, none blindly
+
+
+def test_a_long_line_takes_work_that_is_linear() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [4] * 3000
+    tables: dict[tuple[int, ...], Table] = {(v,): rng.random(4) for v in range(3000)}
+    tables |= {(v, v + 1): rng.random((4, 4)) for v in range(2999)}
+    least = tables[(0,)]
+    for v in range(2999):  # Viterbi's recursion, forward
+        least = (least[:, None] + tables[v, v + 1]).min(0) + tables[(v + 1,)]
+    assert price(tables, cheapest(sizes, tables)) == pytest.approx(float(least.min()))

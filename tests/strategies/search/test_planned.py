@@ -1,0 +1,79 @@
+"""Plans that the exact search finds through the planner: right on simulated ranks, configured strategies kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from models.gpt import GPT
+from models.llama import Llama
+from strategies.cost.cluster import Cluster, Level, Link
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted
+from tests.strategies.whole_model import TOLERANCE, Model
+
+EXACT = Request("auto", 4, search="dynamic_programming", mesh=(("a", 2), ("b", 2)))
+
+
+class Loss(nn.Module):
+    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def cluster(links: float) -> Cluster:
+    """A machine whose links carry so many bytes per second: fast ones slice everything, slow ones nothing."""
+    levels = (Level("node", 2, Link(links / 4, 1e-9)), Level("device", 4, Link(links, 1e-9)))
+    return Cluster("any", levels, {"float32": 1e9}, 2**30, 1e10, 1e-8)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    torch.manual_seed(0)
+    tokens, target = torch.randint(0, 32, (4, 8)), torch.randint(0, 32, (4, 8))
+    nets = {"gpt": GPT(32, 8, 16, 3, 4), "llama": Llama(32, 8, 16, 3, 4, 2, 32)}
+    return {name: Model(net, Loss(), (tokens, target)) for name, net in nets.items()}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("links", [1e7, 1e9, 1e12])
+def test_found_plans_compute_what_one_device_computes(models: dict[str, Model], name: str, links: float) -> None:
+    plan = make_plan(models[name].graph, EXACT, cluster(links))
+    assert plan.search["algorithm"] == "dynamic_programming"
+    assert plan.search["gap"] <= 1e-9 and plan.search["lower_bound"] <= plan.search["cost"]
+    assert {one.origin for one in plan.operators.values()} <= {"searched", "no rule"}
+    assert models[name].difference(plan) < TOLERANCE
+
+
+def test_slower_links_slice_less(models: dict[str, Model]) -> None:
+    sliced = []
+    for links in (1e5, 1e12):
+        plan = make_plan(models["gpt"].graph, EXACT, cluster(links))
+        sliced.append(sum(bool(one.assignment) for one in plan.operators.values()))
+    assert sliced[0] < sliced[1]
+
+
+def test_configured_strategies_are_kept_and_cost_no_less(models: dict[str, Model]) -> None:
+    graph, name = models["llama"].graph, "layers.1.feed_forward.down_proj"
+    free = make_plan(graph, EXACT, cluster(1e9))
+    wanted = {name: Wanted(((1, 1, 4), (1, 4)), None)}
+    plan = make_plan(graph, replace(EXACT, strategies=wanted), cluster(1e9))
+    assert plan.operators[name].origin == "configured"
+    assert plan.operators[name].assignment == {"k": ("a", "b")}
+    assert plan.search["cost"] >= free.search["cost"]
+    assert models["llama"].difference(plan) < TOLERANCE
+
+
+def test_every_stage_of_zero_and_a_limit_have_plans(models: dict[str, Model]) -> None:
+    for stage in (1, 2, 3):
+        plan = make_plan(models["gpt"].graph, replace(EXACT, stage=stage), cluster(1e9))
+        assert models["gpt"].difference(plan) < TOLERANCE
+    plan = make_plan(models["gpt"].graph, replace(EXACT, memory_limit=165_000), cluster(1e7))
+    assert models["gpt"].difference(plan) < TOLERANCE
+
+
+def test_without_a_machine_plans_are_priced_on_one_level_of_devices(models: dict[str, Model]) -> None:
+    plan = make_plan(models["gpt"].graph, EXACT)
+    assert 0 < plan.search["lower_bound"] <= plan.search["cost"]

@@ -1,0 +1,118 @@
+"""Plans read back from plan.json: the same plan for the same model, and the first difference told for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.capture import Objective, capture
+from strategies.cost.updating import Updating
+from strategies.describe import describe
+from strategies.engine.lowering import lower
+from strategies.errors import StrategyError
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.request import Request
+from strategies.stored_plan import read_plan
+from tests.strategies.machines import cluster
+
+
+def graph_of(*layers: nn.Module, rows: int = 8) -> OperatorGraph:
+    step = Objective(nn.Sequential(*layers), nn.CrossEntropyLoss(), ("0", "1"), ("1",))
+    return capture(step, (torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)), training=True).graph
+
+
+def ours(width: int = 16, rows: int = 8) -> OperatorGraph:
+    return graph_of(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4), nn.Tanh(), rows=rows)
+
+
+@pytest.fixture(scope="module")
+def saved() -> tuple[Plan, Any]:
+    graph = ours()
+    plan = make_plan(graph, Request("semi_auto", 4))
+    content = describe(graph, plan, lower(graph, plan), updating=Updating(0, torch.optim.SGD), cluster=cluster(4))
+    return plan, json.loads(json.dumps(content))
+
+
+def test_the_plan_of_the_same_model(saved: tuple[Plan, Any]) -> None:
+    plan, content = saved
+    assert read_plan(content, ours(), 4, "plan") == plan
+
+
+OTHERS: dict[str, tuple[Callable[[], OperatorGraph], str]] = {
+    "widths": (lambda: ours(width=24), r"operator 0 \(linear.*\) works on shapes 8x8, 16x8, 16 there and 8x8, 24x8"),
+    "batch": (lambda: ours(rows=16), r"operator 0 \(linear.*\) works on shapes 8x8, 16x8, 16 there and 16x8, 16x8"),
+    "an operator": (
+        lambda: graph_of(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.Tanh()),
+        r"operator 1 is relu there and gelu here, so it belongs to another model",
+    ),
+    "more": (
+        lambda: graph_of(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Tanh(), nn.ELU()),
+        r"plan has no operator 4 \(elu",
+    ),
+    "fewer": (
+        lambda: graph_of(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        r"plan has an operator 3 that this model lacks",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_is_refused_by_its_first_difference(saved: tuple[Plan, Any], other: str) -> None:
+    make, told = OTHERS[other]
+    with pytest.raises(StrategyError, match=told):
+        read_plan(saved[1], make(), 4, "plan")
+
+
+def test_another_number_of_ranks_is_refused(saved: tuple[Plan, Any]) -> None:
+    with pytest.raises(
+        StrategyError, match=r"plan is for a mesh of 4 ranks \(dp?\w* 4\), but this one has 8; set world"
+    ):
+        read_plan(saved[1], ours(), 8, "plan")
+
+
+def changed(content: Any, change: Callable[[Any], Any]) -> Any:
+    other = json.loads(json.dumps(content))
+    change(other)
+    return other
+
+
+DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no mesh": (lambda content: content.pop("mesh"), r"plan is not a plan\.json \(KeyError: 'mesh'\)"),
+    "no shapes": (lambda content: content.pop("operators"), r"plan is not a plan\.json \(KeyError: 'operators'\)"),
+    "an unknown axis": (
+        lambda content: content["assignments"]["1"].update(assignment={"d0": ["nowhere"]}),
+        r"plan slices 1 \(relu.*which its rule does not allow",
+    ),
+    "a sum nobody knows": (
+        lambda content: content["assignments"]["1"].update(assignment={"z": list(content["mesh"])}),
+        r"plan slices 1 \(relu.*which its rule does not allow",
+    ),
+    "a lost parameter": (
+        lambda content: content["tensors"].pop("2.weight"),
+        r"plan does not say how parameter 2\.weight \(4, 16\) lies",
+    ),
+    "a parameter of another shape": (
+        lambda content: content["parameters"]["2.weight"].update(shape=[4, 17]),
+        r"parameter 2\.weight is \(4, 17\) there and \(4, 16\) here",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_changed_file_is_refused(saved: tuple[Plan, Any], damage: str) -> None:
+    change, told = DAMAGES[damage]
+    with pytest.raises(StrategyError, match=told):
+        read_plan(changed(saved[1], change), ours(), 4, "plan")
+
+
+@pytest.mark.parametrize("content", [None, [], 3, "text", {}])
+def test_other_json_is_refused(content: Any) -> None:
+    with pytest.raises(StrategyError, match=r"plan is not a plan\.json"):
+        read_plan(content, ours(), 4, "plan")
