@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,15 +65,14 @@ class Activations:
     ) -> Any:
         if not torch.is_grad_enabled() or in_region():
             return forward(*args, **kwargs)
-        own = {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
-        with saved_tensors_hooks(partial(self._take, own, set(map(_address, staying))), _bring):
+        with saved_tensors_hooks(partial(self._take, _own(module), {_address(one): one for one in staying}), _bring):
             return forward(*args, **kwargs)
 
-    def _take(self, own: dict[int, nn.Parameter], staying: set[int], tensor: Tensor) -> _Kept | Tensor:
+    def _take(self, own: dict[int, nn.Parameter], staying: dict[int, Tensor], tensor: Tensor) -> _Kept | Tensor:
         address, storage = _address(tensor), tensor.untyped_storage()
-        if address in own:
-            return _kept_of(own[address], tensor)
-        if address in staying or storage.nbytes() < self.larger_than or tensor.device != self.device:
+        if (parameter := _still(own, address)) is not None:
+            return _kept_of(parameter, tensor)
+        if _still(staying, address) is not None or storage.nbytes() < self.larger_than or tensor.device != self.device:
             return tensor.detach()
         key = address, tensor._version
         away = self._known.get(key)
@@ -100,14 +99,28 @@ def look_up_parameters(module: nn.Module) -> None:
 def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or in_region():
         return forward(*args, **kwargs)
-    own = {_address(parameter): parameter for parameter in unit._parameters.values() if parameter is not None}
+    own = _own(unit)
 
     def take(tensor: Tensor) -> _Kept | Tensor:
-        parameter = own.get(_address(tensor))
+        parameter = _still(own, _address(tensor))
         return tensor if parameter is None else _kept_of(parameter, tensor)
 
     with saved_tensors_hooks(take, _bring):
         return forward(*args, **kwargs)
+
+
+Held = TypeVar("Held", bound=Tensor)
+
+
+def _own(module: nn.Module) -> dict[int, nn.Parameter]:
+    return {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
+
+
+def _still(found: dict[int, Held], address: int) -> Held | None:
+    """What had its storage at `address`, if it has it there still: stage 3 lets go of storages in between, and others
+    come to lie where they were."""
+    tensor = found.get(address)
+    return tensor if tensor is not None and _address(tensor) == address else None
 
 
 def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:

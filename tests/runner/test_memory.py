@@ -67,7 +67,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
     [
         ("parallel.zero.stage=0", "parallel.recompute=full"),
         ("parallel.zero.stage=2", "train.accumulate=2", "parallel.offload.optimizer=host"),
-        ("parallel.zero.stage=3", "train.precision=bf16"),
+        ("parallel.zero.stage=3", "parallel.offload.activations.to=disk"),
     ],
 )
 def test_real_ranks_take_what_was_predicted(start, words):

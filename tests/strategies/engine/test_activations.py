@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.engine.activations import Activations
+from strategies.engine.activations import Activations, look_up_parameters
 from strategies.engine.disk import Disk
 from strategies.engine.offload import Moved
 
@@ -163,3 +163,30 @@ def test_space_is_used_again(tmp_path):
         disk.free(extent)
     assert disk.held == 8192 and disk.written == disk.read == 4 * 8192
     disk.close()
+
+
+class Swapped(nn.Module):
+    """Lets go of its weight while it runs, and keeps an activation for backward that lies where the weight was."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64,), 2.0))
+
+    def forward(self, x):
+        there = self.weight.detach()
+        self.weight.data = torch.full((64,), 2.0)
+        h = there.copy_(x * 3)
+        return (h * h * self.weight).sum()
+
+
+@pytest.mark.parametrize("way", ["away", "looked up"])
+def test_what_comes_to_lie_where_a_parameter_was_is_no_parameter(way):
+    net, x = Swapped(), torch.full((64,), 5.0, requires_grad=True)
+    activations = Activations(CPU)
+    if way == "away":
+        activations.attach([net], [net.weight])
+    else:
+        look_up_parameters(net)
+    net(x).backward()
+    assert torch.equal(x.grad, torch.full((64,), 2 * 5.0 * 9 * 2))
+    assert (activations.moved.out > 0) == (way == "away")
