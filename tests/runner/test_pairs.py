@@ -8,6 +8,7 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 from features import BASE, FEATURES, PAIRS, together
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from runner import config, recipes, words
 from runner.errors import ConfigError
 from runner.origins import Origins
+from runner.prepare import prepare
 from runner.schema import Config
 
 SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")
@@ -99,3 +101,14 @@ def test_two_features_go_together_or_name_each_other(base, first):
             assert "\n" not in paragraph
             assert all(key in paragraph for key in keys), f"{pair}: {paragraph}"
             assert any(way in paragraph for way in ("hoose", "se parallel", "drop")), f"{pair}: {paragraph}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [name for name in FEATURES if name != "hybrid"][:-1])
+def test_what_is_accepted_can_be_prepared(base, first):
+    """Captured, planned, cut and lowered for its evaluation: nothing that a config tells is refused only here."""
+    torch.set_num_threads(1)
+    for pair in (pair for pair in PAIRS if pair[0] == first and pair not in CLASHES and "hybrid" not in pair):
+        prepared = prepare(with_features(base, *pair), None, lambda said: None)
+        assert bool(prepared.stages) == any(name in SCHEDULES for name in pair)
+        assert bool(prepared.evaluations) == ("evaluation" in pair and "stand_alone" not in pair)
