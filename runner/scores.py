@@ -70,10 +70,11 @@ def accuracy(output: Any, target: Tensor) -> float:
     """Share of rows of `output` [n, classes, ...] whose largest class is `target` [n, ...]; of several outputs the
     first counts."""
     found = next(leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    if found.dim() != target.dim() + 1 or target.is_floating_point():
+    if found.shape[:1] + found.shape[2:] != target.shape or found.dim() < 2 or target.is_floating_point():
         raise ConfigError(
-            "evaluate.metric = accuracy needs class scores [n, classes] and class indices [n]; the model returns "
-            f"{list(found.shape)} for targets {list(target.shape)} of {target.dtype}."
+            "evaluate.metric = accuracy needs class scores [n, classes, ...] and class indices [n, ...]; the model "
+            f"returns {list(found.shape)} for targets {list(target.shape)} of {target.dtype}. Name a function of your "
+            "own in evaluate.metric, or choose evaluate.metric=null for the loss alone."
         )
     return float((found.argmax(1) == target).double().mean())
 

@@ -167,5 +167,5 @@ def test_refused_before_training(start, tmp_path, overrides, says):
 
 
 def test_accuracy_needs_classes(start):
-    with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes\] and class indices \[n\]"):
+    with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes, ...\]"):
         start("+recipe=quickstart", "evaluate.metric=accuracy")

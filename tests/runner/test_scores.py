@@ -1,9 +1,11 @@
 """What an evaluation measures, and that trying it out before the run changes nothing."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.scores import scores, tried
+from runner.errors import ConfigError
+from runner.scores import accuracy, scores, tried
 from strategies.capture import Objective
 
 
@@ -25,3 +27,18 @@ def test_trying_an_evaluation_leaves_the_model_as_it_was() -> None:
     batch = {"0": torch.randn(2, 4), "1": torch.tensor([0, 2])}
     tried(step, batch, scores("accuracy", step.loss))
     assert step.training and step.model.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [((2, 5, 7), (2, 5)), ((2, 7), (3,)), ((2,), (2,)), ((2, 7), (2, 1))],
+    ids=["classes last", "other rows", "no classes", "a dim too many"],
+)
+def test_accuracy_tells_the_shapes_that_do_not_fit(output, target) -> None:
+    with pytest.raises(ConfigError, match=r"accuracy needs class scores \[n, classes, ...\].* choose evaluate.metric="):
+        accuracy(torch.zeros(output), torch.zeros(target, dtype=torch.int64))
+
+
+def test_accuracy_counts_positions() -> None:
+    scored = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # 1 row, 2 classes, 2 positions
+    assert accuracy(scored, torch.tensor([[0, 0]])) == 0.5

@@ -1,0 +1,114 @@
+"""Every two features together: a run is composed, or refused before anything starts, naming both keys and a way out."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from features import BASE, FEATURES, PAIRS, together
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from runner import config, recipes, words
+from runner.errors import ConfigError
+from runner.origins import Origins
+from runner.prepare import prepare
+from runner.schema import Config
+
+SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")
+RECOMPUTE = ("recompute full", "recompute selective", "recompute auto", "sliced inputs")
+STAGE_3 = ("states on a disk", "parameters on the host", "parameters on a disk")
+ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "states on the host", *STAGE_3)
+ACTIVATIONS = ("activations on the host", "activations on a disk")
+AS_IT_IS = ("stand_alone", "hybrid")
+"""Modes that run the user's module."""
+STAGES, STAGE, COMPILE, MODE = (
+    "parallel.pipeline.stages",
+    "parallel.zero.stage",
+    "train.compile",
+    "parallel.mode",
+)
+
+REFUSED: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, str]], ...] = (
+    (SCHEDULES, ("ZeRO-2", "ZeRO-3", *STAGE_3), (STAGES, STAGE)),
+    (SCHEDULES, AS_IT_IS, (STAGES, MODE)),
+    (("zero bubble",), ("compile",), (COMPILE, "parallel.pipeline.schedule")),
+    (RECOMPUTE, ("compile",), (COMPILE, "parallel.recompute.operators")),
+    (RECOMPUTE, AS_IT_IS, ("parallel.recompute.operators", MODE)),
+    (("ZeRO-1", "ZeRO-2"), ("states on a disk",), (STAGE, "parallel.offload.optimizer")),
+    (("ZeRO-1", "ZeRO-2"), STAGE_3[1:], (STAGE, "parallel.offload.parameters")),
+    (ZERO, ("fp64",), (STAGE, "train.precision")),
+    (ZERO, ("stand_alone",), (STAGE, MODE)),
+    (ACTIVATIONS, ("compile",), (COMPILE, "parallel.offload.activations.to")),
+    (("place",), ("compile",), (COMPILE, "parallel.place")),
+    (("place",), AS_IT_IS, ("parallel.place", MODE)),
+    (("copies",), AS_IT_IS, ("parallel.copies", MODE)),
+    (("compile",), AS_IT_IS, (COMPILE, MODE)),
+)
+"""Which features clash with which others, and the keys that the paragraph names. All other pairs are accepted."""
+CLASHES = {pair: keys for these, others, keys in REFUSED for pair in product(these, others)}
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, Any]:
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        composed = hydra.compose("config", words.for_hydra(None, BASE))
+    return OmegaConf.to_container(composed)
+
+
+def with_features(base: dict[str, Any], *names: str) -> Config:
+    """The config of the command line `together(*names)`. What is wrong with it is told in the command's words."""
+    given, parser = together(*names), OverridesParser.create()
+    values = deepcopy(base)
+    for word in given:
+        override: Any = parser.parse_override(f"++{word.replace('parallel=', 'parallel.mode=')}")
+        *path, last = override.key_or_group.split(".")
+        section = values
+        for key in path:
+            section = section[key]
+        section[last] = override.value()
+    try:
+        return Config.model_validate(values)
+    except ValidationError:
+        return config.load(OmegaConf.create(values), Origins(given))
+
+
+def refusal(call: Any, *args: Any) -> str | None:
+    try:
+        call(*args)
+    except ConfigError as refused:
+        (paragraph,) = refused.args
+        return str(paragraph)
+    return None
+
+
+def test_the_list_of_clashes_is_one_of_pairs():
+    assert set(CLASHES) <= set(PAIRS)
+
+
+@pytest.mark.parametrize("first", list(FEATURES)[:-1])
+def test_two_features_go_together_or_name_each_other(base, first):
+    for pair in (pair for pair in PAIRS if pair[0] == first):
+        paragraph, keys = refusal(with_features, base, *pair), CLASHES.get(pair)
+        assert (paragraph is None) == (keys is None), f"{pair}: {paragraph}"
+        if keys is not None and paragraph is not None:
+            assert "\n" not in paragraph
+            assert all(key in paragraph for key in keys), f"{pair}: {paragraph}"
+            assert any(way in paragraph for way in ("hoose", "se parallel", "drop")), f"{pair}: {paragraph}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [name for name in FEATURES if name != "hybrid"][:-1])
+def test_what_is_accepted_can_be_prepared(base, first):
+    """Captured, planned, cut and lowered for its evaluation: nothing that a config tells is refused only here."""
+    torch.set_num_threads(1)
+    for pair in (pair for pair in PAIRS if pair[0] == first and pair not in CLASHES and "hybrid" not in pair):
+        prepared = prepare(with_features(base, *pair), None, lambda said: None)
+        assert bool(prepared.stages) == any(name in SCHEDULES for name in pair)
+        assert bool(prepared.evaluations) == ("evaluation" in pair and "stand_alone" not in pair)
