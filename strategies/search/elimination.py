@@ -1,9 +1,9 @@
 """Exact minimisation over a network of tables: variables are eliminated one by one.
 
-Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum and
-the option that makes it. The variable whose elimination makes the smallest table goes first. Going back through the
-eliminated variables reads the best solution. Source: R. Dechter, "Bucket elimination: a unifying framework for
-reasoning" (1999), over the min-plus semiring.
+Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum.
+The variable whose elimination makes the smallest table goes first. Going back through the eliminated variables, each
+takes the option that is best in the tables that it was in (to note all options would take as long as the minima).
+Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999), over the min-plus semiring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies.search.cells import Table, table
 from strategies.search.transfers import Seconds
@@ -33,11 +32,17 @@ class TooWide(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Eliminated:
-    """The best option of `variable` for every choice of `neighbours`."""
+    """A variable, and the tables that it was in."""
 
     variable: int
-    neighbours: tuple[int, ...]
-    best: npt.NDArray[np.int32]
+    tables: tuple[Table, ...]
+
+    def best(self, picks: Mapping[int, int]) -> int:
+        """The option that costs least where its neighbours take `picks`."""
+        total = np.zeros(())
+        for one in self.tables:
+            total = total + one.seconds[tuple(slice(None) if v == self.variable else picks[v] for v in one.variables)]
+        return int(total.argmin())
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +55,7 @@ class Rest:
     def complete(self, picks: dict[int, int]) -> None:
         """Adds the eliminated variables' options to those of the kept ones."""
         for step in reversed(self.steps):
-            picks[step.variable] = int(step.best[tuple(picks[v] for v in step.neighbours)])
+            picks[step.variable] = step.best(picks)
 
 
 def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = ()) -> Rest:
@@ -89,8 +94,9 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         if size > LARGEST:
             raise TooWide
         around = neighbours(variable)
-        least, best = minimised([waiting.pop(number) for number in sorted(at[variable])], (*around, variable), sizes)
-        steps.append(Eliminated(variable, tuple(around), best))
+        own = tuple(waiting.pop(number) for number in sorted(at[variable]))
+        least = minimised(own, (*around, variable), sizes)
+        steps.append(Eliminated(variable, own))
         used = at.pop(variable)
         alive.discard(variable)
         waiting[fresh] = table(tuple(around), least)
@@ -103,60 +109,61 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
     return Rest(table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
 
 
-def minimised(
-    tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]
-) -> tuple[Seconds, npt.NDArray[np.int32]]:
-    """The least sum of tables over the last variable of `order`, and the option that makes it. Large ones are made in
-    parts that fit a cache."""
+def minimised(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
+    """The least sum of tables over the last variable of `order`. Large ones are made in parts that fit a cache."""
     shape = [sizes[v] for v in order]
+    entries = math.prod(shape)
     splitting = [one for one in tables if one.cell.split is not None]
-    if len(splitting) == 1 and math.prod(shape) > CACHED:
+    if len(splitting) == 1 and entries > CACHED:
         return _by_parts([one for one in tables if one is not splitting[0]], splitting[0].parts(), order, sizes)
-    if math.prod(shape) <= CACHED or len(order) < 3:
-        total = combined(tables, order, sizes)
-        best = total.argmin(-1)
-        return np.take_along_axis(total, best[..., None], -1)[..., 0], best.astype(np.int32)
+    if entries <= CACHED or len(order) < 3:
+        return np.asarray(combined(tables, order, sizes).min(-1))
     first, rest = order[0], order[1:]
     with_first = [one for one in tables if first in one.variables]
-    common = combined([one for one in tables if first not in one.variables], rest, sizes)
-    least, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.int32)
-    for option in range(shape[0]):
-        parts = [_taken(one, first, option) for one in with_first]
-        total = common + combined(parts, rest, sizes)
-        best[option] = total.argmin(-1)
-        least[option] = np.take_along_axis(total, best[option][..., None].astype(np.int64), -1)[..., 0]
-    return least, best
+    alone = [one for one in tables if first not in one.variables]
+    common = [table(rest, combined(alone, rest, sizes))] if alone else []
+    least = np.empty(shape[:-1])
+    step = max(CACHED * shape[0] // entries, 1)
+    for start in range(0, shape[0], step):
+        parts = [_taken(one, first, start, start + step) for one in with_first]
+        some = {**sizes, first: min(step, shape[0] - start)}
+        if step > 1 or len(order) < 4:
+            least[start : start + step] = combined([*common, *parts], order, some).min(-1)
+        else:
+            decided = [table(one.variables[1:], one.seconds[0]) for one in parts]
+            least[start] = minimised([*common, *decided], rest, sizes)
+    return least
 
 
-def _taken(one: Table, variable: int, option: int) -> Table:
-    """A table with one variable decided."""
-    left = np.asarray(one.seconds.take(option, one.variables.index(variable)))
-    return table(tuple(v for v in one.variables if v != variable), left)
+def _taken(one: Table, variable: int, start: int, end: int) -> Table:
+    """A table with some of one variable's options, which comes first."""
+    place = one.variables.index(variable)
+    left = np.moveaxis(one.seconds, place, 0)[start:end]
+    return table((variable, *one.variables[:place], *one.variables[place + 1 :]), left)
 
 
 def _by_parts(
     tables: Sequence[Table], parts: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]
-) -> tuple[Seconds, npt.NDArray[np.int32]]:
+) -> Seconds:
     """As `minimised`, with one more table that is the least of `parts`: each is minimised alone."""
     around = order[:-1]
-    least, best = np.full([sizes[v] for v in around], np.inf), np.zeros([sizes[v] for v in around], dtype=np.int32)
+    least = np.full([sizes[v] for v in around], np.inf)
     for part in parts:
         used = {v for one in (*tables, part) for v in one.variables}
-        seconds, options = minimised([*tables, part], tuple(v for v in order if v in used), sizes)
-        shape = [sizes[v] if v in used else 1 for v in around]
-        seconds, options = seconds.reshape(shape), options.reshape(shape)
-        best = np.where(seconds < least, options, best)
-        least = np.minimum(seconds, least)
-    return least, best
+        seconds = minimised([*tables, part], tuple(v for v in order if v in used), sizes)
+        np.minimum(least, seconds.reshape([sizes[v] if v in used else 1 for v in around]), out=least)
+    return least
 
 
 def combined(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
     """The sum of tables, one array dim per variable of `order`."""
-    total = np.zeros([sizes[v] for v in order])
+    places = {v: place for place, v in enumerate(order)}
+    total = np.zeros(())
     for one in sorted(tables, key=lambda one: one.seconds.size):
-        places = [order.index(v) for v in one.variables]
+        at = [places[v] for v in one.variables]
         shape = [1] * len(order)
-        for place in places:
-            shape[place] = sizes[order[place]]
-        total += one.seconds.transpose(np.argsort(places)).reshape(shape)
-    return total
+        for place, size in zip(at, one.seconds.shape, strict=True):
+            shape[place] = size
+        turned = one.seconds.transpose(sorted(range(len(at)), key=at.__getitem__)).reshape(shape)
+        total = total + turned
+    return np.asarray(np.broadcast_to(total, [sizes[v] for v in order]))

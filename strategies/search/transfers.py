@@ -136,16 +136,20 @@ class Transfers:
 
     def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
         count = (len(before), len(after))
-        parts, kinds = [], self._kinds(before, after, spec.shape)
-        for dim, kind in enumerate(kinds):
-            parts.append((kind * WIDTH + before.dims[:, dim, None]) * WIDTH + after.dims[None, :, dim])
-        if len(parts) > 2:  # dims but the first have no order in a pattern
-            parts[1:] = list(np.sort(np.stack(parts[1:]), axis=0))
-        parts += [np.broadcast_to(before.partial[:, None], count), np.broadcast_to(after.partial[None, :], count)]
-        flat = [np.broadcast_to(part, count).ravel() for part in parts]
-        _, first, inverse = np.unique(_joined(flat), return_index=True, return_inverse=True)
-        names = list(zip(*(part[first].tolist() for part in flat), strict=True))
+        kinds = self._kinds(before, after, spec.shape)
+        tuples, partials = len(self.tuples), 2 ** len(self.axes)
+        numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
+        dims = [
+            (numbers[kind] * tuples + before.dims[:, dim, None]) * tuples + after.dims[None, :, dim]
+            for dim, kind in enumerate(kinds)
+        ]
+        if len(dims) > 2:  # dims but the first have no order in a pattern
+            dims[1:] = list(np.sort(np.stack(dims[1:]), axis=0))
+        ends = before.partial[:, None] * partials + after.partial[None, :]
+        joined = _joined([*dims, ends], [*[len(numbers) * tuples**2] * len(dims), partials**2])
+        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
         rows, columns = np.divmod(first, count[1])
+        names = self._names(before, after, kinds, rows, columns)
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
         if ordered and len(names) > few:
             values = self.bounds.seconds(
@@ -162,6 +166,17 @@ class Transfers:
             if name in self.patterns:
                 values[position] = self._price(name, spec)
         return asked
+
+    def _names(
+        self, before: Rows, after: Rows, kinds: Sequence[int], rows: Integers, columns: Integers
+    ) -> list[tuple[int, ...]]:
+        """What tells the patterns of some pairs: per dim its kind and both tuples, and the partial axes."""
+        have, want = before.dims[rows], after.dims[columns]
+        parts = (np.array(kinds, dtype=np.int64) * WIDTH + have) * WIDTH + want
+        if len(kinds) > 2:
+            parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
+        told = np.concatenate([parts, before.partial[rows, None], after.partial[columns, None]], 1)
+        return list(map(tuple, told.tolist()))
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Prices one pair, and all pairs with its pattern."""
@@ -229,12 +244,13 @@ class Transfers:
         return prices
 
 
-def _joined(parts: Sequence[Integers]) -> Integers:
-    """One number per place that differs where any of the parts differs."""
-    found: Integers = np.zeros_like(parts[0])
-    for part in parts:
-        values, inverse = np.unique(part, return_inverse=True)
-        found = found * len(values) + inverse
-        if found.max(initial=0) > 2**31:
-            _, found = np.unique(found, return_inverse=True)
-    return found
+def _joined(parts: Sequence[Integers], sizes: Sequence[int]) -> Integers:
+    """One number per place that differs where any of the parts differs; each part is below its size."""
+    found: Integers = np.zeros(1, dtype=np.int64)
+    width = 1
+    for part, size in zip(parts, sizes, strict=True):
+        if width * size > 2**62:
+            _, names = np.unique(found, return_inverse=True)
+            found, width = names.reshape(found.shape), int(names.max(initial=0)) + 1
+        found, width = found * size + part, width * size
+    return found.ravel()
