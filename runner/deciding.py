@@ -37,7 +37,8 @@ from strategies.engine.place import on_host
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.planner import make_plan
-from strategies.recompute import repeated_layers
+from strategies.recompute import recomputed, repeated_layers
+from strategies.rules import rule_of
 from strategies.search.joint import Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
@@ -75,18 +76,22 @@ def choice_of(told: dict[str, Any]) -> Choice:
 
 
 def with_choice(config: Config, choice: Choice) -> Config:
-    """The config with what `choice` says. Raises ValidationError where its sections do not go together."""
+    """The config with what `choice` says of the keys that are open. Raises ConfigError where its sections do not go
+    together."""
     content = config.model_dump(mode="json")
     parallel, staged = content["parallel"], choice.stages > 1
-    parallel["zero"] |= {"stage": choice.zero}
-    parallel["pipeline"] |= {
-        "stages": choice.stages if staged else None,
-        "micro_batches": choice.micro_batches if staged else None,
-    }
+    if config.parallel.zero.stage == "auto":
+        parallel["zero"] |= {"stage": choice.zero}
+    if config.parallel.pipeline.open:
+        parts = choice.micro_batches if staged else None
+        parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
     if config.parallel.recompute.operators == "auto":
         none = choice.recompute == "none"
         parallel["recompute"] = "none" if none else parallel["recompute"] | {"operators": choice.recompute}
-    return Config.model_validate(content)
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(*(one["msg"] for one in error.errors())) from None
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,10 @@ class Deciding:
     def _seen(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
         return {}
 
+    @cached_property
+    def _plans(self) -> dict[tuple[int, int, int, int | None], Plan]:
+        return {}
+
     def _rows(self, choice: Choice) -> int:
         return self.config.data.batch_size // (self.config.train.accumulate * choice.micro_batches)
 
@@ -167,7 +176,7 @@ class Deciding:
             try:
                 pipelining.check_ranks(with_choice(self.config, choice), self.ranks)
                 found.append(choice)
-            except (ValidationError, ConfigError) as error:
+            except ConfigError as error:
                 refused = refused or error
         if not found:
             raise refused or ConfigError("parallel: nothing is left to decide.")
@@ -222,14 +231,27 @@ class Deciding:
     def _updating(self, choice: Choice) -> Updating:
         return updating_of(with_choice(self.config, choice), self._captured(self._rows(choice))[1].graph, self.device)
 
+    def _plan(self, choice: Choice, room: int | None) -> Plan:
+        """The best plan of a choice that keeps `room` bytes, searched once for all ways to recompute. Raises
+        StrategyError."""
+        graph, rows = self._captured(self._rows(choice))[1].graph, self._rows(choice)
+        request = request_of(with_choice(self.config, choice), self.ranks // choice.stages)
+        key = rows, choice.stages, choice.zero, room
+        if key not in self._plans:
+            bare = replace(request, recompute=None, memory_limit=room)
+            self._plans[key] = make_plan(graph, bare, self.cluster)
+        if request.recompute is None:
+            return self._plans[key]
+        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        return replace(self._plans[key], recompute=recomputed(graph, rules, request.recompute))
+
     def price(self, choice: Choice, best: float) -> Priced:
         """The best plan of a choice; whether it fits is only looked at where it is faster than `best`. Raises
         StrategyError where there is none."""
         config = with_choice(self.config, choice)
         step, captured, tensors = self._captured(self._rows(choice))
         graph, of_step = captured.graph, partial(copies.of_step, config, step, tensors, captured.graph)
-        request = replace(request_of(config, self.ranks // choice.stages), memory_limit=None)
-        plan = make_plan(graph, request, self.cluster)
+        plan = self._plan(choice, None)
         found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
         for _ in range(NARROWER):
             if found.bytes is None or found.bytes <= self.limit or "bytes" not in plan.search:
@@ -238,7 +260,7 @@ class Deciding:
             if room <= 0:
                 break
             try:
-                plan = make_plan(graph, replace(request, memory_limit=room), self.cluster)
+                plan = self._plan(choice, room)
             except StrategyError:
                 break  # no other plan is small enough: what was found is told
             found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
