@@ -53,9 +53,9 @@ def overlapped(config: Config) -> bool:
 def zero_options(config: Config) -> dict[str, Any]:
     """The options for DeepSpeed's ZeRO: sizes of its buckets where sizes are asked for, then the user's own."""
     zero, fusion = config.parallel.zero, config.parallel.comm_fusion
-    reduced = fusion.reduce_scatter if zero.stage == 3 else fusion.all_reduce
+    reduced = fusion.reduce_scatter if zero.known == 3 else fusion.all_reduce
     sizes = {"reduce_bucket_size": reduced}
-    if zero.stage < 3:
+    if zero.known < 3:
         sizes["allgather_bucket_size"] = fusion.all_gather
     wanted = {key: one.bytes // 4 for key, one in sizes.items() if one.mode == "size" and one.bytes is not None}
     return {key: max(elements + elements % 2, 2) for key, elements in wanted.items()} | dict(zero.options)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from runner import checkpoint, report
+from runner.deciding import prepare_decided
 from runner.errors import ConfigError
-from runner.prepare import Prepared, prepare
+from runner.prepare import Prepared
 from runner.schema import Config
 from runner.trainer import Job, train
 from runner.worker import RankContext
@@ -18,7 +19,7 @@ from runner.worker import RankContext
 def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, Any]:
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
-    prepared = prepare(config, Path(payload["folder"]))
+    prepared = prepare_decided(config, Path(payload["folder"]))
     resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
     if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
         raise ConfigError(

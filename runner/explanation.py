@@ -34,7 +34,7 @@ def explanations(prepared: Prepared, pattern: str) -> str:
     for graph, plan in parts:
         for operator in graph.operators:
             if matches(pattern, operator) is not None:
-                stage, config = prepared.config.parallel.zero.stage, prepared.config
+                stage, config = prepared.config.parallel.zero.known, prepared.config
                 around = Neighbourhood(graph, plan, operator, cluster, stage, config.parts)
                 told.setdefault(tuple(_lines(around, config)), []).append(operator)
     if not told:

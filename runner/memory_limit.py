@@ -26,12 +26,12 @@ def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:
     sources = graph.of_kind("parameter")
     names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
     return Updating(
-        config.parallel.zero.stage,
+        config.parallel.zero.known,
         optimizers.optimizer_factory(config.optimizer),
         optimizers.parameter_groups(names, trainable, config.optimizer),
         config.parts,
         communication.cut(config),
-        communication.overlapped(config) and config.parallel.pipeline.stages is None,
+        communication.overlapped(config) and config.parallel.pipeline.known is None,
         communication.zero_options(config).get("reduce_bucket_size"),
         offload_of(config, None),
         device,

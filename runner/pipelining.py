@@ -21,7 +21,7 @@ from strategies.plan import Plan
 
 def groups_of(config: Config) -> int:
     """How many groups of ranks share the stages; 1 without a pipeline."""
-    return config.parallel.pipeline.stages or 1
+    return config.parallel.pipeline.known or 1
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -45,9 +45,9 @@ def stages_of(config: Config, graph: OperatorGraph, plan: Plan, options: Options
     """The stages of a training graph; none without a pipeline. Raises StrategyError for cuts that do not fit the
     model."""
     wanted = config.parallel.pipeline
-    if wanted.stages is None:
+    if wanted.known is None:
         return ()
-    placed = in_stages(graph, wanted.stages, wanted.cuts, wanted.virtual)
+    placed = in_stages(graph, wanted.known, wanted.cuts, wanted.virtual)
     return cut(graph, plan, placed, random_ordinals(graph, plan, options))
 
 

@@ -37,9 +37,9 @@ def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], devic
     """Raises ConfigError where this device, or an operator of the model on it, has no fp16."""
     if config.train.precision != "fp16" or device != "cpu":
         return
-    if config.parallel.zero.stage and not takes_fp16(device):
+    if config.parallel.zero.known and not takes_fp16(device):
         raise ConfigError(
-            f"train.precision = fp16 with parallel.zero.stage = {config.parallel.zero.stage}: DeepSpeed does not train "
+            f"train.precision = fp16 with parallel.zero.stage = {config.parallel.zero.known}: DeepSpeed does not train "
             "in fp16 on this CPU, which has no fast products of that dtype. Use train.precision=bf16, or "
             "parallel.zero.stage=0."
         )

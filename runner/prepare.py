@@ -140,7 +140,7 @@ def request_of(config: Config, world_size: int) -> Request:
     def side(forms: Any) -> tuple[Operand, ...] | None:
         return None if forms is None else tuple(operand(form) for form in forms)
 
-    dataset = parallel.dataset_strategy
+    dataset, limit = parallel.dataset_strategy, parallel.memory_limit
     return Request(
         parallel.mode,
         world_size,
@@ -151,8 +151,8 @@ def request_of(config: Config, world_size: int) -> Request:
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
-        stage=parallel.zero.stage,
-        memory_limit=parallel.memory_limit,
+        stage=parallel.zero.known,
+        memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
     )
 
 
@@ -163,8 +163,11 @@ def wanted_recompute(given: Recompute) -> WantedRecompute | None:
     return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 
 
-def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
-    """Build, capture and plan; with a folder, also write the initial weights there for the ranks.
+def prepare(
+    config: Config, folder: Path | None, say: Callable[[str], None] = print, plan: Plan | None = None
+) -> Prepared:
+    """Build, capture and plan; with a folder, also write the initial weights there for the ranks. A `plan` that was
+    decided on before is not searched again; nothing in `config` is open.
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
@@ -203,7 +206,6 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
             weights.write(folder / WEIGHTS, {}, stored)
         return prepared
     graph: OperatorGraph | None = None
-    plan: Plan | None = None
     evaluations: dict[int, Evaluation] = {}
     stages: tuple[Stage, ...] = ()
     in_step: tuple[OperatorGraph, Plan] | None = None
@@ -216,15 +218,17 @@ def prepare(config: Config, folder: Path | None, say: Callable[[str], None] = pr
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         pipelining.check_ranks(config, world_size)
-        request = request_of(config, world_size // pipelining.groups_of(config))
-        plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
+        decided = plan is not None
+        if plan is None:
+            request = request_of(config, world_size // pipelining.groups_of(config))
+            plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
         of_step = partial(copies.of_step, config, step, tensors, graph)
         in_step = of_step(plan)
         stages = pipelining.stages_of(config, *in_step, options_of(config))
         if stages:
             programs = pipelining.programs_of(config, stages, options_of(config))
             check_stages(config, graph, plan, device, programs, pipelining.schedule_of(config))
-        else:
+        elif not decided:
             fitted = within_limit(config, graph, plan, device, lambda one: lowered(config, *of_step(one)))
             if fitted != plan:
                 plan, in_step = fitted, of_step(fitted)
@@ -305,7 +309,7 @@ def _evaluations(
 
 def options_of(config: Config) -> Options:
     """How the training graph is lowered."""
-    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.stage > 0, partial_loss=True)
+    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.known > 0, partial_loss=True)
 
 
 def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import describe_stages
 from strategies.plan import Plan
+from strategies.search.joint import Choice
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Of plan.json's `memory`, in the order in which they are told."""
@@ -148,6 +150,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         ]
         if bare:
             lines.append(f"plan: no sharding rule for {', '.join(bare)}: every rank computes these whole")
+        lines += [] if plan.search.get("decided") is None else [_decided(plan.search["decided"])]
     if prepared.stages and prepared.plan is not None:
         operators = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
         pipeline, size = config.parallel.pipeline, prepared.plan.mesh.size
@@ -165,6 +168,22 @@ def _certificate(plan: Plan) -> str:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
     return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+
+
+def _decided(told: Mapping[str, Any]) -> str:
+    """What was decided beside the plan, and between how many choices."""
+    second, seconds = told["runner_up"], told["seconds"]
+    line = (
+        f"decided: {_choice(told)}; {told['tried']} choices priced, {told['pruned']} left out by bounds, "
+        f"{told['over']} too large"
+    )
+    if second is None:
+        return line
+    return f"{line}; the runner-up ({_choice(second)}) is {100 * (second['seconds'] / seconds - 1):.2g} % slower"
+
+
+def _choice(told: Mapping[str, Any]) -> str:
+    return str(Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"]))
 
 
 def _meshes(plan: Plan) -> str:

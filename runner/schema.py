@@ -254,7 +254,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pipeline_fits(self) -> Config:
-        stages = self.parallel.pipeline.stages
+        stages = self.parallel.pipeline.known
         if stages is None:
             return self
         if self.world_size is not None and self.world_size % stages:
@@ -323,7 +323,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _zero_precision(self) -> Config:
-        if self.train.precision == "fp64" and self.parallel.zero.stage:
+        if self.train.precision == "fp64" and self.parallel.zero.known:
             raise refusal(
                 f"train.precision = 'fp64' cannot be kept with parallel.zero.stage = {self.parallel.zero.stage}: "
                 "DeepSpeed holds the master weights of stages 1-3 in fp32. Use parallel.zero.stage=0 or "
@@ -335,7 +335,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_loss_scale(self) -> Config:
-        if self.train.precision == "fp16" and self.parallel.zero.stage and self.parallel.pipeline.stages is not None:
+        if self.train.precision == "fp16" and self.parallel.zero.known and self.parallel.pipeline.known is not None:
             raise refusal(
                 "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline "
                 "decide for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
@@ -353,7 +353,9 @@ class Config(Section):
                 "world_size",
                 "parallel.mode",
             )
-        stages = self.parallel.pipeline.stages
+        if self.parallel.pipeline.stages == "auto":
+            return self  # a mesh is that of a stage; each choice is held against it
+        stages = self.parallel.pipeline.known
         known: list[tuple[str, tuple[int, ...]]] = []
         if self.world_size is not None and stages is None:
             known = [("world_size", (self.world_size,))]

@@ -101,7 +101,7 @@ class Trainer:
         groups = optimizers.parameter_groups(names, trainable, config.optimizer)
         evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
         return make_updates(
-            config.parallel.zero.stage,
+            config.parallel.zero.known,
             self.execution.module,
             program,
             self.execution.communicator,

@@ -66,7 +66,7 @@ class _Planning:
             best = search(problem, self.cluster)
             searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
             shared = best.tensors
-            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap}
+            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap, "bytes": best.bytes}
         elif self.request.mode == "auto" and self.request.search == "recursive_programming":
             searched, meshes = self._bisected(problem)
             certificate |= meshes

@@ -64,6 +64,12 @@ def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str,
     return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))
 
 
+def repeated_layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """`layers`; of a model that has no repeated ones, none."""
+    numbered = any(path.rpartition(".")[2].isdigit() for operator in graph.operators for path in around(operator))
+    return layers(graph, patterns) if numbered or patterns is not None else ()
+
+
 def _outermost(operator: Operator, found: set[str]) -> list[str]:
     return [path for path in around(operator) if path in found][:1]
 

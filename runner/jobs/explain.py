@@ -10,10 +10,10 @@ from runner.schema import Config
 def run(config: Config, run_dir: Path) -> float | None:
     """Print the table, or what is to be said of the operators of `explain.operator`. Returns None."""
     from runner import report
+    from runner.deciding import prepare_decided
     from runner.explanation import explanations
-    from runner.prepare import prepare
 
-    prepared, wanted = prepare(config, None), config.explain.operator
+    prepared, wanted = prepare_decided(config, None), config.explain.operator
     told = None if wanted is None or prepared.plan is None else explanations(prepared, wanted)
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))

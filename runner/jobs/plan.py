@@ -10,10 +10,10 @@ from runner.schema import Config
 def run(config: Config, run_dir: Path) -> float | None:
     """Write plan.json (and the IR with parallel.dump_ir), print a summary. Returns the predicted seconds per step."""
     from runner import report
+    from runner.deciding import prepare_decided
     from runner.layer_table import layer_table, promise
-    from runner.prepare import prepare
 
-    prepared = prepare(config, None)
+    prepared = prepare_decided(config, None)
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))
     if content is None:

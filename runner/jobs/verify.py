@@ -76,6 +76,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         )
     launch.warm()
     from runner import report
+    from runner.deciding import prepare_decided
     from runner.prepare import prepare
     from runner.trainer import Job
 
@@ -89,7 +90,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ours, theirs = folder / "sharded", folder / "reference"
         ours.mkdir()
         theirs.mkdir()
-        prepared = prepare(sharded, folder)
+        prepared = prepare_decided(sharded, folder)
         report.write_plan(prepared, run_dir)
         print(report.headline(prepared, run_dir), flush=True)
         start = partial(
@@ -104,7 +105,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process",
             flush=True,
         )
-        reference = prepare(_reference(sharded), None)
+        reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)
         start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
         precision = config.train.precision

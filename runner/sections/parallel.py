@@ -30,8 +30,13 @@ class NamedMatrix(Section):
 
 
 class Zero(Section):
-    stage: Annotated[int, Field(strict=True, ge=0, le=3)]
+    stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)]
     options: Arguments
+
+    @property
+    def known(self) -> int:
+        """The stage; 0 where that is still to be decided."""
+        return 0 if self.stage == "auto" else self.stage
 
 
 class Parallel(Section):
@@ -158,12 +163,24 @@ class Parallel(Section):
                 "parallel.zero.stage",
                 "parallel.mode",
             )
-        if self.zero.options and not self.zero.stage:
+        if self.zero.options and self.zero.stage == 0:
             raise refusal(
                 f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
                 "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
                 "parallel.zero.options",
                 "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_decision_has_a_plan(self) -> Parallel:
+        if self.zero.stage == "auto" and self.mode == "hybrid":
+            raise refusal(
+                "parallel.zero.stage = 'auto' is decided by the prediction of a plan, but parallel.mode = 'hybrid' "
+                "runs the module as it is; choose parallel.zero.stage = 0, 1, 2 or 3, or mode data_parallel, semi_auto "
+                "or auto.",
+                "parallel.zero.stage",
+                "parallel.mode",
             )
         return self
 
@@ -182,7 +199,7 @@ class Parallel(Section):
                     f"{key}.{name}.mode",
                     "parallel.mode",
                 )
-        if fusion.all_reduce.mode == "index" and self.zero.stage:
+        if fusion.all_reduce.mode == "index" and self.zero.known:
             raise refusal(
                 f"{key}.all_reduce.mode = 'index' cuts the sum of gradients that parallel.zero.stage = 0 makes, but "
                 f"with stage {self.zero.stage} DeepSpeed cuts it by size; choose mode size or auto, or "
@@ -226,7 +243,7 @@ class Parallel(Section):
                 "parallel.memory_limit",
                 "parallel.mode",
             )
-        if self.recompute.operators == "auto" and self.memory_limit is None:
+        if self.recompute.operators == "auto" and self.memory_limit is None and not self.open:
             raise refusal(
                 "parallel.recompute.operators = 'auto' computes again what parallel.memory_limit asks for, but that is "
                 "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none, full or selective.",
@@ -239,6 +256,8 @@ class Parallel(Section):
     def _offload_has_its_stage(self) -> Parallel:
         """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
         stage, moved = self.zero.stage, self.offload
+        if stage == "auto":
+            return self  # each choice is held against it
         needs = {
             "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
             "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
@@ -280,7 +299,7 @@ class Parallel(Section):
                 "parallel.pipeline.stages",
                 "parallel.mode",
             )
-        if self.zero.stage > 1:
+        if self.zero.known > 1:
             raise refusal(
                 f"{stages} works with parallel.zero.stage = 0 or 1, not {self.zero.stage}: stages 2 and 3 cut up the "
                 "gradients of every micro-batch (3 also gathers its weights), of which a pipeline has several under "
@@ -296,6 +315,11 @@ class Parallel(Section):
                 "parallel.pipeline.stages",
             )
         return self
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
+        return self.zero.stage == "auto" or self.pipeline.open
 
     @property
     def _full_batch(self) -> bool:

@@ -17,9 +17,9 @@ class Pipeline(Section):
     """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
     times as many, dealt out round robin."""
 
-    stages: Annotated[int, Field(strict=True, ge=2)] | None
+    stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None
     virtual_stages: Count | None
-    micro_batches: Count | None
+    micro_batches: Literal["auto"] | Count | None
     schedule: Schedule
     cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]]
 
@@ -45,7 +45,16 @@ class Pipeline(Section):
                     "parallel.pipeline.stages",
                 )
             return self
-        if self.parts < self.stages:
+        if self.stages == "auto":
+            if self.cuts != "auto":
+                raise refusal(
+                    f"parallel.pipeline.cuts = {self.cuts} names stages by number, but parallel.pipeline.stages = "
+                    "'auto' leaves open how many there are; say how many, or choose parallel.pipeline.cuts=auto.",
+                    "parallel.pipeline.cuts",
+                    "parallel.pipeline.stages",
+                )
+            return self
+        if self.micro_batches != "auto" and self.parts < self.stages:
             raise refusal(
                 f"parallel.pipeline.micro_batches = {self.micro_batches} is less than parallel.pipeline.stages = "
                 f"{self.stages}: some stages would never work at the same time; take {self.stages} or more (twice as "
@@ -74,7 +83,7 @@ class Pipeline(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Pipeline:
-        if self.stages is None:
+        if self.stages is None or self.stages == "auto":
             return self
         schedule = f"parallel.pipeline.schedule = {self.schedule!r}"
         if self.schedule not in DEALT and self.virtual > 1:
@@ -91,7 +100,7 @@ class Pipeline(Section):
                 "parallel.pipeline.schedule",
                 "parallel.pipeline.virtual_stages",
             )
-        if self.schedule in DEALT and self.parts % max(1, self.parts // self.stages):
+        if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
             raise refusal(
                 f"{schedule} sends parallel.pipeline.micro_batches = {self.parts} through the stages in "
                 f"{self.parts // self.stages} rounds of one size, into which they cannot be cut; take a multiple of "
@@ -102,11 +111,23 @@ class Pipeline(Section):
         return self
 
     @property
+    def open(self) -> bool:
+        """Whether the number of stages or of micro-batches is still to be decided."""
+        return "auto" in (self.stages, self.micro_batches)
+
+    @property
+    def known(self) -> int | None:
+        """The number of stages; None without a pipeline, and where it is still to be decided."""
+        return None if self.stages == "auto" else self.stages
+
+    @property
     def virtual(self) -> int:
         """Stages of each rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
 
     @property
     def parts(self) -> int:
-        """Micro-batches that are in the pipeline in one go; 1 without one."""
-        return 1 if self.stages is None else self.micro_batches or 2 * self.stages
+        """Micro-batches that are in the pipeline in one go; 1 without one, and where it is still to be decided."""
+        if self.known is None or self.micro_batches == "auto":
+            return 1
+        return self.micro_batches or 2 * self.known

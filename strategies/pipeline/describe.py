@@ -50,18 +50,8 @@ def describe_stages(
                     own[kind] = own.get(kind, 0) + count
         sent.append(own)
         memories.append(group_memory(group, traces, actions, groups, updating).told())
-    own_times, costs = [], []
-    for one, stage in zip(told, stages, strict=True):
-        cost, sends = one["cost"], _send_seconds(stage, stages, groups, cluster, parts)
-        after = cost["gradients_exposed"] + cost["optimizer"]  # once per step, when the schedule is done
-        own_times.append(cost["total"] + sends - after)
-        costs.append(cost | {"send": sends, "communication": cost["communication"] + sends})
+    cost, own_times = cost_of_stages(stages, [one["cost"] for one in told], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
-    busiest = max(range(groups), key=lambda group: sum(own_times[group::groups]))
-    slowest = _added(costs[busiest::groups])
-    busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
-    after = slowest["gradients_exposed"] + slowest["optimizer"]
-    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * (parts // micro_batches)
     parameters: dict[str, Any] = {}
     for stage, one in zip(stages, told, strict=True):
         for name, entry in one["parameters"].items():
@@ -73,7 +63,7 @@ def describe_stages(
             for operator in one["operators"]
         ],
         "parameters": parameters,
-        "cost": slowest | {"waiting": total - busy, "total": total},
+        "cost": cost,
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
         "memory": max(memories, key=lambda one: one["peak"]),
         "recompute": _recompute(plan, [one["recompute"] for one in told if one["recompute"] is not None]),
@@ -89,6 +79,26 @@ def describe_stages(
             "bubble": bubble(schedule, even),
         },
     }
+
+
+def cost_of_stages(
+    stages: Sequence[Stage], alone: Sequence[Mapping[str, Any]], schedule: Schedule, parts: int, cluster: Cluster
+) -> tuple[dict[str, Any], list[float]]:
+    """The `cost` of plan.json, from those of the stages `alone` with `parts` micro-batches per step; and the seconds of
+    every stage until its gradients are added."""
+    groups, micro_batches = len(schedule), 1 + max(action.micro_batch for action in schedule[0])
+    own_times, costs = [], []
+    for cost, stage in zip(alone, stages, strict=True):
+        sends = _send_seconds(stage, stages, groups, cluster, parts)
+        after = cost["gradients_exposed"] + cost["optimizer"]  # once per step, when the schedule is done
+        own_times.append(cost["total"] + sends - after)
+        costs.append({**cost, "send": sends, "communication": cost["communication"] + sends})
+    busiest = max(range(groups), key=lambda group: sum(own_times[group::groups]))
+    slowest = _added(costs[busiest::groups])
+    busy = slowest["compute"] + slowest["communication"] + slowest["optimizer"]
+    after = slowest["gradients_exposed"] + slowest["optimizer"]
+    total = after + makespan(schedule, [time / (3 * parts) for time in own_times]) * (parts // micro_batches)
+    return slowest | {"waiting": total - busy, "total": total}, own_times
 
 
 def _added(costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""What is left open is decided: as brute force would, within the memory, and as the ranks then train."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from conftest import compose_config
+from small import HYBRID, MODES, SMALL
+
+from runner.deciding import Deciding
+from runner.errors import ConfigError
+from strategies.errors import StrategyError
+
+OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
+STACK = (*SMALL, "model.target=networks.Stack", "optimizer.target=torch.optim.AdamW", "world_size=2")
+DATA = (*STACK, "parallel=data_parallel", *OPEN)
+AUTO = (*STACK, "parallel=auto", "parallel.search=dynamic_programming", *OPEN)
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    """The open decision of a small stack, and every choice with its price."""
+    deciding = Deciding(compose_config(*DATA, "parallel.plan_cache=null"), print)
+    return deciding, {choice: deciding.price(choice, math.inf) for choice in deciding.bounds}
+
+
+def with_limit(limit: int) -> Deciding:
+    return Deciding(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
+
+
+def test_bounds_are_below_every_price(stacked):
+    deciding, every = stacked
+    assert len({choice.zero for choice in every}) == 4
+    assert {choice.stages for choice in every} == {1, 2}
+    assert {choice.recompute for choice in every} == {"none", "selective", "full"}
+    for choice, one in every.items():
+        assert 0 < deciding.bounds[choice].seconds <= one.seconds
+        assert 0 < deciding.bounds[choice].bytes <= one.bytes
+
+
+def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
+    _, every = stacked
+    sizes = sorted({one.bytes for one in every.values()})
+    assert len(sizes) > 4
+    chosen = set()
+    for limit in (sizes[0], sizes[len(sizes) // 3], sizes[2 * len(sizes) // 3], sizes[-1]):
+        decided = with_limit(limit).plan().search["decided"]
+        assert decided["seconds"] == min(one.seconds for one in every.values() if one.bytes <= limit)
+        chosen.add((decided["zero"], decided["stages"], decided["recompute"]))
+    assert len(chosen) > 1
+    with pytest.raises(StrategyError, match=rf"the smallest need is {sizes[0] / 1024:.4g} KiB \(ZeRO"):
+        with_limit(sizes[0] - 1).plan()
+
+
+def test_one_process_agrees_with_what_was_decided(start):
+    ended = start(*AUTO, "train.precision=fp32", "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+    assert ended.plan["search"]["decided"]["tried"] >= 1
+
+
+@pytest.fixture
+def saved(start):
+    return start(*DATA, verb="plan", folder="saved")
+
+
+def test_a_saved_plan_keeps_what_was_decided(start, saved):
+    loaded = start(*DATA, f"parallel.plan={saved.folder}", verb="explain", folder="loaded")
+    assert loaded.plan["search"]["decided"] == saved.plan["search"]["decided"]
+    assert loaded.plan | {"search": None} == saved.plan | {"search": None}
+    fixed = start(*STACK, "parallel=data_parallel", verb="plan", folder="fixed")
+    with pytest.raises(ConfigError, match=r"was made with parallel\.zero\.stage and parallel\.pipeline given"):
+        start(*DATA, f"parallel.plan={fixed.folder}", verb="plan")
+
+
+def test_the_cache_remembers_the_decision(start, tmp_path, capsys):
+    words = (*DATA, f"parallel.plan_cache={tmp_path / 'cache'}")
+    first, again = (start(*words, verb="plan", folder=folder) for folder in ("first", "again"))
+    assert again.plan["search"] == first.plan["search"] | {"loaded_from": "the plan cache"}
+    assert "decided: ZeRO " in capsys.readouterr().out
+    other = start(*words, "parallel.zero.stage=1", verb="plan", folder="other")
+    assert other.plan["search"]["decided"]["zero"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*SMALL, *HYBRID, "parallel.zero.stage=auto"), "parallel.mode = 'hybrid' runs the module"),
+        ((*SMALL, *MODES["stand_alone"], "parallel.zero.stage=auto"), "parallel.zero.stage = auto needs ranks"),
+        ((*SMALL, *MODES["stand_alone"], "parallel.pipeline.stages=auto"), "parallel.pipeline.stages = auto cuts the"),
+        ((*DATA, "parallel.pipeline.cuts={layers.2: 1}"), "'auto' leaves open how many there are"),
+        ((*DATA, "parallel.pipeline.stages=null", "parallel.pipeline.micro_batches=auto"), "would ignore it"),
+    ],
+)
+def test_what_cannot_be_decided_is_refused(command, words, said):
+    done = command(*words)
+    assert done.code == 2
+    assert said in done.paragraphs[0]

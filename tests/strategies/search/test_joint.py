@@ -1,0 +1,69 @@
+"""The joint decision against brute force, on made-up prices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from strategies.errors import StrategyError
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.plan import Plan
+from strategies.search.joint import Bound, Choice, Priced, decide
+
+EMPTY = Plan(Mesh((("d", 2),)), {}, {"x": Layout(())}, {})
+CHOICES = [Choice(s, z, 2 * s if s > 1 else 1, way) for s in (1, 2, 4) for z in (0, 1) for way in ("none", "full")]
+
+
+def table(seed: int) -> tuple[dict[Choice, Bound], dict[Choice, tuple[float, int]]]:
+    rng = random.Random(seed)
+    true = {choice: (rng.uniform(1, 3), rng.randrange(10, 100)) for choice in CHOICES}
+    return {
+        choice: Bound(rng.uniform(0.3, 1) * time, rng.uniform(0, 1) * size) for choice, (time, size) in true.items()
+    }, true
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_within_the_limit_is_faster(seed):
+    bounds, true = table(seed)
+    limit, asked = 50, []
+
+    def price(choice: Choice, best: float) -> Priced:
+        asked.append(choice)
+        seconds, size = true[choice]
+        return Priced(EMPTY, seconds, size if seconds < best else None)
+
+    fitting = sorted((seconds, choice) for choice, (seconds, size) in true.items() if size <= limit)
+    decision = decide(bounds, limit, price)
+    assert (decision.priced.seconds, decision.choice) == fitting[0]
+    assert decision.tried + decision.pruned == len(CHOICES)
+    assert all(bounds[choice].seconds < fitting[0][0] for choice in asked[: decision.tried - 1])
+    if decision.runner_up is not None:
+        choice, seconds = decision.runner_up
+        assert true[choice][0] == seconds and true[choice][1] <= limit
+
+
+def test_bounds_spare_most_prices():
+    true = {choice: 1.0 + number for number, choice in enumerate(CHOICES)}
+    decision = decide({c: Bound(0.9 * t, 0) for c, t in true.items()}, 1, lambda c, best: Priced(EMPTY, true[c], 1))
+    assert (decision.choice, decision.tried, decision.pruned) == (CHOICES[0], 1, len(CHOICES) - 1)
+
+
+def test_what_is_refused_is_passed_over_and_told_if_it_is_all():
+    def price(choice: Choice, best: float) -> Priced:
+        if choice.stages > 1:
+            raise StrategyError(f"no {choice.stages} stages")
+        return Priced(EMPTY, 2.0, 1)
+
+    assert decide({choice: Bound(0, 0) for choice in CHOICES}, 1, price).refused == 8
+    with pytest.raises(StrategyError, match="no 2 stages"):
+        decide({choice: Bound(0, 0) for choice in CHOICES if choice.stages > 1}, 1, price)
+
+
+def test_nothing_fits_tells_the_smallest_need():
+    sizes = {choice: 1000 + number for number, choice in enumerate(CHOICES)}
+    with pytest.raises(
+        StrategyError, match=r"fits into 10 B .* of 12 choices the smallest need is 1000 B \(ZeRO 0, no"
+    ):
+        decide({choice: Bound(0, 0) for choice in CHOICES}, 10, lambda c, best: Priced(EMPTY, 1.0, sizes[c]))
