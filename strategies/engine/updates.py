@@ -262,14 +262,20 @@ def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], d
     return [(members, options) for members, options in kept if members]
 
 
-def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
-    """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
-    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE | UNFIT.keys()), "")
-    if kind in UNFIT:
+def check_kind(optimizer: Optimizer) -> None:
+    """Raises StrategyError for an optimizer that no plan can use."""
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in UNFIT), "")
+    if kind:
         raise StrategyError(
             f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices."
         )
-    if kind in BY_SHAPE:
+
+
+def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
+    """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
+    check_kind(optimizer)
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE), "")
+    if kind:
         what = f"ZeRO stage {stage} flattens" if stage else "this plan slices"
         sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
         if stage or sliced:

@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import collective_seconds
 from strategies.errors import StrategyError
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
@@ -190,7 +189,8 @@ class Edge:
 
 
 class Wire:
-    """Seconds on the links of a cluster: the collectives of a chain, without the copies on either side."""
+    """Seconds on the links of a cluster: the bytes of a chain's collectives over the slowest link that each crosses,
+    without what every call costs: calls would decide between slicings that send the same, by how many ranks talk."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
@@ -201,9 +201,7 @@ class Wire:
         if key not in self._known:
             steps = chain(before, after, spec.shape, self.mesh)
             self._known[key] = sum(
-                collective_seconds(
-                    step.kind, step.busiest(self.mesh) * spec.item_bytes, step.axes, self.mesh, self.cluster
-                )
+                step.busiest(self.mesh) * spec.item_bytes / self.cluster.link(self.mesh, step.axes).bandwidth
                 for step in steps
                 if step.kind not in LOCAL
             )

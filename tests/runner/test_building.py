@@ -27,7 +27,7 @@ def test_the_graph_is_that_of_the_real_model(recipe):
     config = compose_config(f"+recipe={recipe}")
     names, tensors = entries(config)
     said = []
-    step, found = captured_from_shapes(config, names, tensors, said.append)
+    step, found, _ = captured_from_shapes(config, names, tensors, said.append)
     real = capture(objective(config, names), tensors, training=True)
     assert found.graph.signature() == real.graph.signature()
     assert found.graph == real.graph
@@ -41,7 +41,7 @@ LARGE = "model.args={vocabulary: 128256, length: 64, width: 8192, layers: 2, hea
 def test_a_model_beyond_the_memory_is_captured():
     config = compose_config("+recipe=llama", LARGE, "train.precision=fp64")
     names, tensors = entries(config)
-    step, found = captured_from_shapes(config, names, tensors, print)
+    step, found, _ = captured_from_shapes(config, names, tensors, print)
     size = sum(parameter.numel() * parameter.element_size() for parameter in step.parameters())
     assert size > 25 << 30
     assert sum(source.spec.elements for source in found.graph.of_kind("parameter")) * 8 == size
@@ -58,7 +58,7 @@ def test_a_model_that_reads_numbers_is_built_after_all(when):
     )
     names, tensors = entries(config)
     said = []
-    step, found = captured_from_shapes(config, names, tensors, said.append)
+    step, found, _ = captured_from_shapes(config, names, tensors, said.append)
     assert found.graph == capture(objective(config, names), tensors, training=True).graph
     assert [type(parameter.data) for parameter in step.parameters()] == [torch.Tensor] * 2
     assert [line for line in said if "networks.Reading reads numbers while it is built" in line] == said

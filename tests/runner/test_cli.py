@@ -49,7 +49,7 @@ BAD = [
     ([QUICK, "train.steps=null"], "train.steps=100 or train.epochs=10"),
     ([QUICK, "train.clip=0"], "must be greater than 0."),
     ([QUICK, "train.clip=inf"], "must be a finite number"),
-    ([QUICK, "train.precision=fp16"], "Allowed: fp32, fp64, bf16. Did you mean 'fp"),
+    ([QUICK, "train.precision=fp61"], "Allowed: fp32, fp64, bf16, fp16, bf16_autocast. Did you mean 'fp"),
     ([QUICK, "train=5"], "train = 5: must be a mapping"),
     ([QUICK, "train.accumulate=5"], "train.accumulate = 5 must divide data.batch_size = 16"),
     ([QUICK, "+data.collate_args={length: 8}"], "data.collate = null would ignore it"),
