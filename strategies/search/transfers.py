@@ -69,9 +69,9 @@ class Asked:
 
     def place(self, name: Pattern, mixed: int) -> int | None:
         """Where a pattern stands; `mixed` is its number as in `_mixed`."""
-        for position in np.flatnonzero(self.mixed == mixed):
-            if self.name(int(position)) == name:
-                return int(position)
+        for position in np.flatnonzero(self.mixed == mixed).tolist():
+            if self.name(position) == name:
+                return position
         return None
 
 
@@ -176,10 +176,10 @@ class Transfers:
         else:
             values = np.full(len(told), -1.0)
         asked = Asked(before, after, spec, told, rows, columns, inverse.reshape(count), values)
-        for position in np.flatnonzero(values < 0):
+        for position in np.flatnonzero(values < 0).tolist():
             if asked.name(position) not in self.patterns:
                 self._search(asked.name(position), asked, position)
-        for position in np.flatnonzero(np.isin(asked.mixed, self.mixed)):
+        for position in np.flatnonzero(np.isin(asked.mixed, self.mixed)).tolist():
             if (name := asked.name(position)) in self.patterns:
                 values[position] = self._price(name, spec)
         return asked
