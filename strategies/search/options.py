@@ -118,7 +118,8 @@ class Menu:
     def _places(self, sharding: Sharding) -> Integers:
         """[options, axes]: the factor that every axis slices, by number, or WHOLE; only equal slices."""
         options = [WHOLE, *range(len(sharding.factors))]
-        grid = np.stack(np.meshgrid(*[options] * len(self.axes), indexing="ij"), -1).reshape(-1, len(self.axes))
+        counted = np.indices([len(options)] * len(self.axes)).reshape(len(self.axes), len(options) ** len(self.axes)).T
+        grid = np.array(options)[counted]  # one device has no axes and one option
         legal = np.ones(len(grid), dtype=bool)
         for number, factor in enumerate(sharding.factors):
             count = np.where(grid == number, self.sizes, 1).prod(1)
