@@ -7,11 +7,16 @@ lower bound, so both are known at any time.
 
 A limit of memory enters as seconds per byte (a Lagrange multiplier): for any such price, the optimum minus the price of
 the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The price is found by bisection.
+
+On meshes of more than `MOST_AXES` axes neighbours are joined: the best plan of all joined meshes is taken, and the gap
+is that to what work alone takes on the whole mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from strategies.cost.cluster import Cluster
@@ -20,11 +25,15 @@ from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search.folding import Folded
+from strategies.search.joining import joinings, least
 from strategies.search.network import Building
 from strategies.search.options import Menu
+from strategies.search.pricing import plan_seconds
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
 
+MOST_AXES = 3
+"""Axes up to which every layout is an option."""
 ROUNDS = 24
 """Prices of memory that are tried at most."""
 
@@ -48,26 +57,55 @@ class Found:
 
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
     """The cheapest plan within the memory limit, or one at most `tolerance` (relative to the bound) more expensive;
-    None is 0 on meshes of one or two axes, and 1 % on larger ones. With a limit the gap may stay larger. Raises
-    StrategyError where no plan within the limit is found."""
+    None is 0 on meshes of one or two axes, and 1 % on larger ones. With a limit or more than `MOST_AXES` axes the gap
+    may stay larger. Raises StrategyError where no plan within the limit is found."""
     transfers = Transfers(problem.mesh, cluster)
     if tolerance is None:
         tolerance = 0.01 if len(transfers.axes) > 2 else 1e-12
-    finding = _Finding(problem, Menu(problem, transfers), tolerance)
+    menu = Menu(problem, transfers)
+    if len(transfers.axes) > MOST_AXES and (best := _on_joined(problem, cluster, menu, tolerance)) is not None:
+        return best
+    finding = _Finding(problem, menu, tolerance)
     free = finding.cheapest(0.0)
     if problem.memory is None or free.bytes <= problem.memory:
         return free
     return finding.within(problem.memory, free)
 
 
+def _on_joined(problem: Problem, cluster: Cluster, menu: Menu, tolerance: float) -> Found | None:
+    """The best plan of the joined meshes, and its seconds on the whole one; None where axes cannot be joined."""
+    best: Found | None = None
+    refused: StrategyError | None = None
+    for joined in joinings(problem, cluster):
+        try:
+            found = search(joined.problem, cluster, tolerance)
+        except StrategyError as error:  # a limit that no plan on this mesh keeps
+            refused = error
+            continue
+        if best is None or found.cost < best.cost:
+            assignments = {id: joined.assignment(one) for id, one in found.assignments.items()}
+            tensors = {ref: joined.layout(one) for ref, one in found.tensors.items()}
+            best = replace(found, assignments=assignments, tensors=tensors)
+    if best is None:
+        if refused is not None:
+            raise refused
+        return None
+    cost = plan_seconds(menu, best.assignments, best.tensors, problem)
+    return replace(best, cost=cost, lower_bound=min(least(problem, cluster), cost))
+
+
 class _Finding:
     def __init__(self, problem: Problem, menu: Menu, tolerance: float) -> None:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
-        self.building = Building(problem, menu)
-        self.folded = Folded(self.building.network)
+        self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
         self.picks: list[int] = []
         """The options of the plan that was found last."""
+
+    def _build(self, split: frozenset[Ref]) -> None:
+        with _uncollected():
+            self.building = Building(self.problem, self.menu, split)
+            self.folded = Folded(self.building.network)
 
     def cheapest(self, pressure: float) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price."""
@@ -91,8 +129,7 @@ class _Finding:
             if not raised and not split:
                 break
             if split:
-                self.building = Building(self.problem, self.menu, self.building.split | split)
-                self.folded = Folded(self.building.network)
+                self._build(self.building.split | split)
         return replace(best, lower_bound=min(lower, least))
 
     def within(self, limit: float, free: Found) -> Found:
@@ -145,3 +182,15 @@ class _Finding:
                 else:
                     high = middle
         return best
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles, which would go through the whole graph many times and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

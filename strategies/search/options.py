@@ -14,7 +14,7 @@ import numpy as np
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import VIEWS, operator_seconds
 from strategies.cost.step import MASTER
-from strategies.graph import Operator, Ref, Source, TensorSpec, rewrite
+from strategies.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
@@ -57,6 +57,9 @@ class Menu:
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
         self.own = Own(problem, transfers.cluster)
+        users = problem.graph.users
+        self.lone = frozenset(ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1)
+        """Parameters with one use: they lie as that use wants them."""
         self.pressure = 0.0
         """Seconds that a byte of memory costs at the moment (a Lagrange multiplier)."""
 
@@ -68,7 +71,7 @@ class Menu:
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         """All that choices depend on, with sources and values told by what they are."""
-        graph = self.problem.graph
+        graph, trained = self.problem.graph, self.problem.graph.trained
         said = rewrite((operator.args, operator.kwargs), lambda leaf: "*" if isinstance(leaf, Ref) else leaf)
         fixed = self.problem.fixed.get(operator.id)
         return (
@@ -76,17 +79,12 @@ class Menu:
             repr(said),
             graph.operand_specs(operator),
             operator.results,
-            tuple(ref in graph.trained for ref in operator.operands),
-            tuple(self.alone(ref) for ref in operator.operands),
+            tuple(ref in trained for ref in operator.operands),
+            tuple(ref in self.lone for ref in operator.operands),
             operator.id in graph.returning,
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
         )
-
-    def alone(self, ref: Ref) -> bool:
-        """Whether `ref` is a parameter with one use: it lies as that use wants it."""
-        node = self.problem.graph.by_id[ref.id]
-        return isinstance(node, Source) and node.kind == "parameter" and len(self.problem.graph.users[ref]) == 1
 
     def _choices(self, operator: Operator) -> Choices:
         sharding = self.problem.shardings[operator.id]
@@ -159,7 +157,7 @@ class Menu:
         if sharding.local is not None and self.own.talks(operator, sharding):
             found += [self.own.inside(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
-            if trained and self.alone(ref) and ref in graph.trained:
+            if trained and ref in self.lone and ref in graph.trained:
                 found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
         after = problem.outputs.get(operator.id)
         if after is not None:
@@ -177,7 +175,7 @@ class Menu:
             for side, spec in zip(given, operator.results, strict=True):
                 found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
         for side, ref in zip(wanted, operator.operands, strict=True):
-            if self.alone(ref):
+            if ref in self.lone:
                 per_element = [self.parameter_bytes(layout, ref) for layout in self._layouts(side.rows)]
                 found = found + (self.elements(side.rows, graph.specs[ref]) * per_element)[side.of_option]
         return found

@@ -27,6 +27,10 @@ Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
+MIXING = np.int64(-7046029254386353131)
+"""An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
+Pattern = tuple[int, ...]
+"""What tells one pattern, see `_told`."""
 WIDTH = 2**16
 """More than there are tuples of axes."""
 
@@ -44,19 +48,31 @@ class Rows:
 
 @dataclass(eq=False)
 class Asked:
-    """Pairs of layouts of a tensor: the `names` of their patterns and `places` in that list, each with a pair that has
+    """Pairs of layouts of a tensor: what tells their patterns (`told` [patterns, numbers]), each with a pair that has
     it (`rows`, `columns`) and its seconds or a lower bound (`values`); `inverse` [before, after] tells every pair's."""
 
     before: Rows
     after: Rows
     spec: TensorSpec
-    names: list[tuple[int, ...]]
-    places: dict[tuple[int, ...], int]
+    told: Integers
     rows: Integers
     columns: Integers
     inverse: Integers
     values: Seconds
     changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.mixed = _mixed(self.told)
+
+    def name(self, position: int) -> Pattern:
+        return tuple(self.told[position].tolist())
+
+    def place(self, name: Pattern, mixed: int) -> int | None:
+        """Where a pattern stands; `mixed` is its number as in `_mixed`."""
+        for position in np.flatnonzero(self.mixed == mixed).tolist():
+            if self.name(position) == name:
+                return position
+        return None
 
 
 class Transfers:
@@ -70,7 +86,8 @@ class Transfers:
         self.tuples: list[tuple[str, ...]] = []
         for bits in range(2 ** len(self.axes)):
             self._number(tuple(axis for i, axis in enumerate(self.axes) if bits >> i & 1))
-        self.patterns: dict[tuple[int, ...], int] = {}
+        self.patterns: dict[Pattern, int] = {}
+        self.mixed: list[int] = []  # the numbers of the patterns, as in `_mixed`
         self.chains: list[list[int]] = []  # per pattern its steps, by number
         self.steps: dict[tuple[object, ...], int] = {}
         self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
@@ -143,46 +160,35 @@ class Transfers:
             (numbers[kind] * tuples + before.dims[:, dim, None]) * tuples + after.dims[None, :, dim]
             for dim, kind in enumerate(kinds)
         ]
-        if len(dims) > 2:  # dims but the first have no order in a pattern
+        if len(dims) > 2:  # as in `_told`
             dims[1:] = list(np.sort(np.stack(dims[1:]), axis=0))
         ends = before.partial[:, None] * partials + after.partial[None, :]
         joined = _joined([*dims, ends], [*[len(numbers) * tuples**2] * len(dims), partials**2])
         _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
         rows, columns = np.divmod(first, count[1])
-        names = self._names(before, after, kinds, rows, columns)
+        told = _told(before, after, kinds, rows, columns)
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        if ordered and len(names) > few:
+        if ordered and len(told) > few:
             values = self.bounds.seconds(
                 before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
             )
             values[after.partial[columns] > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
-            values = np.full(len(names), -1.0)
-        places = {name: position for position, name in enumerate(names)}
-        asked = Asked(before, after, spec, names, places, rows, columns, inverse.reshape(count), values)
-        for position, name in enumerate(names):
-            if values[position] < 0 and name not in self.patterns:
-                self._search(name, asked, position)
-            if name in self.patterns:
+            values = np.full(len(told), -1.0)
+        asked = Asked(before, after, spec, told, rows, columns, inverse.reshape(count), values)
+        for position in np.flatnonzero(values < 0).tolist():
+            if asked.name(position) not in self.patterns:
+                self._search(asked.name(position), asked, position)
+        for position in np.flatnonzero(np.isin(asked.mixed, self.mixed)).tolist():
+            if (name := asked.name(position)) in self.patterns:
                 values[position] = self._price(name, spec)
         return asked
-
-    def _names(
-        self, before: Rows, after: Rows, kinds: Sequence[int], rows: Integers, columns: Integers
-    ) -> list[tuple[int, ...]]:
-        """What tells the patterns of some pairs: per dim its kind and both tuples, and the partial axes."""
-        have, want = before.dims[rows], after.dims[columns]
-        parts = (np.array(kinds, dtype=np.int64) * WIDTH + have) * WIDTH + want
-        if len(kinds) > 2:
-            parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
-        told = np.concatenate([parts, before.partial[rows, None], after.partial[columns, None]], 1)
-        return list(map(tuple, told.tolist()))
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
         position = int(asked.inverse[row, column])
-        name = asked.names[position]
+        name = asked.name(position)
         if name not in self.patterns:
             self._search(name, asked, position)
 
@@ -228,9 +234,12 @@ class Transfers:
             numbers.append(self.steps[told])
         self.patterns[name] = len(self.chains)
         self.chains.append(numbers)
+        mixed = int(asked.mixed[position])
+        self.mixed.append(mixed)
         for one in self.asked.values():
-            if name in one.places:
-                place, price = one.places[name], self._price(name, one.spec)
+            place = one.place(name, mixed)
+            if place is not None:
+                price = self._price(name, one.spec)
                 self.raised += price > one.values[place] * (1 + 1e-12)
                 one.values[place] = price
                 one.changes += 1
@@ -242,6 +251,22 @@ class Transfers:
         for step, elements in self.shown[len(prices) :]:
             prices.append(step_seconds(step, size / elements, self.mesh, self.cluster))
         return prices
+
+
+def _told(before: Rows, after: Rows, kinds: Sequence[int], rows: Integers, columns: Integers) -> Integers:
+    """What tells the patterns of some pairs: per dim its kind and both tuples of axes, and the partial axes."""
+    parts = (np.array(kinds, dtype=np.int64) * WIDTH + before.dims[rows]) * WIDTH + after.dims[columns]
+    if len(kinds) > 2:  # dims but the first have no order in a pattern
+        parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
+    return np.concatenate([parts, before.partial[rows, None], after.partial[columns, None]], 1)
+
+
+def _mixed(told: Integers) -> Integers:
+    """A number per pattern by which it is found fast; few patterns share one."""
+    found = np.zeros(len(told), dtype=np.int64)
+    for column in told.T:
+        found = (found ^ column ^ (found >> 29)) * MIXING
+    return found
 
 
 def _joined(parts: Sequence[Integers], sizes: Sequence[int]) -> Integers:
