@@ -119,6 +119,8 @@ class Menu:
 
     def _places(self, sharding: Sharding) -> Integers:
         """[options, axes]: the factor that every axis slices, by number, or WHOLE; only equal slices."""
+        if not self.axes:  # one device: nothing is sliced
+            return np.zeros((1, 0), dtype=np.int64)
         options = [WHOLE, *range(len(sharding.factors))]
         grid = np.stack(np.meshgrid(*[options] * len(self.axes), indexing="ij"), -1).reshape(-1, len(self.axes))
         legal = np.ones(len(grid), dtype=bool)
