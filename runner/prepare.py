@@ -38,6 +38,7 @@ from strategies.engine.fusion import fuse
 from strategies.engine.lowering import lower
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
+from strategies.engine.updates import check_kind
 from strategies.graph import OperatorGraph
 from strategies.pipeline.cutting import Stage
 from strategies.plan import Plan

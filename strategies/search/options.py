@@ -117,6 +117,8 @@ class Menu:
 
     def _places(self, sharding: Sharding) -> Integers:
         """[options, axes]: the factor that every axis slices, by number, or WHOLE; only equal slices."""
+        if not self.axes:  # one device: nothing is sliced
+            return np.zeros((1, 0), dtype=np.int64)
         options = [WHOLE, *range(len(sharding.factors))]
         counted = np.indices([len(options)] * len(self.axes)).reshape(len(self.axes), len(options) ** len(self.axes)).T
         grid = np.array(options)[counted]  # one device has no axes and one option

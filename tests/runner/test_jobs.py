@@ -8,6 +8,7 @@ import pytest
 
 from runner import prepare
 from runner.errors import ConfigError, RunFailed
+from runner.report import PARTS
 from strategies.layout import Layout
 from strategies.plan import Plan
 from strategies.rules.registry import RULES
