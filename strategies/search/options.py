@@ -122,7 +122,8 @@ class Menu:
         if not self.axes:  # one device: nothing is sliced
             return np.zeros((1, 0), dtype=np.int64)
         options = [WHOLE, *range(len(sharding.factors))]
-        grid = np.stack(np.meshgrid(*[options] * len(self.axes), indexing="ij"), -1).reshape(-1, len(self.axes))
+        counted = np.indices([len(options)] * len(self.axes)).reshape(len(self.axes), len(options) ** len(self.axes)).T
+        grid = np.array(options)[counted]  # one device has no axes and one option
         legal = np.ones(len(grid), dtype=bool)
         for number, factor in enumerate(sharding.factors):
             count = np.where(grid == number, self.sizes, 1).prod(1)

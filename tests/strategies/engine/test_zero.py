@@ -152,20 +152,21 @@ def test_stage_3_holds_one_layer_at_a_time(training, ranks):
 
 
 def test_predicted_bytes_by_hand(training):
-    _, task = training.task()
-    mesh = Mesh((("a", 4),))
-    program = lower(
-        task.graph, training.plan_of(task.graph, training.DATA_PARALLEL, mesh), Options(sharded_optimizer=True)
-    )
-    sizes = {source.name: math.prod(source.spec.shape) for source in task.graph.of_kind("parameter")}
-    still = sizes["ln.bias"] + sizes["unused.weight"] + sizes["unused.bias"]
-    learns, everything = sum(sizes.values()) - still, sum(sizes.values())
+    """On 4 ranks in fp32: adding n elements sends 6 n bytes per rank, gathering or scattering them 3 n."""
+
+    def lowered(task):
+        plan = training.plan_of(task.graph, training.DATA_PARALLEL, Mesh((("a", 4),)))
+        sources = task.graph.of_kind("parameter")
+        sizes = {source.name: math.prod(source.spec.shape) for source in sources}
+        return lower(task.graph, plan, Options(sharded_optimizer=True)), sizes
+
+    program, sizes = lowered(training.task()[1])
+    learns = sum(sizes.values()) - sizes["ln.bias"] - sizes["unused.weight"] - sizes["unused.bias"]
     assert zero_traffic.predicted(program, 1, 3) == {"all_reduce": 6 * learns, "all_gather": 3 * learns}
     assert zero_traffic.predicted(program, 2, 3) == {"all_reduce": 18 * learns, "all_gather": 3 * learns}
-    assert zero_traffic.predicted(program, 3, 3) == {
-        "reduce_scatter": 9 * learns,
-        "all_gather": 9 * (learns + everything),
-    }
+    program, sizes = lowered(training.layers_task())  # gathered for forward and for backward of every micro-batch
+    everything = sum(sizes.values())
+    assert zero_traffic.predicted(program, 3, 3) == {"reduce_scatter": 9 * everything, "all_gather": 18 * everything}
 
 
 @pytest.mark.slow

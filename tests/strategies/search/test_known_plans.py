@@ -102,6 +102,11 @@ def test_small_models_on_fast_links_are_data_parallel(found: Search) -> None:
             assert chosen[operator.id] == {factor: ("dp",)}, operator.name
 
 
+def test_one_device_has_nothing_to_slice(found: Search) -> None:
+    graph = gpt(2)
+    assert not any(found(problem(graph, Mesh((("only", 1),))), node(1)).values())
+
+
 LAYERS = {"gpt": ("*.q_proj", "*.up_proj"), "llama": ("*.q_proj", "*.gate_proj")}
 
 
