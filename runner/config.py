@@ -128,7 +128,21 @@ def _validate(values: Any, origins: Origins) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(*(_paragraph(e, origins) for e in error.errors())) from None
+        raise ConfigError(*(_paragraph(e, origins) for e in _one_each(error.errors()))) from None
+
+
+def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One error for a value that is either a word or something else: that of the something else, with the `words`."""
+    words = {one["loc"][:-1]: one for one in errors if str(one["loc"][-1]).startswith("literal[")}
+    found: list[Mapping[str, Any]] = []
+    for one in errors:
+        place = next((place for place in words if one["loc"][: len(place)] == place and one is not words[place]), None)
+        if place is not None:
+            loc = place + one["loc"][len(place) + 1 :]
+            found.append({**one, "loc": loc, "words": words[place]["ctx"]["expected"]})
+        elif all(one is not other for other in words.values()):
+            found.append(one)
+    return found
 
 
 def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
@@ -150,6 +164,8 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
         text = f"{dotted} = {_shown(value)}: {MEANINGS[kind].format(**context)}."
     else:
         text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
+    if kind != "refusal" and "words" in error:
+        text += allowed(str(value), re.findall(r"[\w-]+", error["words"])).replace(" Allowed:", " Allowed too:")
     return text + origins.sentence(concerned)
 
 
