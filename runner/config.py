@@ -133,7 +133,7 @@ def _validate(values: Any, origins: Origins) -> Config:
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One error for a value that is either a word or something else: that of the something else, with the `words`."""
-    words = {one["loc"][:-1]: one for one in errors if str(one["loc"][-1]).startswith("literal[")}
+    words = {one["loc"][:-1]: one for one in errors if "".join(map(str, one["loc"][-1:])).startswith("literal[")}
     found: list[Mapping[str, Any]] = []
     for one in errors:
         place = next((place for place in words if one["loc"][: len(place)] == place and one is not words[place]), None)
