@@ -9,7 +9,7 @@ prediction and a measurement that use it differ only where what they run differs
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.engine.offload import side
+from strategies.engine.recompute import tensors_in
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         self.see(given)
         results = func(*args, **kwargs)
         if not func.is_view:
             said = side()
             host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)
-            self.see(_tensors(results), host)
+            self.see(tensors_in(results), host)
         return results
 
     def see(self, tensors: Iterable[Tensor], host: bool = False) -> None:
@@ -107,14 +108,3 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of the distinct storages of `tensors`."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or results of an operator."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -37,10 +37,9 @@ from strategies.engine.program import (
     RankValue,
     Redistribute,
     Start,
-    Wait,
 )
 from strategies.engine.recompute import Hold, Part, parts_of, recomputing, watched
-from strategies.engine.reuse import Forms, Template, attach, constants_of, register, tensors_of
+from strategies.engine.reuse import Forms, Template, attach, constants_of, function_of, register, several, tensors_of
 from strategies.engine.units import owned, unit_path
 from strategies.graph import Ref, rewrite
 from strategies.rules.registry import resolve
@@ -94,7 +93,7 @@ class _Tree:
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         outputs = [*program.outputs, *(value for _, value in program.updates)]
         self.paths = {one.id: unit_path(one, program, self.owned) for one in program.instructions}
-        results: dict[str, set[int]] = {step.id: set() for step in program.instructions if _several(step)}
+        results: dict[str, set[int]] = {step.id: set() for step in program.instructions if several(step)}
         for ref in (*outputs, *(ref for step in program.instructions for ref in step.operands)):
             if ref.id in results:
                 results[ref.id].add(ref.index)
@@ -256,7 +255,7 @@ class _Tree:
             args, kwargs = tuple(map(value, step.operands)), {}
         function = self._function(step, part)
         node = graph.create_node("call_function", function, (*watching, *args), kwargs, step.id)
-        if not _several(step):
+        if not several(step):
             values[Ref(step.id)] = node
         for index in self.taken.get(step.id, ()):
             values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
@@ -273,16 +272,16 @@ class _Tree:
             key = "copy", step.host
             make = partial(copier, step.host, self.device, self.copied)
         elif isinstance(step, Redistribute):
-            key = _carried(step), kept
+            key = function_of(step), kept
             make = partial(edge, step, self.communicator, self.compiled, kept)
         elif isinstance(step, Fused):
-            key = _carried(step)
+            key = function_of(step)
             make = partial(edges, step, self.communicator, self.compiled)
         elif isinstance(step, Start):
-            key = "start", _carried(step.of)
+            key = "start", function_of(step.of)
             make = partial(starting, step, self.communicator)
         else:
-            key = "wait", _carried(step.of)
+            key = "wait", function_of(step.of)
             make = partial(waiting, step, self.communicator)
         function = self._once(key, make)
         if part is None:
@@ -375,18 +374,6 @@ class _Tree:
 
 def _name(ref: Ref) -> str:
     return f"{ref.id}_{ref.index}" if ref.index else ref.id
-
-
-def _carried(of: Redistribute | Fused) -> Hashable:
-    """All that decides the function of a redistribution."""
-    parts = of.parts if isinstance(of, Fused) else (of,)
-    return type(of), tuple((one.forward, one.backward, one.scale) for one in parts), of.differentiable
-
-
-def _several(step: Instruction) -> bool:
-    """Whether an instruction returns several values."""
-    of = step.of if isinstance(step, Wait) else step
-    return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
 
 
 def _spread(graph: fx.Graph, values: dict[Ref, fx.Node], results: Sequence[Ref], call: fx.Node) -> None:

@@ -127,15 +127,15 @@ def _result(tensor: Tensor) -> _Result:
     return _Result(tensor.detach(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in the arguments or results of a call, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 class _Stored(torch.autograd.Function):
@@ -291,13 +291,13 @@ class _Region:
     def carry_out(self, part: Part, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One part of the first run."""
         self.part = part
-        self.taken = {_storage(one): id for one, id in zip(_tensors([args, kwargs]), part.takes, strict=True)}
+        self.taken = {_storage(one): id for one, id in zip(tensors_in([args, kwargs]), part.takes, strict=True)}
         try:
             results = function(*args, **kwargs)
         finally:
             self.part, self.taken = None, {}
         if part.kept:
-            found = [self.by_storage.get(_storage(tensor), []) for tensor in _tensors(results)]
+            found = [self.by_storage.get(_storage(tensor), []) for tensor in tensors_in(results)]
             self.returned[part.id] = [one for same in found for one in same]
         return results
 

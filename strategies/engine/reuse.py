@@ -15,7 +15,18 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from strategies.engine.program import Compute, Copy, Fused, Instruction, Ordinal, Program, RankValue, Start, Wait
+from strategies.engine.program import (
+    Compute,
+    Copy,
+    Fused,
+    Instruction,
+    Ordinal,
+    Program,
+    RankValue,
+    Redistribute,
+    Start,
+    Wait,
+)
 from strategies.engine.recompute import Part
 from strategies.engine.units import use_of
 from strategies.graph import Ref
@@ -99,6 +110,18 @@ class Forms:
             place = tuple(("use", number) if name == use_of(step) else name for name in self._paths[step.id][depth:])
             rows.append((place, self._calls[step.id], tuple(map(value, step.operands))))
         return tuple(rows), len(inputs), tuple(map(value, outputs))
+
+
+def function_of(of: Redistribute | Fused) -> Hashable:
+    """All that decides the function of a redistribution."""
+    parts = of.parts if isinstance(of, Fused) else (of,)
+    return type(of), tuple((one.forward, one.backward, one.scale) for one in parts), of.differentiable
+
+
+def several(step: Instruction) -> bool:
+    """Whether an instruction returns several values."""
+    of = step.of if isinstance(step, Wait) else step
+    return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
 
 
 def constants_of(step: Instruction, parts: Mapping[str, Part]) -> list[Part | Ordinal]:

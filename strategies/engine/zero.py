@@ -1,18 +1,14 @@
-"""Optimizer parallel of stages 1-3: DeepSpeed's ZeRO with a replica group per parameter. Only this file imports it.
+"""Optimizer parallel of stages 1-3: DeepSpeed's ZeRO with a replica group per parameter.
 
 DeepSpeed averages over the world but adds only over the ranks that hold the same slice, which it knows as an expert's
 data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this
 needs. The program must be a tree of modules: stage 3 gathers parameters module by module. What is used of DeepSpeed
-beyond its public face is written once, here, and each convention has a regression test.
+beyond its public face is written once, here and in `zero_start`, and each convention has a regression test.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
-import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,6 +50,16 @@ from strategies.engine.zero_options import (
     zero_section,
 )
 from strategies.engine.zero_stages import Group, norm_over_groups
+from strategies.engine.zero_start import (
+    backend,
+    deepspeed_for,
+    initialize,
+    known_options,
+    marker,
+    replica_groups,
+    swapping_to,
+    unrecognised,
+)
 from strategies.errors import StrategyError
 
 MARKER = "_replica_groups"
@@ -99,18 +104,17 @@ class ZeroUpdates:
         check_parameters(self._parameters, self._learning, stage, precision)
         torch_groups = learning_groups(program, groups)
         device = next(iter(self._parameters.values())).device
-        self._deepspeed = _deepspeed(device)
-        known = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+        self._deepspeed = deepspeed_for(device)
         elements = sum(parameter.numel() for parameter in self._parameters.values())
         on_disk = "disk" in (offload.optimizer, offload.parameters)
         self._files = SwapFiles(Disk(offload.place)) if on_disk else None
         self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
-        zero = zero_section(stage, elements, options or {}, known, moving)
+        zero = zero_section(stage, elements, options or {}, known_options(), moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
         if stage == 3:
             look_up_parameters(module)
-        names = _replica_groups(self._parameters, program, communicator, stage)
+        names = replica_groups(self._parameters, program, communicator, stage)
         optimizer = optimizer_factory(
             [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
         )
@@ -123,13 +127,12 @@ class ZeroUpdates:
         if stage == 3 and evaluation is not None:
             module.add_module(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
-            module.add_module(MARKER, _marker())
+            module.add_module(MARKER, marker())
         group = None if peers is None else Group(communicator)
-        with _unrecognised(optimizer), _swapping_to(self._files):
-            self.module = self._engine = _initialize(self._deepspeed, module, optimizer, config, group)
+        with unrecognised(optimizer), swapping_to(self._files):
+            self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
-        backend = importlib.import_module("deepspeed.comm.comm").cdb
-        self._stop_counting = count_on(backend, communicator)
+        self._stop_counting = count_on(backend(), communicator)
         if peers is not None:
             follows = frozenset(id(self._parameters[name]) for name in peers.copies.keys() - peers.leads)
             self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, peers, follows)
@@ -387,133 +390,3 @@ class ZeroUpdates:
             self._files.disk.close()
         for name in (MARKER, EVALUATION):
             self._root._modules.pop(name, None)
-
-
-@contextmanager
-def _swapping_to(files: SwapFiles | None) -> Iterator[None]:
-    """Let DeepSpeed write to `files` where it would compile its own writer, and keep parameters in their own dtype,
-    which it mistakes for bf16 on a CPU."""
-    if files is None:
-        yield
-        return
-    names = ("partitioned_optimizer_swapper", "partitioned_param_swapper")
-    modules: list[Any] = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in names]
-    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
-    builders, chooser = [module.AsyncIOBuilder for module in modules], init._set_dtype
-    for module in modules:
-        module.AsyncIOBuilder = files.builder
-    init._set_dtype = lambda self, _, dtype: setattr(self, "dtype", dtype)
-    try:
-        yield
-    finally:
-        init._set_dtype = chooser
-        for module, builder in zip(modules, builders, strict=True):
-            module.AsyncIOBuilder = builder
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """The package, quiet, for the kind of device at hand, with what this rank's launcher may not have set."""
-    os.environ["DS_ACCELERATOR"] = device.type
-    count, rank, local = str(dist.get_world_size()), str(dist.get_rank()), str(device.index or 0)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", local), ("LOCAL_SIZE", count)):
-        os.environ.setdefault(name, value)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("deepspeed")
-        # Else it is compiled, for half a minute, and training never uses it.
-        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-        with _without_compiler():  # else each rank imports torch's whole compiler, for seconds
-            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"deepspeed(\.|$)")
-    # Its calls of older names of torch, which are then blamed on torch itself.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    return module
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Leave functions that are decorated with torch.compile as they are. They are Muon's, which cannot be used here."""
-    compiler = torch.compile
-    torch.compile = lambda function=None, **_: function or (lambda one: one)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-def _replica_groups(
-    found: Mapping[str, nn.Parameter], program: Program, communicator: Communicator, stage: int
-) -> dict[str, str]:
-    """Tell DeepSpeed which ranks hold the same slice of each parameter. Parameter -> its group, "" for the world.
-
-    DeepSpeed's words for it: the slices are experts. The name must begin with ep_size_NUMBER.
-    """
-    groups = importlib.import_module("deepspeed.utils.groups")
-    mesh, names, alone = program.mesh, {}, None
-    for source in parameters(program):
-        replicas = program.layouts[source.id].replica_axes(mesh)
-        slices = mesh.others(replicas)
-        if not slices:
-            names[source.name] = ""
-            continue
-        if not replicas and alone is None:
-            alone = dist.new_group([communicator.world_rank], use_local_synchronization=True)
-        copies = communicator.group(replicas) if replicas else alone
-        name = f"ep_size_{mesh.product(slices)}_{'_'.join(slices)}"
-        groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(copies)
-        groups._EXPERT_PARALLEL_GROUP[name] = communicator.group(slices)
-        groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(communicator.group(slices))
-        parameter: Any = found[source.name]
-        parameter.allreduce, parameter.group_name = False, name
-        if stage == 3:
-            parameter.ds_zero_placement_family = "autoep_expert"
-            parameter.ds_zero_partition_group_name = name
-            parameter.ds_zero_partition_process_group = copies
-        names[source.name] = name
-    return names
-
-
-def _marker() -> nn.Module:
-    """A module without parameters by which DeepSpeed sees, at stages 1 and 2, that there are replica groups."""
-    mixture: Any = importlib.import_module("deepspeed.moe.layer").MoE
-
-    class Marker(mixture):  # type: ignore[misc]
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.num_experts = 1
-
-        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
-            """The groups exist already."""
-
-    return Marker()
-
-
-@contextmanager
-def _unrecognised(optimizer: Optimizer) -> Iterator[None]:
-    """Keep Adagrad from being seen as such: DeepSpeed would replace it by a fresh one which has lost the groups."""
-    kind: Any = type(optimizer)
-    if isinstance(optimizer, torch.optim.Adagrad):
-        members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        optimizer.__class__ = type(kind.__name__, (Optimizer,), members)
-    try:
-        yield
-    finally:
-        optimizer.__class__ = kind
-
-
-def _initialize(
-    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: Group | None
-) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            engine, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, mpu=group, dist_init_required=False
-            )
-        except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
-            text = " ".join(str(error).split())
-            raise StrategyError(f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error
-    return engine

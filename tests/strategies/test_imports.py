@@ -16,7 +16,7 @@ ALLOWED = {
     ),
 }
 SPECIAL = {
-    "strategies/engine/zero.py": {"deepspeed"},
+    "strategies/engine/zero_start.py": {"deepspeed"},
     "runner/huggingface.py": {"transformers"},
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture, loss_in
 from strategies.engine.lowering import lower
-from strategies.engine.program import Options
+from strategies.engine.program import Options, Program
 from strategies.engine.simulate import Simulation
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh
@@ -53,6 +53,13 @@ class Model:
     @property
     def graph(self) -> OperatorGraph:
         return self.captured.graph
+
+    def simulated(self, program: Program) -> list[Tensor]:
+        """The losses of all ranks, and every gradient, of a program on simulated ranks."""
+        simulation = Simulation(program, self.values)
+        (losses,) = simulation.run()
+        simulation.backward(losses)
+        return [*losses, *simulation.gradients().values()]
 
     def _eager(self) -> tuple[Tensor, dict[str, Tensor]]:
         self.objective.train().zero_grad()

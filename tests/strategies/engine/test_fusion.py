@@ -13,8 +13,7 @@ from runner.launch import run_ranks
 from strategies.engine import ir, weights
 from strategies.engine.fusion import KINDS, fuse
 from strategies.engine.lowering import lower
-from strategies.engine.program import Fused, Options, Program
-from strategies.engine.simulate import Simulation
+from strategies.engine.program import Fused, Options
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import Plan
@@ -54,13 +53,6 @@ def model() -> Model:
     return Model(Net(), nn.CrossEntropyLoss(), (torch.randn(4, 8, 8), torch.randint(0, 5, (32,))))
 
 
-def simulated(program: Program, model: Model) -> list[Tensor]:
-    simulation = Simulation(program, model.values)
-    (losses,) = simulation.run()
-    simulation.backward(losses)
-    return [*losses, *simulation.gradients().values()]
-
-
 def test_joined_is_equal_to_apart(model: Model, draw: Any) -> None:
     joined = 0
     for seed in range(40):
@@ -69,7 +61,7 @@ def test_joined_is_equal_to_apart(model: Model, draw: Any) -> None:
         apart = lower(model.graph, plan, Options(sharded_optimizer=seed % 4 > 1))
         together = fuse(apart, EVERYTHING)
         joined += sum(isinstance(one, Fused) for one in together.instructions)
-        for a, b in zip(simulated(apart, model), simulated(together, model), strict=True):
+        for a, b in zip(model.simulated(apart), model.simulated(together), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
         assert together.calls.total() <= apart.calls.total()
         assert sorted(map(_step_bytes, together.redistributions)) == sorted(map(_step_bytes, apart.redistributions))
@@ -95,7 +87,7 @@ def test_padded_slices_are_joined(draw: Any) -> None:
         apart = lower(model.graph, replace(plan, tensors=layouts))
         together = fuse(apart, EVERYTHING)
         joined += sum(isinstance(one, Fused) for one in together.instructions)
-        for a, b in zip(simulated(apart, model), simulated(together, model), strict=True):
+        for a, b in zip(model.simulated(apart), model.simulated(together), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
     assert joined > 5
 

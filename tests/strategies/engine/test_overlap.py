@@ -18,7 +18,6 @@ from strategies.engine.lowering import lower
 from strategies.engine.overlap import overlap
 from strategies.engine.program import Compute, Options, Program, Redistribute, Start, Wait
 from strategies.engine.recompute import region_of
-from strategies.engine.simulate import Simulation
 from strategies.graph import Ref, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -61,13 +60,6 @@ def model() -> Model:
     return Model(Net(), nn.CrossEntropyLoss(), (torch.randn(4, 8, 8), torch.randint(0, 5, (32,))))
 
 
-def simulated(program: Program, model: Model) -> list[Tensor]:
-    simulation = Simulation(program, model.values)
-    (losses,) = simulation.run()
-    simulation.backward(losses)
-    return [*losses, *simulation.gradients().values()]
-
-
 def check_order(program: Program) -> None:
     """Everything follows what it takes, and every start has one wait."""
     known = {source.id for source in program.sources} | {"random_key"}
@@ -87,7 +79,7 @@ def test_the_same_bits_in_another_order(model: Model, draw: Any) -> None:
         early = overlap(plain, by_unit=seed % 5 == 0)
         check_order(early)
         started += sum(isinstance(one, Start) for one in early.instructions)
-        for a, b in zip(simulated(plain, model), simulated(early, model), strict=True):
+        for a, b in zip(model.simulated(plain), model.simulated(early), strict=True):
             assert torch.equal(a, b)
         assert early.calls == plain.calls
         assert sorted(one.id for one in early.redistributions) == sorted(one.id for one in plain.redistributions)
