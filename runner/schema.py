@@ -15,7 +15,9 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.checkpoint import Checkpoint
 from runner.sections.cluster import ClusterForm
+from runner.sections.launch import Launch
 from runner.sections.parallel import Parallel
 from runner.sections.section import Arguments, Count, Glob, Positive, Section, refusal
 
@@ -160,17 +162,6 @@ class Evaluate(Section):
     every: Count | None
     args: Arguments
     batch_size: Count | None
-
-
-class Checkpoint(Section):
-    every: Count | None
-    at_end: StrictBool
-    keep: Count | None
-
-
-class Launch(Section):
-    timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
-    threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
 
 
 class Verify(Section):
