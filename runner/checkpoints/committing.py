@@ -79,11 +79,11 @@ def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:
         for rank in list(missing):
             failed = partial / _name(rank, "failed")
             if failed.is_file():
-                raise SaveFailed(f"rank {rank} could not write its part of {_shown(partial)}: {failed.read_text()}")
+                raise SaveFailed(f"rank {rank} could not write its part of {shown(partial)}: {failed.read_text()}")
             if (partial / _name(rank, "done")).is_file():
                 missing.remove(rank)
         if missing and time.monotonic() > until:
-            raise SaveFailed(f"rank {missing[0]} has not written its part of {_shown(partial)} in {timeout:g} s")
+            raise SaveFailed(f"rank {missing[0]} has not written its part of {shown(partial)} in {timeout:g} s")
         if missing:
             time.sleep(PAUSE)
     return [_read(partial / _name(rank, "done")) for rank in range(world)]
@@ -106,7 +106,7 @@ def commit(
     try:
         chosen = index.chosen(parts)
     except ValueError as error:
-        raise SaveFailed(f"{_shown(partial)} is not complete: {error}") from error
+        raise SaveFailed(f"{shown(partial)} is not complete: {error}") from error
     files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
     header = replace(header, files=files, plain=tuple(mark.plain for mark in marks if mark.plain is not None))
     content = [parts]
@@ -163,5 +163,6 @@ def _name(rank: int, what: str) -> str:
     return f"rank-{rank:05d}.{what}"
 
 
-def _shown(partial: Path) -> str:
+def shown(partial: Path) -> str:
+    """The name that a checkpoint will have."""
     return partial.name.removeprefix(".").removesuffix(".partial")

@@ -153,14 +153,16 @@ class _Save:
         except BaseException as error:
             committing.give_up(self._partial, self._rank, error)
             if isinstance(error, OSError):
-                raise SaveFailed(f"rank {self._rank} could not write {self._partial.name}: {error}") from error
+                raise SaveFailed(
+                    f"rank {self._rank} could not write its part of {committing.shown(self._partial)}: {error}"
+                ) from error
             raise
         if self._rank == 0:
             marks = committing.await_marks(self._partial, self._world, TIMEOUT)
             try:
                 committing.commit(self._partial, marks, self._header, self._wanted, self._published, self._described)
             except OSError as error:
-                raise SaveFailed(f"{self._partial.name} could not be completed: {error}") from error
+                raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
     def _write(self, pieces: Pieces) -> None:
         from runner.checkpoints import dcp  # imports much, at the first save

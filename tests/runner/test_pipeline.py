@@ -105,8 +105,8 @@ def test_recompute_in_a_pipeline_stores_less(start):
 
 def stored(folder):
     path = checkpoints.newest(folder / "checkpoints")
-    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
-    checkpoint._read(path, tensors)
+    opened = checkpoints.read(path)
+    tensors = {key: opened.read(key) for key in opened.tensors}
     return tensors
 
 

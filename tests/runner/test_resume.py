@@ -46,8 +46,8 @@ KINDS = {
 def content(folder):
     """Every tensor of the last checkpoint, by key."""
     path = checkpoints.newest(folder / "checkpoints")
-    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
-    checkpoint._read(path, tensors)
+    opened = checkpoints.read(path)
+    tensors = {key: opened.read(key) for key in opened.tensors}
     return path.name, tensors
 
 
