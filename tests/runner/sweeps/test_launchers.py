@@ -51,7 +51,7 @@ def test_jobs_of_a_launcher_end_as_those_of_this_process(tmp_path, launcher):
 
 @pytest.mark.slow
 def test_optuna_learns_from_losses_and_goes_on_after_a_failed_job(tmp_path):
-    interval = "optimizer.args.lr=tag(log,interval(0.01,1e8))"
+    interval = "optimizer.args.lr=tag(log,interval(0.01,1e20))"
     optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=1"]
     done, rows = run(tmp_path, *optuna, "hydra.sweeper.n_trials=3", interval)
     assert done.returncode == 1, done.stdout + done.stderr
