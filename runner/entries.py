@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoint, report
+from runner import checkpoints, report
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
 from runner.predictions import weights
@@ -22,12 +22,15 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
     prepared = prepare_decided(config, Path(payload["folder"]))
-    resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
-    if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
-        raise ConfigError(
-            f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; ask "
-            "for more."
-        )
+    resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
+    if resume is not None:
+        continuation = checkpoints.check(resume, **prepared.identity())
+        done = checkpoints.read(resume).step
+        if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
+            raise ConfigError(
+                f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
+                "ask for more."
+            )
     if config.job.name == "predict" and config.predict.checkpoint is not None and prepared.graph is not None:
         weights.check(weights.open_checkpoint(config.predict.checkpoint), prepared.graph.sources)
     report.write_plan(prepared, rank.run_dir)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, copies, optimizers, pipelining, pretrained, targets
+from runner import communication, copies, huggingface, optimizers, pipelining, pretrained, targets
 from runner.building import captured_from_shapes, objective
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
@@ -89,9 +89,13 @@ class Prepared:
     evaluated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The entries of an evaluated batch, with their shapes but for the rows: those of training, or of what is
     predicted."""
+    published: frozenset[str] | None = None
+    """The names in the model's state dict."""
+    described: str | None = None
+    """The config.json of a model of transformers."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
+        """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
         plan = {} if self.plan is None else self.plan.to_json()
         return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
 
@@ -214,9 +218,9 @@ def prepare(
         evaluated = flatten_batch(whole_batch(evaluating, evaluated_with, range(1)))
         predicted.check_names(evaluated[0], names, targeted)
     entries = {name: tuple(tensor.shape[1:]) for name, tensor in zip(*evaluated, strict=True)}
-    prepared = Prepared(
-        *(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps), evaluated=entries
-    )
+    prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
+    held = frozenset(step.model.state_dict())
+    prepared = replace(prepared, published=held, described=huggingface.described(step.model), evaluated=entries)
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
         if folder is not None:

@@ -20,6 +20,29 @@ safetensors, and torch files of plain data).
 
 from __future__ import annotations
 
+from runner.checkpoints.committing import SaveFailed, Wanted
+from runner.checkpoints.content import Content
+from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
+from runner.checkpoints.loading import Restored, check, load, to_continue, verify
 from runner.checkpoints.reading import Checkpoint, read
+from runner.checkpoints.saving import Saver, save
 
-__all__ = ["Checkpoint", "read"]
+__all__ = [
+    "HEADER",
+    "NAME",
+    "Checkpoint",
+    "Content",
+    "Restored",
+    "SaveFailed",
+    "Saver",
+    "Wanted",
+    "check",
+    "clean",
+    "load",
+    "locate",
+    "newest",
+    "read",
+    "save",
+    "to_continue",
+    "verify",
+]

@@ -21,6 +21,7 @@ from runner.errors import ConfigError
 from strategies.errors import StrategyError
 
 VERSION = 2
+DAMAGED = "damaged.json"
 READING = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError)
 """What torch and python raise when they read a damaged file."""
 BLOCK = 2**22
@@ -36,11 +37,11 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Header:
-    """`samples` counts the rows that training had seen; `plain` names the files that hold what is no tensor. `metric`
-    is the value by which the best checkpoint is chosen, where there is one."""
+    """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files that hold what
+    is no tensor. `metric` is the value by which the best checkpoint is chosen, where there is one."""
 
     step: int
-    samples: int
+    position: tuple[int, int]
     form: str
     world_size: int
     plan: Mapping[str, Any]
@@ -71,7 +72,8 @@ def read_header(path: Path) -> Header:
         if content.pop("checksum", None) != _sum_of(content):
             raise ValueError(f"the checksum of {HEADER} is another")
         files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
-        return Header(**content | {"files": files, "plain": tuple(content["plain"])})
+        read = {"files": files, "plain": tuple(content["plain"]), "position": tuple(content["position"])}
+        return Header(**content | read)
 
 
 def stamp(file: Path) -> Stamp:
@@ -102,6 +104,22 @@ def missing(path: Path, header: Header) -> dict[str, str]:
             found[name] = "it is missing"
         elif (size := file.stat().st_size) != wanted.bytes:
             found[name] = f"it has {size:,} bytes and had {wanted.bytes:,} when it was written"
+    return found
+
+
+def mark(path: Path, found: Mapping[str, str]) -> None:
+    """Note in a checkpoint which of its files are damaged although their sizes are right, for all who read it."""
+    folder.write_text(path / DAMAGED, json.dumps(dict(found)))
+
+
+def unmark(path: Path) -> None:
+    """Every file is as it was written."""
+    (path / DAMAGED).unlink(missing_ok=True)
+
+
+def marked(path: Path) -> dict[str, str]:
+    """What `mark` noted."""
+    found: dict[str, str] = json.loads((path / DAMAGED).read_text()) if (path / DAMAGED).is_file() else {}
     return found
 
 

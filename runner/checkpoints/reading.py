@@ -7,11 +7,12 @@ under whichever plan it was stored.
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,12 +20,10 @@ from torch import Tensor
 
 from runner.checkpoints import index as indices
 from runner.checkpoints.folder import INDEX
-from runner.checkpoints.header import Header, damaged, missing, read_header, stamp
-from runner.checkpoints.index import Entry
-from runner.checkpoints.pieces import Piece, Pieces
+from runner.checkpoints.header import Header, damaged, marked, missing, read_header, stamp
+from runner.checkpoints.index import Entry, Index, chosen
+from strategies.engine.pieces import MODEL, OPTIMIZER, Piece, Pieces
 from strategies.layout import Block
-
-MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,14 @@ class Checkpoint:
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged. No collective is called.
         """
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        from runner.checkpoints.dcp import PieceFiller, PieceReader
+        from runner.checkpoints import dcp  # imports much that is not needed to look at a header
 
         if unknown := [key for key in wanted if key not in self.tensors]:
             raise KeyError(unknown[0])
         entries = {key: self.tensors[key] for key in wanted}
-        state: dict[str, Any] = {
-            key: [piece for piece in pieces if all(a < b for a, b in piece.block)] for key, pieces in wanted.items()
-        }
-        with damaged(self.path), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # it tells that one process is alone
-            reader = PieceReader(self.path, entries, self.bytes_read)
-            load(state, storage_reader=reader, planner=PieceFiller(), no_dist=True)
+        some = {key: [one for one in pieces if all(a < b for a, b in one.block)] for key, pieces in wanted.items()}
+        with damaged(self.path), torch.no_grad():
+            dcp.fill(self.path, entries, some, self.bytes_read)
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """What is no tensor, of each group of a pipeline."""
@@ -102,20 +95,29 @@ class Checkpoint:
             return content
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Checkpoint:
     """Open the checkpoint `path`, a folder step-...; of its files header and index are read, and the sizes looked at.
+    Files in `without` (and why) are not used.
 
     Raises ConfigError for what is none, or is damaged beyond what copies in other files make good.
     """
     header = read_header(path)
     with damaged(path):
-        lost = missing(path, header)
+        lost = marked(path) | missing(path, header) | dict(without)
         if INDEX in lost:
             raise ValueError(f"{INDEX}: {lost[INDEX]}")
         if stamp(path / INDEX) != header.files[INDEX]:
             raise ValueError(f"the checksum of {INDEX} is another")
         content = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        tensors = indices.chosen(indices.from_json(content), lost)
+        tensors = _available([indices.from_json(one) for one in content], lost)
         if gone := [name for name in header.plain if name in lost]:
             raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
         return Checkpoint(path, header, tensors, lost)
+
+
+def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry]:
+    """Of the forms of a checkpoint the first that is whole without the files `lost`. Raises ValueError."""
+    for form in forms[:-1]:
+        with suppress(ValueError):
+            return chosen(form, lost)
+    return chosen(forms[-1], lost)
