@@ -18,7 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import (
+    connection,
+    forkserver,
+    get_all_start_methods,
+    get_context,
+    get_start_method,
+    set_start_method,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -295,13 +302,17 @@ def _stop(ranks: Sequence[_Rank]) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the parent's script from multiprocessing, which would run it again in every rank.
+    """Hide the parent's script from multiprocessing, which would run it again in every rank, and a start method that
+    only the parent knows, as workers of joblib have one.
 
     Ranks find their function by its dotted name; running the command's own file would only import the front end.
     """
-    main = sys.modules["__main__"]
+    main, method = sys.modules["__main__"], get_start_method()
+    methods = get_all_start_methods()
     sys.modules["__main__"] = ModuleType("__main__")
+    set_start_method(method if method in methods else methods[0], force=True)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        set_start_method(method, force=True)

@@ -16,7 +16,7 @@ from composing import compose_config
 
 from runner.jobs import plan as planning
 from runner.layers import kinds
-from runner.page import page
+from runner.page.document import page
 from runner.page.markup import Markup, element, joined
 from runner.page.pictures import bar, gauge, layer_picture, mesh_picture
 
