@@ -25,6 +25,7 @@ from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
+from runner.faults import Faults
 from runner.metering import Meter
 from runner.metrics import Metrics
 from runner.offloading import activations, change, offload_of
@@ -83,6 +84,7 @@ class Trainer:
             self.evaluator = evaluator(
                 self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
             )
+        self.faults = Faults(self.config, rank, self.execution)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
@@ -135,6 +137,7 @@ class Trainer:
         loss, results = float("nan"), {}
         with _metrics(self, first) as metrics, _found_in_training():
             for step in range(first, self.prepared.steps + 1):
+                self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
@@ -152,6 +155,7 @@ class Trainer:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
+                self.faults.at("optimizer")
                 with self._phase("update"):
                     norm = self.updates.update(
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
@@ -176,6 +180,7 @@ class Trainer:
                     if metrics is not None:
                         metrics.evaluation(step, results)
                 self._save(step)
+            self.faults.end()
             if metrics is not None and (moved := self._moved()):
                 metrics.say(told_moved(moved, self.offload))
         if self.job.record is not None:
@@ -214,6 +219,7 @@ class Trainer:
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             micro = first + number
+            self.faults.at("data")
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             with self._aside():
                 entries = [
@@ -234,6 +240,7 @@ class Trainer:
                 with self._phase("backward"):
                     total += runner.step(partial(load, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
+        self.faults.at("collective")  # where the program itself has none
         if axes:
             dist.all_reduce(total, group=communicator.group(axes))
             ranks = communicator.mesh.product(axes)
@@ -280,6 +287,7 @@ class Trainer:
         wanted = self.config.checkpoint
         due = wanted.every is not None and step % wanted.every == 0
         if due or (wanted.at_end and step == self.prepared.steps):
+            self.faults.saving()
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
 
     def _weights(self) -> dict[str, Tensor]:

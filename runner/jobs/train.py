@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runner import launch
+from runner import launch, recovery
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
 from runner.schema import Config
-from runner.start import make_ready, start
+from runner.start import make_ready
 from runner.timeline import begin, marked
 
 
@@ -29,7 +29,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ready = make_ready(config, run_dir, folder)
         marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
-        result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
+        result = recovery.train(ready, config, run_dir, payload)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     print(ending(result, run_dir), flush=True)
