@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner import checkpoint, communication, optimizers
+from runner.agreement import agree, agree_on_code, agree_on_program
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
@@ -32,6 +33,7 @@ from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
 from runner.precision import DTYPES, cast
 from runner.prepare import WEIGHTS, Prepared, datasets
+from runner.stopping import begun
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
@@ -66,13 +68,14 @@ class Trainer:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
-        program = int(self.prepared.digest[:15], 16)
-        _agree(program, "The ranks were given different programs; start them from one run folder.")
+        agree_on_program(self.prepared)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
         extra = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
+        if (mesh := self.execution.communicator.mesh).size > 1:
+            agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
         self.batches = LocalBatches(
             training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
         )
@@ -133,10 +136,15 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
+        self.saved = first - 1
+        stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
         self.marks = marked(self.marks, "program and data")
-        loss, results = float("nan"), {}
+        loss, results, stopped = float("nan"), {}, None
         with _metrics(self, first) as metrics, _found_in_training():
             for step in range(first, self.prepared.steps + 1):
+                if stopping is not None and not stopping.begin(step):
+                    stopped = step - 1
+                    break
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
@@ -180,6 +188,8 @@ class Trainer:
                     if metrics is not None:
                         metrics.evaluation(step, results)
                 self._save(step)
+            if stopped is not None and self.saved < stopped:
+                self._save(stopped, asked=True)
             self.faults.end()
             if metrics is not None and (moved := self._moved()):
                 metrics.say(told_moved(moved, self.offload))
@@ -190,6 +200,7 @@ class Trainer:
             "evaluation": results,
             "sent": dict(self.execution.communicator.sent),
             "steps": self.prepared.steps,
+            "stopped": stopped,
             "offload": change({}, self._moved()),
             "memory": None if self.meter is None else self._measured(),
         }
@@ -205,9 +216,9 @@ class Trainer:
         """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
         communicator = self.execution.communicator
         if communicator.mesh.size > 1:
-            _agree(
-                compiled.order(),
-                "The ranks' compiled programs communicate in different orders; set train.compile=false.",
+            agree(
+                {"the order in which its compiled program communicates": f"{compiled.order():x}"},
+                "Set train.compile=false.",
                 communicator.group(communicator.mesh.names),
             )
 
@@ -283,10 +294,11 @@ class Trainer:
             return 1
         return checkpoint.load(self.job.resume, self._content()) + 1
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, asked: bool = False) -> None:
         wanted = self.config.checkpoint
         due = wanted.every is not None and step % wanted.every == 0
-        if due or (wanted.at_end and step == self.prepared.steps):
+        if asked or due or (wanted.at_end and step == self.prepared.steps):
+            self.saved = step
             self.faults.saving()
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
 
@@ -377,19 +389,6 @@ class _Nothing:
 def _placed(tensor: Tensor, device: str) -> Tensor:
     """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _agree(number: int, otherwise: str, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of a group, by default all, proves that they have the same number (collective). Raises RuntimeError
-    with the text `otherwise`."""
-    mine = torch.tensor([number])
-    if dist.get_backend() == "nccl":
-        mine = mine.cuda()
-    lowest, highest = mine.clone(), mine.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    if lowest.item() != highest.item():
-        raise RuntimeError(otherwise)
 
 
 def train(rank: RankContext, job: Job) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed
+from runner.errors import ConfigError, RunFailed, Terminated
 from runner.launch import failure
 from runner.launch.failure import Failure, Order
 from runner.launch.interrupts import Interrupts, ignoring
 from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
+from runner.launch.rank import STOP as STOP_ORDER
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
@@ -95,7 +96,15 @@ def _end_server(owner: int) -> None:
 
 
 def run_ranks(
-    entry: str, payload: object, *, world_size: int, run_dir: Path, device: str, timeout: float, threads: int
+    entry: str,
+    payload: object,
+    *,
+    world_size: int,
+    run_dir: Path,
+    device: str,
+    timeout: float,
+    threads: int,
+    stoppable: bool = False,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -106,22 +115,28 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm(PRELOAD)
-    with Interrupts() as interrupts, ExitStack() as resources:
+    ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
+
+    def stop() -> None:
+        for rank in ranks:
+            rank.tell_to_stop()
+
+    with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
         listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
-        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
         try:
             for rank in ranks:
                 first = rank.number == 0
@@ -144,6 +159,8 @@ def run_ranks(
             listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
             _watch(ranks)
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
+            if failures and interrupts.stopping:
+                raise Terminated  # ranks that were not training yet end when a scheduler signals them too
             if failures:
                 _tell(failures, ranks, timeout)
         finally:
@@ -202,6 +219,13 @@ class _Rank:
     def said(self) -> str:
         """What this rank has written to its log since it was started."""
         return read_since(self.log, self.log_start)
+
+    def tell_to_stop(self) -> None:
+        """Ask the rank to stop after the step at hand."""
+        try:
+            self.connection.send(STOP_ORDER)
+        except OSError:
+            return  # it has ended, which `listen` tells
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
@@ -282,6 +306,7 @@ def _stop(ranks: Sequence[_Rank]) -> None:
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL)  # itself it may take SIGTERM for a wish
         deadline = time.monotonic() + STOP
         for rank in ranks:
             rank.wait(deadline - time.monotonic())
