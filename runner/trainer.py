@@ -28,7 +28,7 @@ from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
 from runner.faults import Faults
 from runner.metering import Meter
-from runner.metrics import Metrics
+from runner.metrics import metrics_of
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
 from runner.precision import DTYPES, cast
@@ -40,6 +40,7 @@ from strategies.engine import compiled, weights
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
+from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, STEP, here
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
 
@@ -140,11 +141,13 @@ class Trainer:
         stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
-        with _metrics(self, first) as metrics, _found_in_training():
+        record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
+        with record as metrics, _found_in_training():
             for step in range(first, self.prepared.steps + 1):
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
+                here.cells[STEP] = step
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
@@ -184,6 +187,7 @@ class Trainer:
                         loss_scale=self.updates.loss_scale,
                     )
                 if self.evaluator is not None and self._due(step):
+                    here.at(EVALUATION)
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
@@ -230,6 +234,7 @@ class Trainer:
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             micro = first + number
+            here.at(DATA)
             self.faults.at("data")
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             with self._aside():
@@ -237,6 +242,7 @@ class Trainer:
                     _placed(tensor, self.rank.device)
                     for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
                 ]
+            here.at(FORWARD)
             return entries, mix(self.config.train.seed, step, micro)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
@@ -253,7 +259,8 @@ class Trainer:
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
         self.faults.at("collective")  # where the program itself has none
         if axes:
-            dist.all_reduce(total, group=communicator.group(axes))
+            here.cells[PLACE] = here.place("the loss")
+            communicator.sum(total, communicator.group(axes))
             ranks = communicator.mesh.product(axes)
             communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
         if runner is not None:
@@ -261,6 +268,7 @@ class Trainer:
         return float(total) / self.config.parts / self.execution.loss_divisor
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
+        here.at(PHASES.index(name))
         return nullcontext() if self.meter is None else self.meter.phase(name)
 
     def _aside(self) -> AbstractContextManager[None]:
@@ -299,6 +307,7 @@ class Trainer:
         due = wanted.every is not None and step % wanted.every == 0
         if asked or due or (wanted.at_end and step == self.prepared.steps):
             self.saved = step
+            here.at(SAVING)
             self.faults.saving()
             checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
 
@@ -360,30 +369,6 @@ def _found_in_training() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ValueError(str(error)) from error
-
-
-def _metrics(trainer: Trainer, first: int) -> Any:
-    if trainer.rank.rank > 0:
-        return _Nothing()
-    report = trainer.config.report
-    return Metrics(
-        trainer.rank.run_dir,
-        log_every=trainer.config.train.log_every,
-        total_steps=trainer.prepared.steps,
-        first_step=first,
-        progress=report.progress,
-        tensorboard=report.tensorboard,
-    )
-
-
-class _Nothing:
-    """The metrics of ranks other than 0."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:

@@ -86,6 +86,11 @@ def log_of(run_dir: Path, rank: int) -> Path:
     return run_dir / "ranks" / f"{rank}.log"
 
 
+def whereabouts_of(run_dir: Path, rank: int) -> Path:
+    """What rank `rank` of the run in `run_dir` says of where it is, while it runs."""
+    return run_dir / "ranks" / f"{rank}.where"
+
+
 def enter(orders: Orders) -> None:
     """Carry out `orders` in this process, report the outcome, and in case of failure end the process at once."""
     try:
