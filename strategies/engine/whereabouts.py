@@ -119,12 +119,19 @@ def placed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def read(path: Path) -> tuple[Sequence[int], list[dict[str, Any]]]:
-    """The cells and the texts in a file that `attach` made; no cells where there is none."""
+def read_cells(path: Path) -> Sequence[int]:
+    """The cells in a file that `attach` made; none where there is none."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(8 * CELLS)
     except FileNotFoundError:
-        return (), []
-    cells = memoryview(content[: 8 * CELLS]).cast("q") if len(content) >= 8 * CELLS else ()
-    lines = content[8 * CELLS :].decode().split("\n")[:-1]  # the last one may be half written
-    return cells, [json.loads(line) for line in lines]
+        return ()
+    return memoryview(content).cast("q") if len(content) == 8 * CELLS else ()
+
+
+def read_texts(path: Path) -> list[dict[str, Any]]:
+    """The texts in such a file."""
+    with path.open("rb") as file:
+        file.seek(8 * CELLS)
+        lines = file.read().decode().split("\n")[:-1]  # the last one may be half written
+    return [json.loads(line) for line in lines]
