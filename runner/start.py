@@ -55,4 +55,5 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
         device=ready.device,
         timeout=config.launch.timeout,
         threads=config.launch.threads,
+        stoppable=config.job.name == "train",
     )

@@ -30,11 +30,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed
-from runner.launch import failure
+from runner.errors import ConfigError, RunFailed, Terminated
+from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
+from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, ignoring
-from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
+from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of, whereabouts_of
+from runner.launch.rank import STOP as STOP_ORDER
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
@@ -58,6 +60,7 @@ CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 DUMP = 0.5  # for a hung rank to write where it is
 STOP = 1.0  # between asking a rank to end and killing it
+LOOK = 1.0  # between two looks at where the ranks are
 LOG_LINES = 15
 
 _context = get_context("forkserver")
@@ -102,7 +105,15 @@ def _end_server(owner: int) -> None:
 
 
 def run_ranks(
-    entry: str, payload: object, *, world_size: int, run_dir: Path, device: str, timeout: float, threads: int
+    entry: str,
+    payload: object,
+    *,
+    world_size: int,
+    run_dir: Path,
+    device: str,
+    timeout: float,
+    threads: int,
+    stoppable: bool = False,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -113,22 +124,28 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm(PRELOAD)
-    with Interrupts() as interrupts, ExitStack() as resources:
+    ranks = [_Rank(rank, run_dir) for rank in range(world_size)]
+
+    def stop() -> None:
+        for rank in ranks:
+            rank.tell_to_stop()
+
+    with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
         listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
-        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
         try:
             for rank in ranks:
                 first = rank.number == 0
@@ -149,13 +166,17 @@ def run_ranks(
                 )
                 rank.start(orders)
             listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
-            _watch(ranks)
+            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
-            if failures:
+            if failures and interrupts.stopping:
+                raise Terminated  # ranks that were not training yet end when a scheduler signals them too
+            if failures or hung:
                 _tell(failures, ranks, timeout)
         finally:
             interrupts.hold()
             _stop(ranks)
+            for rank in ranks:
+                rank.whereabouts.unlink(missing_ok=True)
     result = ranks[0].report
     assert isinstance(result, Done) and result.value is not None
     return pickle.loads(result.value)
@@ -164,10 +185,11 @@ def run_ranks(
 class _Rank:
     """The parent's end of one rank. `report` is its last word, None until it has come."""
 
-    def __init__(self, number: int, log: Path) -> None:
+    def __init__(self, number: int, run_dir: Path) -> None:
         self.number = number
-        self.log = log
-        self.log_start = log.stat().st_size if log.exists() else 0
+        self.log, self.whereabouts = log_of(run_dir, number), whereabouts_of(run_dir, number)
+        self.whereabouts.unlink(missing_ok=True)
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.report: Done | Failure | None = None
         self.ended = False
         self.connection, self.far_end = _context.Pipe()
@@ -210,6 +232,13 @@ class _Rank:
         """What this rank has written to its log since it was started."""
         return read_since(self.log, self.log_start)
 
+    def tell_to_stop(self) -> None:
+        """Ask the rank to stop after the step at hand."""
+        try:
+            self.connection.send(STOP_ORDER)
+        except OSError:
+            return  # it has ended, which `listen` tells
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
         if self._process is not None and self._process.exitcode is None:
@@ -240,8 +269,9 @@ class _Rank:
         self.far_end.close()
 
 
-def _watch(ranks: Sequence[_Rank]) -> None:
-    """Return when all ranks have ended well, or when one has failed and the others had time to say why."""
+def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
+    """Return when all ranks have ended well, or when one has failed and the others had time to say why; True where they
+    hang, and none has noticed."""
     deadline: float | None = None
     while True:
         for rank in ranks:
@@ -255,26 +285,24 @@ def _watch(ranks: Sequence[_Rank]) -> None:
             deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out
         sources = [source for rank in ranks for source in rank.sources]
         if failures and all(rank.report for rank in ranks):
-            return
+            return False
         if not sources or (deadline is not None and now >= deadline):
-            return
-        connection.wait(sources, None if deadline is None else deadline - now)
+            return False
+        if deadline is None and stall.found():
+            return True
+        connection.wait(sources, LOOK if deadline is None else deadline - now)
 
 
 def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -> None:
-    """Raise what the user is to see of `failures`."""
-    cause = failure.root_cause(failures)
-    if cause.refusal == "config":
+    """Raise what the user is to see of `failures`; without any, the ranks hang."""
+    cause = failure.root_cause(failures) if failures else None
+    if cause is not None and cause.refusal == "config":
         raise ConfigError(cause.text)
-    if cause.refusal == "strategy":
+    if cause is not None and cause.refusal == "strategy":
         raise StrategyError(cause.text)
-    missing = next((rank for rank in ranks if rank.report is None), None)
-    if cause.order is Order.TIMEOUT and missing is not None:
-        named = missing
-        missing.send_signal(signal.SIGUSR1)
-        missing.wait(DUMP)
-        place = failure.dumped_place(missing.said())
-        sentence = failure.missing_message(cause, missing.number, place, timeout, len(ranks))
+    if cause is None or cause.order is Order.TIMEOUT:
+        sentence, number = _hang(cause, ranks, timeout)
+        named = ranks[number]
     else:
         named = ranks[cause.rank]
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
@@ -284,11 +312,36 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -
     raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
 
 
+def _hang(cause: Failure | None, ranks: Sequence[_Rank], timeout: float) -> tuple[str, int]:
+    """The sentence about ranks that hang, and the one to look at; `cause` has waited in vain."""
+    at = [hangs.where(rank.whereabouts) for rank in ranks]
+    found = hangs.diagnose(at, timeout)
+    silent = [rank.number for rank in ranks if rank.report is None]
+    asked = found.hung if found is not None else silent[:1] if cause is not None else silent
+    for number in asked:
+        ranks[number].send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + DUMP
+    for number in asked:
+        ranks[number].wait(deadline - time.monotonic())
+    places = {number: failure.dumped_place(ranks[number].said()) for number in asked}
+    if found is None and cause is not None:
+        if not asked:
+            return failure.message(cause, [], len(ranks)), cause.rank
+        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, len(ranks)), asked[0]
+    told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
+    for number in asked:
+        here, place = at[number], places[number]
+        told += f". Rank {number} was in {'the start' if here is None else here.told}"
+        told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
+    return f"{told}.", (*asked, 0)[0]
+
+
 def _stop(ranks: Sequence[_Rank]) -> None:
     """End every rank that is alive, and everything that any of them started."""
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL)  # itself it may take SIGTERM for a wish
         deadline = time.monotonic() + STOP
         for rank in ranks:
             rank.wait(deadline - time.monotonic())

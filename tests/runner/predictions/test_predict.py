@@ -9,7 +9,6 @@ import made_checkpoints as made
 import networks
 import pytest
 import torch
-from safetensors.torch import load_file
 from small import HYBRID, MODES, SMALL
 from torch import Tensor
 from torch.nn import functional
