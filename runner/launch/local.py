@@ -12,11 +12,10 @@ import atexit
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
@@ -27,7 +26,9 @@ from runner.errors import ConfigError, RunFailed
 from runner.launch import failure
 from runner.launch.failure import Failure, Order
 from runner.launch.interrupts import Interrupts, ignoring
-from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
+from runner.launch.rank import Descriptor, Done, Orders, enter, log_of
+from runner.launchers import network
+from runner.launchers.placing import Part
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
@@ -94,8 +95,31 @@ def _end_server(owner: int) -> None:
             return  # it has ended before
 
 
+def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Any:
+    """A new process of the fork server that calls `function`. Raises RunFailed if the server has ended."""
+    # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
+    process = _context.Process(target=function, args=arguments, name=name, daemon=False)
+    try:
+        with _without_main():
+            process.start()
+    except (EOFError, ConnectionError) as error:
+        raise RunFailed(
+            f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
+            "words are above."
+        ) from error
+    return process
+
+
 def run_ranks(
-    entry: str, payload: object, *, world_size: int, run_dir: Path, device: str, timeout: float, threads: int
+    entry: str,
+    payload: object,
+    *,
+    world_size: int,
+    run_dir: Path,
+    device: str,
+    timeout: float,
+    threads: int,
+    part: Part | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -106,12 +130,15 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
+            result is None.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
         KeyboardInterrupt: SIGINT or SIGTERM arrived.
     """
+    part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
@@ -120,38 +147,43 @@ def run_ranks(
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
-        listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
-        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
+        listener = resources.enter_context(network.listener(part.address, part.port)) if 0 in part.ranks else None
+        port = part.port if listener is None else listener.getsockname()[1]
+        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in part.ranks]
         try:
-            for rank in ranks:
+            for local_rank, rank in enumerate(ranks):
                 first = rank.number == 0
                 orders = Orders(
                     entry=entry,
                     rank=rank.number,
                     world_size=world_size,
+                    local_rank=local_rank,
+                    local_world_size=len(ranks),
                     run_dir=run_dir,
-                    device="cpu" if device == "cpu" else f"cuda:{rank.number}",
+                    device="cpu" if device == "cpu" else f"cuda:{part.devices[local_rank]}",
                     timeout=timeout,
                     threads=threads,
                     environment=dict(os.environ),
                     payload=Descriptor(content.fileno()),
-                    port=listener.getsockname()[1],
-                    listener=Descriptor(listener.fileno()) if first else None,
+                    address=part.address,
+                    port=port,
+                    listener=Descriptor(listener.fileno()) if first and listener is not None else None,
                     console=Descriptor(1) if first else None,
                     connection=rank.far_end,
                 )
                 rank.start(orders)
-            listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
+            if listener is not None:
+                listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
             _watch(ranks)
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures:
-                _tell(failures, ranks, timeout)
+                _tell(failures, ranks, world_size, timeout)
         finally:
             interrupts.hold()
             _stop(ranks)
     result = ranks[0].report
-    assert isinstance(result, Done) and result.value is not None
-    return pickle.loads(result.value)
+    assert isinstance(result, Done)
+    return None if result.value is None else pickle.loads(result.value)
 
 
 class _Rank:
@@ -168,17 +200,7 @@ class _Rank:
 
     def start(self, orders: Orders) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
-        # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
-        process = _context.Process(target=enter, args=(orders,), name=f"rank {self.number}", daemon=False)
-        try:
-            with _without_main():
-                process.start()
-        except (EOFError, ConnectionError) as error:
-            raise RunFailed(
-                f"rank {self.number} could not be started: the fork server ended while it imported "
-                f"{', '.join(PRELOAD)}; its last words are above."
-            ) from error
-        self._process = process
+        self._process = fork(enter, (orders,), f"rank {self.number}")
         self.far_end.close()
 
     @property
@@ -254,7 +276,7 @@ def _watch(ranks: Sequence[_Rank]) -> None:
         connection.wait(sources, None if deadline is None else deadline - now)
 
 
-def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -> None:
+def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], world_size: int, timeout: float) -> None:
     """Raise what the user is to see of `failures`."""
     cause = failure.root_cause(failures)
     if cause.refusal == "config":
@@ -267,11 +289,11 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -
         missing.send_signal(signal.SIGUSR1)
         missing.wait(DUMP)
         place = failure.dumped_place(missing.said())
-        sentence = failure.missing_message(cause, missing.number, place, timeout, len(ranks))
+        sentence = failure.missing_message(cause, missing.number, place, timeout, world_size)
     else:
-        named = ranks[cause.rank]
+        named = next(rank for rank in ranks if rank.number == cause.rank)
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = failure.message(cause, alike, len(ranks))
+        sentence = failure.message(cause, alike, world_size)
     lines = named.said().rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
     raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
