@@ -69,10 +69,11 @@ def rank(folder: Path, who: Identity) -> None:
         connection = call(task.address, task.port, secret, silence)
         address = own_address(connection)
         listener = network.listener(address) if first else None
-        name = task.seats[who.rank][0] if task.seats else socket.gethostname()
+        name = socket.gethostname()
         if console is not None:
-            console.send(Hello(who.rank, name, console=True))
-        connection.send(Hello(who.rank, name, store=None if listener is None else (address, _port(listener))))
+            console.send(Hello(who.rank, name, address, console=True))
+        store_at = None if listener is None else (address, _port(listener))
+        connection.send(Hello(who.rank, name, address, store=store_at))
         store: tuple[str, int] = connection.recv()
     except (OSError, EOFError, AuthenticationError) as error:
         raise RunFailed(

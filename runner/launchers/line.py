@@ -61,12 +61,13 @@ class Hello:
 
     Attributes:
         rank: who calls; the same rank calls once more, with `console`, for what it shows to the user.
-        host: where it runs.
+        host, address: where it runs.
         store: where rank 0 listens for the others; None of other ranks.
     """
 
     rank: int
     host: str
+    address: str
     console: bool = False
     store: tuple[str, int] | None = None
 

@@ -103,7 +103,8 @@ def started(entry: str, payload: object, launch: Launch, *, world_size: int, run
         return supervise(
             plan,
             front,
-            hosts=[seat[0] for seat in seats] or [""] * world_size,
+            world_size=world_size,
+            names=frozenset(host.name for host in launch.hosts),
             here=frozenset(host.name for host in launch.hosts if network.is_here(network.resolve(host.name))),
             remote=launch.remote,
             directory=Path.cwd(),

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -26,11 +26,14 @@ from runner.launch.failure import Failure, Order
 from runner.launch.interrupts import Interrupts
 from runner.launch.local import CAUSE, ECHO, LOG_LINES
 from runner.launch.rank import Done, log_of
+from runner.launchers import network
 from runner.launchers.commands import Command, Started
 from runner.launchers.front import Front
+from runner.launchers.line import silence_of
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
+JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
 LEAVE = 15.0  # seconds for launchers to end by themselves after their ranks have
 END = 3.0  # and after a failure
 LOOK = 0.2  # between two looks at the launchers
@@ -49,6 +52,8 @@ class _Seat:
     report: Done | Failure | None = None
     lost: bool = False
     """Whether the line broke though nobody ended it: the host, or the way to it, is gone."""
+    wordless: bool = False
+    """Whether the rank ended without a word, as one does that is killed."""
 
     def listen(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -58,6 +63,7 @@ class _Seat:
             if self.line.poll(0):
                 self.report = self.line.recv()
         except (EOFError, ConnectionResetError):
+            self.wordless = True
             place = failure.dumped_place(self.said())
             what = "ended before it was done (was it killed?)"
             self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what, place)
@@ -74,15 +80,18 @@ class _Seat:
 class Watch:
     """The seats of a run and the launchers that fill them."""
 
-    def __init__(self, hosts: Sequence[str], front: Front, run_dir: Path, launcher: str, timeout: float) -> None:
+    def __init__(
+        self, world_size: int, names: Iterable[str], front: Front, run_dir: Path, launcher: str, timeout: float
+    ) -> None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        logs = [log_of(run_dir, number) for number in range(len(hosts))]
+        logs = [log_of(run_dir, number) for number in range(world_size)]
+        self.names = {network.resolve(name): name for name in names}
         self.seats = [
-            _Seat(number, host, log, log.stat().st_size if log.exists() else 0)
-            for number, (host, log) in enumerate(zip(hosts, logs, strict=True))
+            _Seat(number, "", log, log.stat().st_size if log.exists() else 0) for number, log in enumerate(logs)
         ]
         self.front, self.launcher, self.timeout = front, launcher, timeout
         self.log = run_dir / LOG
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
 
     def start(self, command: Command, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -95,7 +104,7 @@ class Watch:
 
     def wait(self) -> None:
         """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
-        patience = time.monotonic() + self.timeout  # until all ranks have joined
+        patience = time.monotonic() + max(self.timeout, JOIN)
         deadline: float | None = None
         ended_at: float | None = None
         while True:
@@ -103,13 +112,16 @@ class Watch:
             if self.front.listener in connection.wait([self.front.listener, *lines], LOOK):
                 self.front.take()
             for hello, line in self.front.arrived():
-                self.seats[hello.rank].line, self.seats[hello.rank].host = line, hello.host
+                self.seats[hello.rank].line = line
+                self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
             for seat in self.seats:
                 seat.listen()
             failures = [seat.report for seat in self.seats if isinstance(seat.report, Failure)]
             now = time.monotonic()
             if failures:
                 limit = CAUSE if failure.root_cause(failures).order is Order.CAUSE else ECHO
+                if all(seat.wordless for seat in self.seats if isinstance(seat.report, Failure)):
+                    limit = silence_of(self.timeout) + CAUSE  # one that loses a host kills the other ranks
                 deadline = min(deadline or now + limit, now + limit)
                 if now >= deadline or all(seat.report for seat in self.seats):
                     self._tell(failures)
@@ -121,8 +133,8 @@ class Watch:
                     raise self._ended(*bad[0])
             elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
                 raise RunFailed(
-                    f"{_named(absent, len(self.seats))} did not join within launch.timeout = {self.timeout:g} s."
-                    f"{_end_of(self.log)}"
+                    f"{_named(absent, len(self.seats))} did not join within {max(self.timeout, JOIN):g} s."
+                    f"{self._last_words()}"
                 )
 
     def stop(self, patience: float) -> None:
@@ -151,7 +163,11 @@ class Watch:
         how = f"exit code {process.returncode}"
         if process.returncode < 0:
             how = signal.Signals(-process.returncode).name
-        return RunFailed(f"{self.launcher}{where} ended with {how} {before}.{_end_of(self.log)}")
+        return RunFailed(f"{self.launcher}{where} ended with {how} {before}.{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """What launchers have said, for the end of a message."""
+        return _end_of(self.log, read_since(self.log, self.log_start))
 
     def _tell(self, failures: Sequence[Failure]) -> None:
         """Raise what the user is to see of `failures`."""
@@ -161,13 +177,20 @@ class Watch:
         if cause.refusal == "strategy":
             raise StrategyError(cause.text)
         count = len(self.seats)
-        gone = [seat for seat in self.seats if seat.lost or seat.report is None]
         named = self.seats[cause.rank]
-        if gone and (named.lost or cause.order is Order.TIMEOUT):
+        away = {seat.host for seat in self.seats if seat.lost}
+        if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
+            gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
+            raise RunFailed(
+                f"{_named(gone, count)} no longer answers: nothing was heard from there for "
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone."
+            )
+        silent = [seat for seat in self.seats if seat.report is None]
+        if silent and cause.order is Order.TIMEOUT:
             waited = next((one for one in failures if one.order is Order.TIMEOUT), None)
             place = f" (rank {waited.rank} in {waited.where})" if waited is not None and waited.where else ""
             raise RunFailed(
-                f"{_named(gone, count)} no longer answered: the others waited {self.timeout:g} s in a "
+                f"{_named(silent, count)} did not answer: the others waited {self.timeout:g} s in a "
                 f"collective{place}. The host, or the way to it, is gone, or it hangs."
             )
         alike = [one.rank for one in failures if one is not cause and one.what == cause.what]
@@ -189,8 +212,8 @@ def _named(seats: Sequence[_Seat], count: int) -> str:
     return ", ".join(parts)
 
 
-def _end_of(log: Path, text: str | None = None) -> str:
-    lines = (read_since(log, 0) if text is None else text).rstrip().splitlines()[-LOG_LINES:]
+def _end_of(log: Path, text: str) -> str:
+    lines = text.rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty, or not on this machine)"
     return f"\nThe end of its log, {log}:{shown}"
 
@@ -199,7 +222,8 @@ def supervise(
     started: Started,
     front: Front,
     *,
-    hosts: Sequence[str],
+    world_size: int,
+    names: frozenset[str],
     here: frozenset[str],
     remote: Sequence[str],
     directory: Path,
@@ -210,8 +234,8 @@ def supervise(
     """Start the commands, stay with the ranks until the last one is done, return what rank 0 returned.
 
     Args:
-        hosts: the host of every rank, "" where only the launcher knows.
-        here: the hosts that are this machine.
+        names: the hosts, as far as the config names them.
+        here: those of them that are this machine.
         remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
 
     Raises:
@@ -219,7 +243,7 @@ def supervise(
         ConfigError, StrategyError: a rank found that the input is wrong.
         KeyboardInterrupt: SIGINT or SIGTERM arrived.
     """
-    watch = Watch(hosts, front, run_dir, launcher, timeout)
+    watch = Watch(world_size, names, front, run_dir, launcher, timeout)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts() as interrupts:
