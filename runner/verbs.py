@@ -44,6 +44,11 @@ VERBS = {
         "run train +recipe=ffn_auto parallel.search=sharding_propagation",
         "runner.jobs.train:run",
     ),
+    "launch": Verb(
+        "train with a launcher of your site, or print its commands (--dry-run)",
+        "run launch --dry-run +recipe=quickstart launch=torchrun",
+        "runner.jobs.launch:run",
+    ),
     "plan": Verb(
         "find the parallel plan and write plan.json, without training",
         "run plan +recipe=quickstart",
@@ -59,6 +64,12 @@ VERBS = {
         "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.jobs.explain:run",
         argument="explain.operator",
+    ),
+    "predict": Verb(
+        "run a trained model on rows of a dataset or a file and write what it returns",
+        "run predict +recipe=quickstart checkpoint=runs/mine",
+        "runner.jobs.predict:run",
+        argument="predict.checkpoint",
     ),
     "calibrate": Verb(
         "measure this machine and write it down as a cluster",
