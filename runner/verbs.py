@@ -84,7 +84,7 @@ VERBS = {
         composed=False,
     ),
     "doctor": Verb(
-        "check that this machine and installation can run",
+        "check that this machine and installation can run; or every file of a checkpoint",
         "run doctor",
         "runner.jobs.doctor:run",
         composed=False,
