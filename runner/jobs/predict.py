@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from runner import launch
+from runner.offload_folder import own_folder
 from runner.predictions.without_training import without_training
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start
-from runner.offload_folder import own_folder
 
 SUMMARY = "predict.json"
 
