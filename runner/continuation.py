@@ -64,7 +64,6 @@ def compare(
     """
     before, after, now = saved["config"], _as_json(config), _as_json(plan)
     refused = [one for key in SAME for one in differences(_at(before, key), _at(after, key), key)]
-    refused += differences(_shapes(saved["plan"]), _shapes(now), "plan.parameters") if plan and saved["plan"] else ()
     programs = [one for key in PROGRAM for one in differences(_at(before, key), _at(after, key), key)]
     programs += differences(_deciding(saved["plan"]), _deciding(now), "plan")
     model = [one for key in MODEL for one in differences(_at(before, key), _at(after, key), key)]
@@ -88,10 +87,6 @@ def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
             yield from differences(before.get(key), after.get(key), f"{where}.{key}")
     elif before != after:
         yield where, before, after
-
-
-def _shapes(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry.get("shape") for name, entry in plan.get("parameters", {}).items()}
 
 
 def _deciding(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,10 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
     if resume is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
-        done = checkpoints.read(resume).step
+        opened = checkpoints.read(resume)
+        if prepared.graph is not None:
+            checkpoints.check_model(opened, prepared.graph.sources, prepared.published)
+        done = opened.step
         if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
             raise ConfigError(
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "

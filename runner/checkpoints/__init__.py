@@ -23,7 +23,7 @@ from __future__ import annotations
 from runner.checkpoints.committing import SaveFailed, Wanted
 from runner.checkpoints.content import Content
 from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
-from runner.checkpoints.loading import Restored, check, load, to_continue, verify
+from runner.checkpoints.loading import Restored, check, check_model, load, to_continue, verify
 from runner.checkpoints.reading import Checkpoint, read
 from runner.checkpoints.saving import Saver, save
 
@@ -37,6 +37,7 @@ __all__ = [
     "Saver",
     "Wanted",
     "check",
+    "check_model",
     "clean",
     "load",
     "locate",

@@ -6,7 +6,7 @@ bit for bit; under another one weights and states are the same numbers, cast whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from runner.errors import ConfigError
 from strategies.engine.optimizer_state import Plain, States, Stored
 from strategies.engine.pieces import MODEL, OPTIMIZER
 from strategies.errors import StrategyError
+from strategies.graph import Source
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def load(path: Path, content: Content) -> Restored:
     continuation = check(path, plan=content.plan, config=content.config, fingerprint=content.fingerprint)
     checkpoint = read(path)
     parts = list(checkpoint.plain())
-    _check_model(checkpoint, content)
+    check_model(checkpoint, content.sources, content.published)
     state = Plain(
         [group for part in parts for group in part["groups"]],
         {name: scalars for part in parts for name, scalars in part["scalars"].items()},
@@ -145,15 +146,27 @@ def _states(checkpoint: Checkpoint) -> States:
     return found
 
 
-def _check_model(checkpoint: Checkpoint, content: Content) -> None:
-    """Raises StrategyError unless everything that this rank holds is in the checkpoint, with its shape."""
-    for source in content.sources:
-        entry = checkpoint.tensors.get(MODEL + source.name)
-        if entry is None and 0 in source.spec.shape:
+def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
+    """Raises StrategyError unless everything in `sources` is in the checkpoint with its shape, and everything that was
+    trained is in the model, whose state dict holds `published`. A buffer that no state dict holds may be missing."""
+    known = set(published or ())
+    for source in sources:
+        if source.kind not in ("parameter", "buffer"):
             continue
-        was = "not there" if entry is None else f"of shape {list(entry.shape)}"
+        known.add(source.name)
+        entry = checkpoint.tensors.get(MODEL + source.name)
+        made_anew = source.kind == "buffer" and published is not None and source.name not in published
+        if entry is None and (0 in source.spec.shape or made_anew):
+            continue
         if entry is None or entry.shape != source.spec.shape:
+            was = "not there" if entry is None else f"of shape {list(entry.shape)}"
             raise StrategyError(
                 f"The checkpoint {checkpoint.path} cannot be continued by this run: {source.name} is {was} in it, and "
                 f"this model has it with shape {list(source.spec.shape)}."
             )
+    strange = sorted({name for names in checkpoint.states.values() for name in names} - known)
+    if strange and published is not None:
+        raise StrategyError(
+            f"The checkpoint {checkpoint.path} cannot be continued by this run: it has trained {strange[0]}, which "
+            "this model does not have."
+        )

@@ -192,6 +192,8 @@ class BucketedUpdates:
         found, mesh = {}, self._program.mesh
         for source in parameters(self._program):
             shape, name = source.spec.shape, source.name
+            if not write and self._peers is not None and name in self._peers.copies.keys() - self._peers.leads:
+                continue  # an earlier group of the pipeline saves it
             block = self._program.layouts[source.id].block(shape, mesh, self._communicator.rank)
             holder = self._owned.get(name, self._parameters[name])
             found[MODEL + name] = [of_slice(shape, block, holder)]
