@@ -51,7 +51,11 @@ def stored(tmp_path):
     return made.checkpoint(tmp_path / "trained" / "checkpoints", keyed(trained()), made.halves)
 
 
-@pytest.mark.parametrize("place", PLACES)
+FEW = ("stand_alone", "semi_auto", "hybrid", "pipeline")
+"""The places that say most; the others are slow."""
+
+
+@pytest.mark.parametrize("place", [pytest.param(one, marks=[pytest.mark.slow] * (one not in FEW)) for one in PLACES])
 def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     ended = start(
         *SMALL, *PLACES[place], ROWS, f"predict.checkpoint={stored}", "evaluate.metric=accuracy", verb="predict"
@@ -184,6 +188,7 @@ def test_every_recipe_can_be_predicted_with(recipe):
     assert not changed.parallel.offload.on_disk
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_predicted_under_another_plan(start, tmp_path):
     """Rows of the run's own evaluation: the score is that of the run."""
     words = (*SMALL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "optimizer.args.lr=0.5")
