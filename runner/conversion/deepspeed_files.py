@@ -123,7 +123,7 @@ def read(folder: Path) -> DeepSpeed:
     models, states = list(map(_loaded, files)), list(map(_loaded, sorted(folder.glob(STATES), key=_number)))
     try:
         if not states:
-            return DeepSpeed({name: _alone(tensor) for name, tensor in _tensors(models[0]["module"])})
+            return DeepSpeed(dict(_left(models[0]["module"], {})))
         return DeepSpeed(dict(_of_zero(folder, models, [one["optimizer_state_dict"] for one in states])))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
@@ -138,15 +138,15 @@ def _of_zero(
     world = max(count) if isinstance(count, list) else count
     if world != len(states):
         raise ConfigError(f"{folder} was saved by {world} ranks, but has the states of {len(states)}; copy all files.")
-    buffers = set(first["buffer_names"])
-    yield from ((name, _alone(tensor)) for name, tensor in _tensors(first["module"]) if name in buffers)
     if _stage(states[0]["zero_stage"]) == 3:
+        buffers = {name: first["module"][name] for name in first["buffer_names"] if name in first["module"]}
+        yield from _left(buffers, {})
         fragments = [one.get("frozen_param_fragments") or {} for one in models]
         yield from _of_stage_3(first, fragments, [one["fp32_flat_groups"] for one in states], world)
     else:
-        frozen = first.get("frozen_param_fragments") or {}
-        yield from ((name, _alone(tensor)) for name, tensor in frozen.items())
-        yield from _of_stage_1(first, states)
+        found = dict(_of_stage_1(first, states))
+        yield from found.items()
+        yield from _left(first["module"], found)  # buffers, and what does not learn
 
 
 def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Flat]]:
@@ -205,13 +205,15 @@ def _alone(tensor: Tensor) -> Flat:
     return Flat(tuple(tensor.shape), (Run(tensor.reshape(-1), 0, tensor.numel()),))
 
 
-def _tensors(module: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    seen: set[tuple[int, int, torch.Size]] = set()
+def _left(module: Mapping[str, Tensor], found: Mapping[str, Flat]) -> Iterator[tuple[str, Flat]]:
+    """What a state dict holds beside `found`, each tensor under the first of its names."""
+    names: dict[object, list[str]] = {}
     for name, tensor in module.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
-        if place not in seen or not tensor.numel():  # tied weights are saved under each of their names
-            seen.add(place)
-            yield name, tensor
+        names.setdefault(place if tensor.numel() else name, []).append(name)  # tied weights have one place
+    for tied in names.values():
+        if not any(name in found for name in tied):
+            yield tied[0], _alone(module[tied[0]])
 
 
 def _stage(value: Any) -> int:
