@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoints, report
+from runner import checkpoints, faults, report
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
 from runner.predictions import weights
@@ -22,6 +22,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
     prepared = prepare_decided(config, Path(payload["folder"]))
+    if config.job.name == "train":
+        faults.check(config, prepared.world_size, prepared.steps)
     resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
     if resume is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
@@ -64,3 +66,9 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
 def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Predict on one rank from a pickled preparation."""
     return predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
+
+
+def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
+    """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
+    return {"resume": None if found is None else str(found.absolute())}

@@ -163,6 +163,7 @@ def request_of(config: Config, world_size: int) -> Request:
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
         stage=parallel.zero.known,
+        states=optimizers.states(config.optimizer),
         memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
     )
 

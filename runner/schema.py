@@ -31,7 +31,7 @@ def _metric(name: str) -> str:
 
 Metric = Annotated[str, AfterValidator(_metric)]
 
-Verb = Literal["train", "plan", "verify", "explain", "predict", "calibrate"]
+Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
 
 
 class OptionallyBuilt(Section):
@@ -205,7 +205,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _training_ends(self) -> Config:
-        if self.job.name == "train" and self.train.steps is None and self.train.epochs is None:
+        if self.job.name in ("train", "launch") and self.train.steps is None and self.train.epochs is None:
             raise refusal(
                 "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
                 "train.epochs=10.",
@@ -220,6 +220,24 @@ class Config(Section):
                 "predict.checkpoint is null and so is model.weights, so there are no trained weights to predict with; "
                 "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run.",
                 "predict.checkpoint",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _launched(self) -> Config:
+        wanted = self.launch.ranks
+        if wanted is not None and self.world_size not in (None, wanted):
+            raise refusal(
+                f"world_size = {self.world_size}, but the hosts of the launch have {wanted} ranks; they must be equal "
+                "(world_size=null takes those of the hosts).",
+                "world_size",
+                "launch.hosts",
+            )
+        if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
+            raise refusal(
+                f"launch = {self.launch.launcher!r} starts training, but {self.job.name} runs on this machine; use "
+                "launch=local.",
+                "launch.launcher",
             )
         return self
 

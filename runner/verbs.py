@@ -44,6 +44,11 @@ VERBS = {
         "run train +recipe=ffn_auto parallel.search=sharding_propagation",
         "runner.jobs.train:run",
     ),
+    "launch": Verb(
+        "train with a launcher of your site, or print its commands (--dry-run)",
+        "run launch --dry-run +recipe=quickstart launch=torchrun",
+        "runner.jobs.launch:run",
+    ),
     "plan": Verb(
         "find the parallel plan and write plan.json, without training",
         "run plan +recipe=quickstart",

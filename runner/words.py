@@ -29,6 +29,7 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",
 }
+DRY_RUN = "launch.dry_run=true"
 
 
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -52,6 +53,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
         else:
             verb = word
+    if verb == "launch":
+        rest = [DRY_RUN if word == "--dry-run" else word for word in rest]
     return verb, rest
 
 

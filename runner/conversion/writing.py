@@ -25,6 +25,7 @@ from runner.checkpoints.index import Entry, Part, place
 from runner.checkpoints.merged import CHUNK, DESCRIPTION, STATES, WEIGHTS
 from runner.checkpoints.writing import Tensors
 from runner.conversion.cutting import Cut
+from runner.conversion.describing import described
 from runner.conversion.holding import Holding
 from strategies.engine.pieces import MODEL
 from strategies.layout import Block
@@ -40,11 +41,16 @@ def write(source: Holding, target: Path, cut: Cut | None) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     try:
-        files, index = _merged(source, hidden) if cut is None else _sharded(source, hidden, cut)
-        header = Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
+        header = source.header if isinstance(source, Checkpoint) else Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
+        if cut is None:
+            description, published = described(header.config)
+            files, index = _merged(source, hidden, _outside(source, published))
+            if description is not None:
+                files[DESCRIPTION] = writing.write_bytes(hidden / DESCRIPTION, description.encode())
+        else:
+            files, index = _sharded(source, hidden, cut)
         if isinstance(source, Checkpoint):
-            header = source.header
-            files |= _copied(source, hidden, described=cut is None)
+            files |= _copied(source, hidden, without=files)
         files[INDEX] = writing.write_bytes(hidden / INDEX, json.dumps([indices.to_json(index)]).encode())
         form = MERGED if cut is None else SHARDED
         folder.write_text(hidden / HEADER, to_text(replace(header, form=form, files=files)))
@@ -54,10 +60,10 @@ def write(source: Holding, target: Path, cut: Cut | None) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _merged(source: Holding, target: Path) -> Written:
+def _merged(source: Holding, target: Path, outside: frozenset[str]) -> Written:
+    """`outside` are keys of the model that are kept apart from its weights."""
     files: dict[str, Stamp] = {}
     index: dict[str, Entry] = {}
-    outside = _not_published(source)
     for file, wanted in ((WEIGHTS, _is_weight(outside)), (STATES, _is_other(outside))):
         keys = [key for key in source.tensors if wanted(key)]
         names = {key: key.removeprefix(MODEL) if file == WEIGHTS else key for key in keys}
@@ -75,13 +81,13 @@ def _is_other(outside: frozenset[str]) -> Callable[[str], bool]:
     return lambda key: not key.startswith(MODEL) or key in outside
 
 
-def _not_published(source: Holding) -> frozenset[str]:
-    """Keys of the model that the merged form of a checkpoint keeps apart, because its state dict leaves them out."""
-    return frozenset(
-        key
-        for key, entry in source.tensors.items()
-        if key.startswith(MODEL) and any(part.file == STATES for part in entry.parts)
-    )
+def _outside(source: Holding, published: frozenset[str] | None) -> frozenset[str]:
+    """Keys of the model that its state dict, which holds `published`, leaves out; where that is not known, those that
+    the merged form of a checkpoint has kept apart."""
+    keys = [key for key in source.tensors if key.startswith(MODEL)]
+    if published is not None:
+        return frozenset(key for key in keys if key.removeprefix(MODEL) not in published)
+    return frozenset(key for key in keys if any(part.file == STATES for part in source.tensors[key].parts))
 
 
 def _sharded(source: Holding, target: Path, cut: Cut) -> Written:
@@ -129,13 +135,11 @@ def _divided(block: Block, most: int) -> Iterator[Block]:
         yield from ((bounds, *one) for one in _divided(tuple(inner), most)) if row > most else ((bounds, *inner),)
 
 
-def _copied(source: Checkpoint, target: Path, described: bool) -> dict[str, Stamp]:
-    """The small files beside the tensors: what is no tensor, and for the merged form the model's own config."""
-    found = {}
-    for name in source.header.files:
-        if name.endswith(".pt") or (described and name == DESCRIPTION):
-            found[name] = writing.write_bytes(target / name, (source.path / name).read_bytes())
-    return found
+def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> dict[str, Stamp]:
+    """The small files beside the tensors: what is no tensor, and the model's own config."""
+    wanted = [name for name in source.header.files if name.endswith(".pt") or name == DESCRIPTION]
+    there = [name for name in wanted if name not in without and name not in source.lost]
+    return {name: writing.write_bytes(target / name, (source.path / name).read_bytes()) for name in there}
 
 
 def _all_of(entry: Entry) -> Block:

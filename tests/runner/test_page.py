@@ -12,7 +12,7 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
-from conftest import compose_config
+from composing import compose_config
 
 from runner.jobs import plan as planning
 from runner.layers import kinds

@@ -10,7 +10,7 @@ import made_checkpoints as made
 import networks
 import pytest
 import torch
-from conftest import compose_config
+from composing import compose_config
 from safetensors.torch import load_file
 from small import HYBRID, MODES, SMALL
 from torch import Tensor
