@@ -2,8 +2,8 @@
 
 Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
 before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
-130 interrupted. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt` in the run folder, or
-to the terminal with MESHWRIGHT_TRACEBACK=1.
+130 interrupted, 143 stopped by SIGTERM. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
+in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner import config, recipes, words
-from runner.errors import ConfigError, RunFailed
+from runner import config, recipes, stopping, words
+from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.folders import CONFIG_FILE, remove_if_unused
 from runner.origins import Origins, given
 from runner.rewording import reword
@@ -85,6 +85,8 @@ def main() -> None:
         _command(typed)
     except SweepFailed:
         sys.exit(1)
+    except Terminated:
+        _leave(("terminated.",), stopping.EXIT_CODE)
     except KeyboardInterrupt:
         _leave(("interrupted.",), 130)
     except COMPOSITION_ERRORS as error:
@@ -132,6 +134,8 @@ def _job(composed: DictConfig) -> float | None:
         (run_dir / CONFIG_FILE).write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
         result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
         return result
+    except Stopped as stopped:
+        _leave((str(stopped),), stopping.EXIT_CODE)
     except Exception as error:
         _tell_traceback(error)
         failure = Failure.of(error)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoint, report
+from runner import checkpoint, faults, report
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
 from runner.prepare import Prepared
@@ -20,6 +20,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
     prepared = prepare_decided(config, Path(payload["folder"]))
+    if config.job.name == "train":
+        faults.check(config, prepared.world_size, prepared.steps)
     resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
     if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
         raise ConfigError(
@@ -46,3 +48,9 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     continued = None if resume is None else Path(resume)
     job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)
+
+
+def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
+    """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    found = checkpoint.to_continue("auto", rank.run_dir / "checkpoints")
+    return {"resume": None if found is None else str(found.absolute())}

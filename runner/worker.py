@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.launch.rank import Orders
+from runner.launch.rank import Orders, whereabouts_of
 from runner.launchers import network
+from strategies.engine.whereabouts import here
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def work(orders: Orders) -> Any:
         Exception: whatever the entry raises; the process group is then left as it is.
     """
     _announce(orders)
+    here.attach(whereabouts_of(orders.run_dir, orders.rank))
     torch.set_num_threads(orders.threads)
     _join(orders)
     context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)

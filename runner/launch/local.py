@@ -15,18 +15,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed
-from runner.launch import failure
+from runner.errors import ConfigError, RunFailed, Terminated
+from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
+from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, ignoring
-from runner.launch.rank import Descriptor, Done, Orders, enter, log_of
+from runner.launch.rank import STOP as STOP_ORDER
+from runner.launch.rank import Descriptor, Done, Orders, enter, log_of, whereabouts_of
 from runner.launchers import network
 from runner.launchers.placing import Part
 from runner.logs import read_since
@@ -52,6 +54,7 @@ CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 DUMP = 0.5  # for a hung rank to write where it is
 STOP = 1.0  # between asking a rank to end and killing it
+LOOK = 1.0  # between two looks at where the ranks are
 LOG_LINES = 15
 
 _context = get_context("forkserver")
@@ -119,6 +122,7 @@ def run_ranks(
     device: str,
     timeout: float,
     threads: int,
+    stoppable: bool = False,
     part: Part | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
@@ -130,26 +134,32 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
     part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm(PRELOAD)
-    with Interrupts() as interrupts, ExitStack() as resources:
+    ranks = [_Rank(rank, run_dir) for rank in part.ranks]
+
+    def stop() -> None:
+        for rank in ranks:
+            rank.tell_to_stop()
+
+    with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
         listener = resources.enter_context(network.listener(part.address, part.port)) if 0 in part.ranks else None
         port = part.port if listener is None else listener.getsockname()[1]
-        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in part.ranks]
         try:
             for local_rank, rank in enumerate(ranks):
                 first = rank.number == 0
@@ -174,13 +184,17 @@ def run_ranks(
                 rank.start(orders)
             if listener is not None:
                 listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
-            _watch(ranks)
+            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
-            if failures:
-                _tell(failures, ranks, world_size, timeout)
+            if failures and interrupts.stopping:
+                raise Terminated  # ranks that were not training yet end when a scheduler signals them too
+            if failures or hung:
+                _tell(failures, ranks, run_dir, world_size, timeout)
         finally:
             interrupts.hold()
             _stop(ranks)
+            for rank in ranks:
+                rank.whereabouts.unlink(missing_ok=True)
     result = ranks[0].report
     assert isinstance(result, Done)
     return None if result.value is None else pickle.loads(result.value)
@@ -189,10 +203,11 @@ def run_ranks(
 class _Rank:
     """The parent's end of one rank. `report` is its last word, None until it has come."""
 
-    def __init__(self, number: int, log: Path) -> None:
+    def __init__(self, number: int, run_dir: Path) -> None:
         self.number = number
-        self.log = log
-        self.log_start = log.stat().st_size if log.exists() else 0
+        self.log, self.whereabouts = log_of(run_dir, number), whereabouts_of(run_dir, number)
+        self.whereabouts.unlink(missing_ok=True)
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.report: Done | Failure | None = None
         self.ended = False
         self.connection, self.far_end = _context.Pipe()
@@ -225,6 +240,13 @@ class _Rank:
         """What this rank has written to its log since it was started."""
         return read_since(self.log, self.log_start)
 
+    def tell_to_stop(self) -> None:
+        """Ask the rank to stop after the step at hand."""
+        try:
+            self.connection.send(STOP_ORDER)
+        except OSError:
+            return  # it has ended, which `listen` tells
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
         if self._process is not None and self._process.exitcode is None:
@@ -255,8 +277,9 @@ class _Rank:
         self.far_end.close()
 
 
-def _watch(ranks: Sequence[_Rank]) -> None:
-    """Return when all ranks have ended well, or when one has failed and the others had time to say why."""
+def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
+    """Return when all ranks have ended well, or when one has failed and the others had time to say why; True where they
+    hang, and none has noticed."""
     deadline: float | None = None
     while True:
         for rank in ranks:
@@ -270,26 +293,25 @@ def _watch(ranks: Sequence[_Rank]) -> None:
             deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out
         sources = [source for rank in ranks for source in rank.sources]
         if failures and all(rank.report for rank in ranks):
-            return
+            return False
         if not sources or (deadline is not None and now >= deadline):
-            return
-        connection.wait(sources, None if deadline is None else deadline - now)
+            return False
+        if deadline is None and stall.found():
+            return True
+        connection.wait(sources, LOOK if deadline is None else deadline - now)
 
 
-def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], world_size: int, timeout: float) -> None:
-    """Raise what the user is to see of `failures`."""
-    cause = failure.root_cause(failures)
-    if cause.refusal == "config":
+def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, world_size: int, timeout: float) -> None:
+    """Raise what the user is to see of `failures`; without any, the ranks hang."""
+    cause = failure.root_cause(failures) if failures else None
+    if cause is not None and cause.refusal == "config":
         raise ConfigError(cause.text)
-    if cause.refusal == "strategy":
+    if cause is not None and cause.refusal == "strategy":
         raise StrategyError(cause.text)
-    missing = next((rank for rank in ranks if rank.report is None), None)
-    if cause.order is Order.TIMEOUT and missing is not None:
-        named = missing
-        missing.send_signal(signal.SIGUSR1)
-        missing.wait(DUMP)
-        place = failure.dumped_place(missing.said())
-        sentence = failure.missing_message(cause, missing.number, place, timeout, world_size)
+    by_number = {rank.number: rank for rank in ranks}
+    if cause is None or cause.order is Order.TIMEOUT:
+        sentence, number = _hang(cause, by_number, run_dir, world_size, timeout)
+        named = by_number[number]
     else:
         named = next(rank for rank in ranks if rank.number == cause.rank)
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
@@ -299,11 +321,39 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], world_size: int, 
     raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
 
 
+def _hang(
+    cause: Failure | None, ranks: Mapping[int, _Rank], run_dir: Path, world_size: int, timeout: float
+) -> tuple[str, int]:
+    """The sentence about ranks that hang, and the one to look at; `cause` has waited in vain."""
+    at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
+    found = hangs.diagnose(at, timeout)
+    silent = [number for number, rank in ranks.items() if rank.report is None]
+    asked = found.hung if found is not None else silent[:1] if cause is not None else silent
+    asked = [number for number in asked if number in ranks]
+    for number in asked:
+        ranks[number].send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + DUMP
+    for number in asked:
+        ranks[number].wait(deadline - time.monotonic())
+    places = {number: failure.dumped_place(ranks[number].said()) for number in asked}
+    if found is None and cause is not None:
+        if not asked:
+            return failure.message(cause, [], world_size), cause.rank
+        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0]
+    told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
+    for number in asked:
+        here, place = at[number], places[number]
+        told += f". Rank {number} was in {'the start' if here is None else here.told}"
+        told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
+    return f"{told}.", (*asked, *ranks)[0]
+
+
 def _stop(ranks: Sequence[_Rank]) -> None:
     """End every rank that is alive, and everything that any of them started."""
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL)  # itself it may take SIGTERM for a wish
         deadline = time.monotonic() + STOP
         for rank in ranks:
             rank.wait(deadline - time.monotonic())

@@ -20,8 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner import logs
+from runner import logs, stopping
 from runner.launch.failure import from_exception
+
+STOP = "stop"
+"""What a parent sends to ranks that shall stop after the step at hand."""
 
 
 class Descriptor:
@@ -53,7 +56,7 @@ class Orders:
         payload: an open file that holds the pickled payload.
         address, port: where the store of the rendezvous listens; `listener` is the listening socket, for rank 0 only.
         console: where rank 0's stdout is shown.
-        connection: reports go out here; that the parent's end closes is the order to end.
+        connection: reports go out here, and STOP comes in; that the parent's end closes is the order to end.
     """
 
     entry: str
@@ -84,6 +87,11 @@ class Done:
 def log_of(run_dir: Path, rank: int) -> Path:
     """Where rank `rank` of the run in `run_dir` writes."""
     return run_dir / "ranks" / f"{rank}.log"
+
+
+def whereabouts_of(run_dir: Path, rank: int) -> Path:
+    """What rank `rank` of the run in `run_dir` says of where it is, while it runs."""
+    return run_dir / "ranks" / f"{rank}.where"
 
 
 def enter(orders: Orders) -> None:
@@ -123,5 +131,8 @@ def _flush() -> None:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    connection.poll(None)  # the parent never sends: readable means that its end is closed
-    os.killpg(0, signal.SIGKILL)
+    try:
+        while connection.recv() == STOP:
+            stopping.ask()
+    except (EOFError, OSError):  # the parent's end is closed
+        os.killpg(0, signal.SIGKILL)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
+from runner.sections.faults import Fault
 from runner.sections.section import Count, Positive, Section, refusal
 
 Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table"]
@@ -42,6 +43,8 @@ class Launch(Section):
     launcher: Annotated[Launcher, Field(description="What starts the ranks; `launch=NAME` chooses it.")]
     timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
     threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
+    max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
+    faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
     hosts: Annotated[
         tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
     ]

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +40,7 @@ from strategies.engine.updates import (
     placed,
     set_options,
 )
+from strategies.engine.whereabouts import PLACE, here
 from strategies.redistribution import ALL_REDUCE
 
 
@@ -184,7 +184,8 @@ class BucketedUpdates:
         if self._peers is not None:
             self._peers.add_over_all(total)
         elif mesh.size > 1:
-            dist.all_reduce(total, group=self._communicator.group(mesh.names))
+            here.cells[PLACE] = here.place("the norm of the gradients")
+            self._communicator.sum(total, self._communicator.group(mesh.names))
             self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan
 

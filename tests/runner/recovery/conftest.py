@@ -1,0 +1,14 @@
+"""Entries of this folder are found by the ranks, which get the path of this process."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(HERE)]))
+    monkeypatch.syspath_prepend(str(HERE))

@@ -1,0 +1,40 @@
+"""What the ranks of these tests run in place of plain training."""
+
+import pickle
+from dataclasses import replace
+
+import torch
+
+from runner import agreement
+from runner.entries import train_prepared
+
+
+def with_another_plan(rank, payload):
+    return train_prepared(rank, _changed(rank, payload, lambda prepared: replace(prepared, digest="another")))
+
+
+def with_another_config(rank, payload):
+    def change(prepared):
+        optimizer = prepared.config.optimizer.model_copy(update={"args": {"lr": 0.5}})
+        return replace(prepared, config=prepared.config.model_copy(update={"optimizer": optimizer}))
+
+    return train_prepared(rank, _changed(rank, payload, change))
+
+
+def with_another_torch(rank, payload):
+    if rank.rank == 2:
+        torch.__version__ = "0.1"
+    return train_prepared(rank, payload)
+
+
+def with_other_code(rank, payload):
+    plain = agreement._hash
+    if rank.rank == 2:  # what another version of the package would generate for the same plan
+        agreement._hash = lambda text: plain(text.replace("aten", "other"))
+    return train_prepared(rank, payload)
+
+
+def _changed(rank, payload, change):
+    if rank.rank != 2:
+        return payload
+    return {**payload, "prepared": pickle.dumps(change(pickle.loads(payload["prepared"])))}
