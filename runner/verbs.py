@@ -65,6 +65,12 @@ VERBS = {
         "runner.jobs.explain:run",
         argument="explain.operator",
     ),
+    "predict": Verb(
+        "run a trained model on rows of a dataset or a file and write what it returns",
+        "run predict +recipe=quickstart checkpoint=runs/mine",
+        "runner.jobs.predict:run",
+        argument="predict.checkpoint",
+    ),
     "calibrate": Verb(
         "measure this machine and write it down as a cluster",
         "run calibrate cluster.yaml",

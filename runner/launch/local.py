@@ -17,7 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import (
+    connection,
+    forkserver,
+    get_all_start_methods,
+    get_context,
+    get_start_method,
+    set_start_method,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -308,10 +315,10 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, wo
         raise ConfigError(cause.text)
     if cause is not None and cause.refusal == "strategy":
         raise StrategyError(cause.text)
-    by_number = {rank.number: rank for rank in ranks}
     if cause is None or cause.order is Order.TIMEOUT:
-        sentence, number = _hang(cause, by_number, run_dir, world_size, timeout)
-        named = by_number[number]
+        here = {rank.number: rank for rank in ranks}
+        sentence, number = _hang(cause, here, run_dir, world_size, timeout)
+        named = here[number]
     else:
         named = next(rank for rank in ranks if rank.number == cause.rank)
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
@@ -324,28 +331,29 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, wo
 def _hang(
     cause: Failure | None, ranks: Mapping[int, _Rank], run_dir: Path, world_size: int, timeout: float
 ) -> tuple[str, int]:
-    """The sentence about ranks that hang, and the one to look at; `cause` has waited in vain."""
+    """The sentence about ranks that hang, and the one of this host to look at; `cause` has waited in vain."""
     at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
     silent = [number for number, rank in ranks.items() if rank.report is None]
-    asked = found.hung if found is not None else silent[:1] if cause is not None else silent
-    asked = [number for number in asked if number in ranks]
-    for number in asked:
+    asked = list(found.hung) if found is not None else silent[:1] if cause is not None else silent
+    here = [number for number in asked if number in ranks]
+    for number in here:
         ranks[number].send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + DUMP
-    for number in asked:
+    for number in here:
         ranks[number].wait(deadline - time.monotonic())
-    places = {number: failure.dumped_place(ranks[number].said()) for number in asked}
+    places = {number: failure.dumped_place(ranks[number].said()) for number in here}
     if found is None and cause is not None:
-        if not asked:
+        if not here:
             return failure.message(cause, [], world_size), cause.rank
-        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0]
+        return failure.missing_message(cause, here[0], places[here[0]], timeout, world_size), here[0]
     told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
     for number in asked:
-        here, place = at[number], places[number]
-        told += f". Rank {number} was in {'the start' if here is None else here.told}"
-        told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    return f"{told}.", (*asked, *ranks)[0]
+        spot, place = at[number], places.get(number)
+        told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
+        if number in ranks:
+            told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
+    return f"{told}.", next(iter([*here, *ranks]))
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:
@@ -367,13 +375,17 @@ def _stop(ranks: Sequence[_Rank]) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the parent's script from multiprocessing, which would run it again in every rank.
+    """Hide the parent's script from multiprocessing, which would run it again in every rank, and a start method that
+    only the parent knows, as workers of joblib have one.
 
     Ranks find their function by its dotted name; running the command's own file would only import the front end.
     """
-    main = sys.modules["__main__"]
+    main, method = sys.modules["__main__"], get_start_method()
+    methods = get_all_start_methods()
     sys.modules["__main__"] = ModuleType("__main__")
+    set_start_method(method if method in methods else methods[0], force=True)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        set_start_method(method, force=True)

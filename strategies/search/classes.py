@@ -9,7 +9,7 @@ counted. Cost: linear in the operators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,8 +55,12 @@ def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) ->
     def number(key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
+    leaving: dict[str, list[Hashable]] = {}
+    for ref, why in (*((ref, "output") for ref in graph.outputs), *((ref, "update") for _, ref in graph.updates)):
+        leaving.setdefault(ref.id, []).append((ref.index, why))
     colour = {
-        operator.id: number((_said(problem, operator), _slices(chosen, operator))) for operator in graph.operators
+        operator.id: number((_said(problem, operator, leaving), _slices(chosen, operator)))
+        for operator in graph.operators
     }
     sources = {source.id: number(_source(problem, source)) for source in graph.sources}
     uses = {
@@ -93,8 +97,8 @@ def repeats(problem: Problem) -> bool:
     return any(len(members) > 1 and problem.shardings[members[0].id].sums for members in classes(problem).members)
 
 
-def _said(problem: Problem, operator: Operator) -> Hashable:
-    """All that an operator's own price and choices depend on."""
+def _said(problem: Problem, operator: Operator, leaving: Mapping[str, Sequence[Hashable]]) -> Hashable:
+    """All that an operator's own price and choices depend on; `leaving` says which results leave the graph, and why."""
     sharding = problem.shardings[operator.id]
     fixed = problem.fixed.get(operator.id)
     return (
@@ -110,6 +114,7 @@ def _said(problem: Problem, operator: Operator) -> Hashable:
         tuple(map(problem.graph.specs.__getitem__, operator.operands)),
         None if fixed is None else tuple(fixed.items()),
         problem.outputs.get(operator.id),
+        tuple(leaving.get(operator.id, ())),
     )
 
 

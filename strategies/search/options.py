@@ -213,10 +213,3 @@ class Menu:
         """Seconds of one redistribution."""
         mesh = self.problem.mesh
         return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
-
-    def own_seconds(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds that an operator takes under an assignment, whatever its neighbours do."""
-        sharding = self.problem.shardings[operator.id]
-        one = np.zeros(1, dtype=np.int64)
-        returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
-        return float(self._own(operator, sharding, [assignment], returned)[0])

@@ -103,7 +103,8 @@ class Rounds:
         key = number, tuple(assignment.items())
         if key not in self._worked:
             self._worked[key] = self.pricing.worked(head, assignment)
-        seconds = self._worked[key]
+        results = [self._result(number, index, assignment) for index in range(len(head.results))]
+        seconds = self._worked[key] + self.pricing.left(head, results)
         for position, ref in enumerate(head.operands):
             source = self.problem.graph.by_id[ref.id]
             if not isinstance(source, Source):
