@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoint, faults, report
+from runner import checkpoints, faults, report
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
 from runner.prepare import Prepared
@@ -22,12 +22,18 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     prepared = prepare_decided(config, Path(payload["folder"]))
     if config.job.name == "train":
         faults.check(config, prepared.world_size, prepared.steps)
-    resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
-    if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
-        raise ConfigError(
-            f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; ask "
-            "for more."
-        )
+    resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
+    if resume is not None:
+        continuation = checkpoints.check(resume, **prepared.identity())
+        opened = checkpoints.read(resume)
+        if prepared.graph is not None:
+            checkpoints.check_model(opened, prepared.graph.sources, prepared.published)
+        done = opened.step
+        if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
+            raise ConfigError(
+                f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
+                "ask for more."
+            )
     report.write_plan(prepared, rank.run_dir)
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
@@ -52,5 +58,5 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
-    found = checkpoint.to_continue("auto", rank.run_dir / "checkpoints")
+    found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
     return {"resume": None if found is None else str(found.absolute())}

@@ -44,8 +44,10 @@ def check(config: Config, world_size: int, steps: int) -> None:
 
 
 def _saves(config: Config, step: int, steps: int) -> bool:
-    every = config.checkpoint.every
-    return (every is not None and step % every == 0) or (config.checkpoint.at_end and step == steps)
+    wanted = config.checkpoint
+    if wanted.minutes is not None or wanted.best is not None:
+        return True  # only the run itself knows
+    return (wanted.every is not None and step % wanted.every == 0) or (wanted.at_end and step == steps)
 
 
 class Faults:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, copies, optimizers, pipelining, pretrained, targets
+from runner import communication, copies, huggingface, optimizers, pipelining, pretrained, targets
 from runner.building import captured_from_shapes, objective
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
@@ -85,9 +85,13 @@ class Prepared:
     """Those of a pipeline, made from the step; none without one."""
     step: tuple[OperatorGraph, Plan] | None = None
     """What a training step computes: graph and plan, with an operator per copy of the batch where there are several."""
+    published: frozenset[str] | None = None
+    """The names in the model's state dict."""
+    described: str | None = None
+    """The config.json of a model of transformers."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
+        """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
         plan = {} if self.plan is None else self.plan.to_json()
         return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
 
@@ -201,6 +205,8 @@ def prepare(
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
     steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
+    held = frozenset(step.model.state_dict())
+    prepared = replace(prepared, published=held, described=huggingface.described(step.model))
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
         if folder is not None:

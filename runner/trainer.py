@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner import checkpoint, communication, optimizers
+from runner import checkpoints, communication, optimizers
 from runner.agreement import agree, agree_on_code, agree_on_program
+from runner.checkpoints.keeping import Keeper
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
@@ -90,6 +91,7 @@ class Trainer:
             )
         self.faults = Faults(self.config, rank, self.execution)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
+        self.keeper = Keeper(self.config, rank, self.order)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
@@ -137,7 +139,6 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
-        self.saved = first - 1
         stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
@@ -186,14 +187,18 @@ class Trainer:
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,
                     )
-                if self.evaluator is not None and self._due(step):
+                evaluated = self.evaluator is not None and self._due(step)
+                if self.evaluator is not None and evaluated:
                     here.at(EVALUATION)
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                self._save(step)
-            if stopped is not None and self.saved < stopped:
-                self._save(stopped, asked=True)
+                here.at(SAVING)
+                self.faults.saving()
+                self.keeper.after(step, self.prepared.steps, results if evaluated else None, self._content)
+            if stopped is not None and stopped >= first:
+                self.keeper.now(stopped, self._content)
+            self.keeper.finish()
             self.faults.end()
             if metrics is not None and (moved := self._moved()):
                 metrics.say(told_moved(moved, self.offload))
@@ -229,7 +234,7 @@ class Trainer:
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         with self._aside():
-            rows = self.order.rows(step - 1)
+            rows = self.order.rows(step - 1 + self.keeper.ahead)
         total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
@@ -277,22 +282,26 @@ class Trainer:
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:
             return
-        if self.config.optimizer.scheduler.per == "step" or step % self.order.steps_per_epoch == 0:
+        if self.config.optimizer.scheduler.per == "step" or self._ends_epoch(step):
             self.scheduler.step()
 
     def _due(self, step: int) -> bool:
         every = self.config.evaluate.every
-        if every is None and self.config.train.epochs is not None:
-            every = self.order.steps_per_epoch
-        return step == self.prepared.steps or (every is not None and step % every == 0)
+        due = self.config.train.epochs is not None and self._ends_epoch(step) if every is None else step % every == 0
+        return due or step == self.prepared.steps
 
-    def _content(self) -> checkpoint.Content:
-        return checkpoint.Content(
+    def _ends_epoch(self, step: int) -> bool:
+        return (step + self.keeper.ahead) % self.order.steps_per_epoch == 0
+
+    def _content(self) -> checkpoints.Content:
+        return checkpoints.Content(
             program=self.execution.program,
             communicator=self.execution.communicator,
             tensors=self.execution.tensors,
             updates=self.updates,
             scheduler=self.scheduler,
+            published=self.prepared.published,
+            described=self.prepared.described,
             **self.prepared.identity(),
         )
 
@@ -300,16 +309,10 @@ class Trainer:
         """The first step to run, after loading the checkpoint that the job names."""
         if self.job.resume is None:
             return 1
-        return checkpoint.load(self.job.resume, self._content()) + 1
-
-    def _save(self, step: int, asked: bool = False) -> None:
-        wanted = self.config.checkpoint
-        due = wanted.every is not None and step % wanted.every == 0
-        if asked or due or (wanted.at_end and step == self.prepared.steps):
-            self.saved = step
-            here.at(SAVING)
-            self.faults.saving()
-            checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
+        done = self.keeper.restore(self.job.resume, self._content())
+        if self.config.train.epochs is not None:
+            self.prepared = replace(self.prepared, steps=self.prepared.steps - self.keeper.ahead)
+        return done + 1
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model, whole (collective)."""

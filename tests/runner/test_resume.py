@@ -15,7 +15,7 @@ import torch
 from small import HYBRID, MODES, SMALL
 from test_refusals import ranks_of_this_process
 
-from runner import checkpoint
+from runner import checkpoints
 from runner.errors import ConfigError, RunFailed
 from strategies.errors import StrategyError
 
@@ -45,9 +45,9 @@ KINDS = {
 
 def content(folder):
     """Every tensor of the last checkpoint, by key."""
-    path = checkpoint.newest(folder / "checkpoints")
-    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
-    checkpoint._read(path, tensors)
+    path = checkpoints.newest(folder / "checkpoints")
+    opened = checkpoints.read(path)
+    tensors = {key: opened.read(key) for key in opened.tensors}
     return path.name, tensors
 
 
