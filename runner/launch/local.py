@@ -310,23 +310,26 @@ def _hang(cause: Failure | None, ranks: Sequence[_Rank], timeout: float) -> tupl
     at = [hangs.where(rank.whereabouts) for rank in ranks]
     found = hangs.diagnose(at, timeout)
     silent = [rank.number for rank in ranks if rank.report is None]
-    asked = found.hung if found is not None else silent[:1] if cause is not None else silent
+    asked = silent if found is None else list(found.hung)
     for number in asked:
         ranks[number].send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + DUMP
     for number in asked:
         ranks[number].wait(deadline - time.monotonic())
     places = {number: failure.dumped_place(ranks[number].said()) for number in asked}
-    if found is None and cause is not None:
-        if not asked:
-            return failure.message(cause, [], len(ranks)), cause.rank
+    if found is None and cause is not None and len(asked) == 1:
         return failure.missing_message(cause, asked[0], places[asked[0]], timeout, len(ranks)), asked[0]
-    told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
+    if found is None and cause is not None:
+        told = failure.message(cause, [], len(ranks)).rstrip(".")
+        if asked:
+            told = f"rank {cause.rank} of {len(ranks)} waited {timeout:g} s in vain ({cause.where})"
+    else:
+        told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
     for number in asked:
         here, place = at[number], places[number]
         told += f". Rank {number} was in {'the start' if here is None else here.told}"
         told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    return f"{told}.", (*asked, 0)[0]
+    return f"{told}.", asked[-1] if asked else 0 if cause is None else cause.rank
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:
