@@ -19,10 +19,9 @@ from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
-from strategies.search.direct import direct_seconds
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
-from strategies.search.recursive import MOST_AXES, in_rounds
+from strategies.search.recursive import MOST_AXES, apart, in_rounds, prices
 
 Factors = tuple[Axes, ...]
 MOST_RUNS = 3
@@ -55,7 +54,7 @@ class Chosen:
 
 def choose(problem: Problem, cluster: Cluster) -> Chosen:
     """The cheapest plan on any factorisation of the problem's mesh of prime axes."""
-    pricing, alike = Pricing(problem, cluster, direct_seconds), classes(problem)
+    pricing, alike = prices(problem, cluster), classes(problem)
     best: dict[tuple[int, ...], tuple[float, Mapping[str, Assignment]]] = {}
     searched = left_out = 0
     finest, *coarser = factorisations(problem.mesh, cluster)
@@ -71,7 +70,9 @@ def choose(problem: Problem, cluster: Cluster) -> Chosen:
             best[told] = seconds, assignments
     ranked = sorted(best, key=lambda sizes: best[sizes][0])
     tried = [Tried(sizes, best[sizes][0]) for sizes in ranked[:2]]
-    return Chosen(best[ranked[0]][1], tried[0], tried[1] if len(tried) > 1 else None, searched, left_out)
+    return Chosen(
+        apart(pricing, best[ranked[0]][1]), tried[0], tried[1] if len(tried) > 1 else None, searched, left_out
+    )
 
 
 def factorisations(mesh: Mesh, cluster: Cluster) -> Iterator[Factors]:
