@@ -10,6 +10,7 @@ situations x candidates x edges, with chains cached; repeated layers meet the sa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,10 @@ from strategies.mesh import Mesh
 from strategies.meshing import Meshing
 from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.classes import repeats
+from strategies.search.classes import classes, repeats
 from strategies.search.defaults import batch_parallel
 from strategies.search.problem import Problem
-from strategies.search.recursive import bisect, prices, refine
+from strategies.search.recursive import apart, in_rounds, prices, refine
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
@@ -54,9 +55,11 @@ def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str,
     products = sum(bool(problem.shardings[operator.id].sums) for operator in problem.graph.operators)
     if not repeats(problem) and products <= FOLLOWED:
         return found
+    pricing, limit = prices(problem, cluster), problem.memory or math.inf
     refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
-    cheaper = min(refined, bisect(problem, cluster, meshing.fixed), key=prices(problem, cluster).total)
-    return {id: (cheaper[id], reached) for id, (_, reached) in found.items()}
+    around = apart(pricing, in_rounds(pricing, classes(problem), meshing.fixed), meshing.fixed)
+    best = min(refined, around, key=lambda one: (max(one.bytes, limit), one.seconds)).assignments
+    return {id: (best[id], reached) for id, (_, reached) in found.items()}
 
 
 class _Propagation:
