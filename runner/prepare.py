@@ -131,14 +131,16 @@ def device_of(config: Config) -> tuple[str, int]:
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     alone = config.parallel.mode == "stand_alone"
     wanted = 1 if alone else config.world_size
+    if config.launch.hosts:  # this machine has a part of the ranks
+        wanted = max(len(host.ranks) for host in config.launch.hosts)
     if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
         if gpus < (wanted or 1):
             raise ConfigError(
                 f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
                 f"world_size={max(gpus, 1)} or device=cpu."
             )
-        return "cuda", wanted or gpus
-    return "cpu", wanted or 8
+        return "cuda", config.launch.ranks or wanted or gpus
+    return "cpu", config.launch.ranks or wanted or 8
 
 
 def request_of(config: Config, world_size: int) -> Request:

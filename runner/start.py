@@ -52,7 +52,15 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
     was started by another command."""
     content = payload | {"prepared": ready.prepared, "resume": ready.resume}
     if config.launch.launcher != "local" and not config.launch.by_hand:
-        return started(entry, content, config.launch, world_size=ready.world_size, run_dir=run_dir, device=ready.device)
+        return started(
+            entry,
+            content,
+            config.launch,
+            world_size=ready.world_size,
+            run_dir=run_dir,
+            device=ready.device,
+            stoppable=config.job.name == "train",
+        )
     return launch.run_ranks(
         entry,
         content,

@@ -41,7 +41,7 @@ from strategies.engine import compiled, weights
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
-from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, STEP, here
+from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
 
@@ -70,7 +70,7 @@ class Trainer:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
-        agree_on_program(self.prepared)
+        agree_on_program(self.prepared, job.folder)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
@@ -148,7 +148,7 @@ class Trainer:
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
-                here.cells[STEP] = step
+                here.begin(step)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strategies.engine.whereabouts import (
+    BEGUN,
     FIRST,
     GROUP,
     KIND,
@@ -156,11 +157,10 @@ class Stall:
         self._files, self._timeout = files, timeout
         self._seen: list[bytes] = [b""] * len(files)
         self._since = [time.monotonic()] * len(files)
-        self._steps: set[int] = set()
 
     def found(self) -> bool:
         """Look once; True where the ranks hang."""
-        now, waiting = time.monotonic(), [False] * len(self._files)
+        now, waiting, begun = time.monotonic(), [False] * len(self._files), 0
         for rank, file in enumerate(self._files):
             cells = read_cells(file)
             content = bytes(cells) if cells else b""
@@ -168,9 +168,9 @@ class Stall:
                 self._seen[rank], self._since[rank] = content, now
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
-                self._steps.add(cells[STEP])
+                begun = max(begun, cells[BEGUN])
         limit = now - self._timeout - GRACE
         if any(wait and since < limit for wait, since in zip(waiting, self._since, strict=True)):
             return True
         # The first step may compile for long; from the second on no rank is silent for so long.
-        return len(self._steps - {0}) > 1 and all(since < limit for since in self._since)
+        return begun > 1 and all(since < limit for since in self._since)

@@ -74,7 +74,9 @@ def described(launch: Launch, world_size: int, folder: Path, overrides: tuple[st
     return LAUNCHERS[launch.launcher](launch, place)
 
 
-def started(entry: str, payload: object, launch: Launch, *, world_size: int, run_dir: Path, device: str) -> Any:
+def started(
+    entry: str, payload: object, launch: Launch, *, world_size: int, run_dir: Path, device: str, stoppable: bool
+) -> Any:
     """Call `entry` in `world_size` ranks that a launcher starts; return what it returns in rank 0.
 
     The arguments are those of `runner.launch.run_ranks`, and so is what is raised.
@@ -111,6 +113,7 @@ def started(entry: str, payload: object, launch: Launch, *, world_size: int, run
             run_dir=run_dir,
             launcher=launch.launcher,
             timeout=launch.timeout,
+            stoppable=stoppable,
         )
 
 

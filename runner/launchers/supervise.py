@@ -14,18 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed
-from runner.launch import failure
+from runner.errors import ConfigError, RunFailed, Terminated
+from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
+from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts
 from runner.launch.local import CAUSE, ECHO, LOG_LINES
-from runner.launch.rank import Done, log_of
+from runner.launch.rank import STOP, Done, log_of, whereabouts_of
 from runner.launchers import network
 from runner.launchers.commands import Command, Started
 from runner.launchers.front import Front
@@ -47,6 +49,7 @@ class _Seat:
     number: int
     host: str
     log: Path
+    whereabouts: Path
     log_start: int = 0
     line: Connection | None = None
     report: Done | Failure | None = None
@@ -87,8 +90,11 @@ class Watch:
         logs = [log_of(run_dir, number) for number in range(world_size)]
         self.names = {network.resolve(name): name for name in names}
         self.seats = [
-            _Seat(number, "", log, log.stat().st_size if log.exists() else 0) for number, log in enumerate(logs)
+            _Seat(number, "", log, whereabouts_of(run_dir, number), log.stat().st_size if log.exists() else 0)
+            for number, log in enumerate(logs)
         ]
+        for seat in self.seats:
+            seat.whereabouts.unlink(missing_ok=True)
         self.front, self.launcher, self.timeout = front, launcher, timeout
         self.log = run_dir / LOG
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -102,11 +108,19 @@ class Watch:
             )
         self.processes.append((command, process))
 
-    def wait(self) -> None:
+    def tell_to_stop(self) -> None:
+        """Ask all ranks to stop after the step at hand."""
+        for seat in self.seats:
+            if seat.line is not None:
+                with suppress(OSError):  # it has ended, which `wait` tells
+                    seat.line.send(STOP)
+
+    def wait(self, interrupts: Interrupts) -> None:
         """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
         patience = time.monotonic() + max(self.timeout, JOIN)
         deadline: float | None = None
         ended_at: float | None = None
+        stall = Stall([seat.whereabouts for seat in self.seats], self.timeout)
         while True:
             lines = [seat.line for seat in self.seats if seat.line is not None and seat.report is None]
             if self.front.listener in connection.wait([self.front.listener, *lines], LOOK):
@@ -123,6 +137,8 @@ class Watch:
                 if all(seat.wordless for seat in self.seats if isinstance(seat.report, Failure)):
                     limit = silence_of(self.timeout) + CAUSE  # one that loses a host kills the other ranks
                 deadline = min(deadline or now + limit, now + limit)
+                if interrupts.stopping:
+                    raise Terminated  # ranks that were not training yet end when a scheduler signals them too
                 if now >= deadline or all(seat.report for seat in self.seats):
                     self._tell(failures)
             elif all(seat.report for seat in self.seats):
@@ -131,6 +147,8 @@ class Watch:
                 ended_at = ended_at or now  # its ranks may have something to say
                 if now >= ended_at + ECHO:
                     raise self._ended(*bad[0])
+            elif stall.found():
+                self._tell_of_a_hang("")
             elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
                 raise RunFailed(
                     f"{_named(absent, len(self.seats))} did not join within {max(self.timeout, JOIN):g} s."
@@ -185,20 +203,28 @@ class Watch:
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
                 f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone."
             )
-        silent = [seat for seat in self.seats if seat.report is None]
-        if silent and cause.order is Order.TIMEOUT:
-            waited = next((one for one in failures if one.order is Order.TIMEOUT), None)
-            place = f" (rank {waited.rank} in {waited.where})" if waited is not None and waited.where else ""
-            raise RunFailed(
-                f"{_named(silent, count)} did not answer: the others waited {self.timeout:g} s in a "
-                f"collective{place}. The host, or the way to it, is gone, or it hangs."
-            )
+        if cause.order is Order.TIMEOUT:
+            self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")
         alike = [one.rank for one in failures if one is not cause and one.what == cause.what]
         several = len({seat.host for seat in self.seats}) > 1
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
         raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}")
+
+    def _tell_of_a_hang(self, place: str) -> None:
+        """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
+        nobody is silent."""
+        found = hangs.diagnose([hangs.where(seat.whereabouts) for seat in self.seats], self.timeout)
+        silent = [seat for seat in self.seats if seat.report is None]
+        if found is not None:
+            hosts = _named([self.seats[number] for number in found.hung], len(self.seats))
+            raise RunFailed(f"{found.told}.{f' They are on {hosts}.' if found.hung else ''}")
+        if silent:
+            raise RunFailed(
+                f"{_named(silent, len(self.seats))} did not answer: the others waited {self.timeout:g} s in a "
+                f"collective{place}. The host, or the way to it, is gone, or it hangs."
+            )
 
 
 def _named(seats: Sequence[_Seat], count: int) -> str:
@@ -230,23 +256,25 @@ def supervise(
     run_dir: Path,
     launcher: str,
     timeout: float,
+    stoppable: bool,
 ) -> Any:
     """Start the commands, stay with the ranks until the last one is done, return what rank 0 returned.
 
     Args:
         names: the hosts, as far as the config names them.
         here: those of them that are this machine.
+        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
         remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
 
     Raises:
         RunFailed: a rank or a launcher failed, or a host is gone; the text names it.
         ConfigError, StrategyError: a rank found that the input is wrong.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
     watch = Watch(world_size, names, front, run_dir, launcher, timeout)
     patience = 0.0
     sys.stdout.flush()
-    with Interrupts() as interrupts:
+    with Interrupts(watch.tell_to_stop if stoppable else None) as interrupts:
         try:
             for command in started.commands:
                 if command.host is None or command.host in here:
@@ -255,11 +283,13 @@ def supervise(
                     watch.start(command, [*remote, command.host, command.shell(directory)], os.environ)
                 else:
                     print(f"start on {command.host}: {command.shell(directory)}", flush=True)
-            watch.wait()
+            watch.wait(interrupts)
             patience = LEAVE
         finally:
             interrupts.hold()
             watch.stop(patience)
+            for seat in watch.seats:
+                seat.whereabouts.unlink(missing_ok=True)
     result = watch.seats[0].report
     assert isinstance(result, Done) and result.value is not None
     return pickle.loads(result.value)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STEP, PHASE, GROUP, NUMBER, KIND, PLACE = range(6)
-"""Cells. GROUP is that of the call that is waited for, 0 for none; NUMBER is that call's among those of its group."""
+STEP, PHASE, GROUP, NUMBER, KIND, PLACE, BEGUN = range(7)
+"""Cells. BEGUN counts the steps of this process; GROUP is that of the call that is waited for, 0 for none, and NUMBER
+that call's among those of its group."""
 FIRST, CELLS = 8, 2048
 """A group's cell, from FIRST on, has the number of calls that this rank has joined."""
 PHASES = ("the start", "data loading", "forward", "backward", "update", "evaluation", "saving")
@@ -88,7 +89,13 @@ class Whereabouts:
         cells[GROUP] = self._groups.get(group, 0)
 
     def at(self, phase: int) -> None:
+        """Another phase of the step begins."""
         self.cells[PHASE] = phase
+
+    def begin(self, step: int) -> None:
+        """Another step begins."""
+        self.cells[STEP] = step
+        self.cells[BEGUN] += 1
 
 
 here = Whereabouts()

@@ -7,6 +7,7 @@ They share the file system and nothing of the network, not even loopback. Needs 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,8 @@ class Hosts:
     def __init__(self, count: int, folder: Path) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
             raise RuntimeError(NEEDED)
-        tag = f"{os.getpid() % 100000}"
+        remove_left()
+        tag = f"{os.getpid()}"
         subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
         self.bridge = f"mw{tag}"
         self.namespaces = {f"{subnet}.{number + 1}": f"mw{tag}-{number}" for number in range(count)}
@@ -68,12 +70,10 @@ class Hosts:
         self._write_ssh()
 
     def _write_ssh(self) -> None:
-        """A program `ssh` that enters the namespace of an address, and one `pdsh` would find."""
+        """A program `ssh` that enters the namespace of an address."""
         cases = "\n".join(f"  {address}) space={name};;" for address, name in self.namespaces.items())
-        script = self.folder / "bin" / "ssh"
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(
-            "#!/bin/sh\n"
+        self.program(
+            "ssh",
             'while :; do case "$1" in\n'
             "  -o|-p|-l|-i) shift 2;;\n"
             "  -*) shift;;\n"
@@ -83,13 +83,19 @@ class Hosts:
             '  *) echo "ssh: connect to host $1 port 22: No route to host" >&2; exit 255;;\n'
             "esac\n"
             "shift\n"
-            'exec ip netns exec "$space" sh -c "$*"\n'
+            'exec ip netns exec "$space" sh -c "$*"',
         )
-        script.chmod(0o755)
+
+    def program(self, name: str, script: str) -> None:
+        """A program of that name, for the commands that are started with `environment`."""
+        file = self.folder / "bin" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
 
     def environment(self) -> dict[str, str]:
         """That of a command which reaches the hosts by the program `ssh`."""
-        return {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "RSH_AGENT": "ssh"}
+        return {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def inside(self, name: str, words: list[str]) -> list[str]:
         """The words that run a command on the host `name`."""
@@ -121,6 +127,14 @@ class Hosts:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         for name in (*self.namespaces.values(), self.bridge):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def remove_left() -> None:
+    """Remove the hosts of tests that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for name in re.findall(r"^mw\d+(?:-\d+)?", listed, re.MULTILINE):
+        if not Path(f"/proc/{name[2:].partition('-')[0]}").exists():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
