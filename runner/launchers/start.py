@@ -83,7 +83,7 @@ def started(
     """
     run_dir, address, silence = run_dir.absolute(), address_of(launch), silence_of(launch.timeout)
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
-        seats = seats_of(launch)
+        seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
         front = Front(listener, new_secret(folder), silence)
@@ -97,7 +97,7 @@ def started(
             launch.timeout,
             launch.threads,
             launch.launcher,
-            seats if launch.launcher == "rank_table" else (),
+            seats,
         ).write(folder)
         plan = described(launch, world_size, folder, ())
         for name, content in plan.files.items():
@@ -107,6 +107,7 @@ def started(
             front,
             world_size=world_size,
             names=frozenset(host.name for host in launch.hosts),
+            placed=[seat[0] for seat in seats],
             here=frozenset(host.name for host in launch.hosts if network.is_here(network.resolve(host.name))),
             remote=launch.remote,
             directory=Path.cwd(),
