@@ -58,14 +58,14 @@ def check(launch: Launch) -> None:
         address_of(launch)
 
 
-def described(launch: Launch, world_size: int, folder: Path, overrides: tuple[str, ...]) -> Started:
-    """What `launch` starts for ranks that are told what they need in `folder`. Nothing is written or started."""
-    address, port = meeting(launch)
+def described(
+    launch: Launch, world_size: int, folder: Path, meeting: tuple[str, int], overrides: tuple[str, ...] = ()
+) -> Started:
+    """What `launch` starts for ranks that are told what they need in `folder`. Nothing is written, started or asked."""
     place = Place(
         folder,
         world_size,
-        address,
-        port,
+        *meeting,
         sys.executable,
         Path.cwd(),
         exported(launch.export),
@@ -99,7 +99,7 @@ def started(
             launch.launcher,
             seats,
         ).write(folder)
-        plan = described(launch, world_size, folder, ())
+        plan = described(launch, world_size, folder, meeting(launch))
         for name, content in plan.files.items():
             (folder / name).write_text(content, encoding="utf-8")
         return supervise(
