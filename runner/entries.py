@@ -36,8 +36,11 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
                 "ask for more."
             )
-    if config.job.name == "predict" and config.predict.checkpoint is not None and prepared.graph is not None:
-        weights.check(weights.open_checkpoint(config.predict.checkpoint), prepared.graph.sources)
+    if config.job.name == "predict" and config.predict.checkpoint is not None:
+        trained = weights.open_checkpoint(config.predict.checkpoint)
+        checkpoints.verify(trained.path)
+        if prepared.graph is not None:
+            weights.check(trained, prepared.graph.sources)
     report.write_plan(prepared, rank.run_dir)
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:

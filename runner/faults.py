@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner import injuries
+from runner.checkpoints import folder
 from runner.errors import ConfigError
 from runner.execution import Execution
 from runner.schema import Config
@@ -44,8 +45,10 @@ def check(config: Config, world_size: int, steps: int) -> None:
 
 
 def _saves(config: Config, step: int, steps: int) -> bool:
-    every = config.checkpoint.every
-    return (every is not None and step % every == 0) or (config.checkpoint.at_end and step == steps)
+    wanted = config.checkpoint
+    if wanted.minutes is not None or wanted.best is not None:
+        return True  # only the run itself knows
+    return (wanted.every is not None and step % wanted.every == 0) or (wanted.at_end and step == steps)
 
 
 class Faults:
@@ -92,7 +95,7 @@ class Faults:
                 continue
             if fault.kind == "disk_full":
                 self._remember(number, fault)
-                self._undo.append(injuries.fill_disk(self._saved))
+                self._undo.append(injuries.fill_disk(self._written(fault)))
             elif fault.kind not in DAMAGE:
                 self._before(os, "fsync", number, fault)
 
@@ -100,10 +103,18 @@ class Faults:
         """The last step is done, and saved."""
         self._late()
 
+    def _written(self, fault: Fault) -> Path:
+        """What the checkpoint of a fault is called while it is written."""
+        return folder.hidden(folder.target(self._saved, fault.step))
+
+    def _is_written(self, fault: Fault) -> bool:
+        """Whether that is what is being written now, and not still the checkpoint before it."""
+        return [self._written(fault)] == list(self._saved.glob(".step-*.partial"))
+
     def _late(self) -> None:
         """What waits for a checkpoint that has its name, and what found no place inside of the step that was run."""
         for number, fault in list(self._due):
-            saved = self._saved / f"step-{fault.step:08d}"
+            saved = folder.target(self._saved, fault.step)
             if fault.step > self._step or (fault.phase == "save" and not saved.is_dir()):
                 continue
             if fault.kind in DAMAGE:
@@ -137,7 +148,8 @@ class Faults:
         own, plain = name in vars(holder), getattr(holder, name)
 
         def call(*args: Any, **named: Any) -> Any:
-            self._happen(number, fault)
+            if fault.phase != "save" or self._is_written(fault):
+                self._happen(number, fault)
             return plain(*args, **named)
 
         setattr(holder, name, call)

@@ -83,8 +83,14 @@ VERBS = {
         "runner.jobs.diff:run",
         composed=False,
     ),
+    "convert": Verb(
+        "write a checkpoint in another form or for another plan; also weights of torch and DeepSpeed",
+        "run convert runs/mine merged",
+        "runner.jobs.convert:run",
+        composed=False,
+    ),
     "doctor": Verb(
-        "check that this machine and installation can run",
+        "check that this machine and installation can run; or every file of a checkpoint",
         "run doctor",
         "runner.jobs.doctor:run",
         composed=False,

@@ -335,7 +335,7 @@ def _hang(
     at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
     silent = [number for number, rank in ranks.items() if rank.report is None]
-    asked = list(found.hung) if found is not None else silent[:1] if cause is not None else silent
+    asked = silent if found is None else list(found.hung)
     here = [number for number in asked if number in ranks]
     for number in here:
         ranks[number].send_signal(signal.SIGUSR1)
@@ -343,17 +343,21 @@ def _hang(
     for number in here:
         ranks[number].wait(deadline - time.monotonic())
     places = {number: failure.dumped_place(ranks[number].said()) for number in here}
+    if found is None and cause is not None and len(asked) == 1:
+        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0]
     if found is None and cause is not None:
-        if not here:
-            return failure.message(cause, [], world_size), cause.rank
-        return failure.missing_message(cause, here[0], places[here[0]], timeout, world_size), here[0]
-    told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
+        told = failure.message(cause, [], world_size).rstrip(".")
+        if asked:
+            told = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
+    else:
+        told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
     for number in asked:
         spot, place = at[number], places.get(number)
         told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
         if number in ranks:
             told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    return f"{told}.", next(iter([*here, *ranks]))
+    seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
+    return f"{told}.", seen[0]
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:

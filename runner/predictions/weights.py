@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from runner.checkpoints import Checkpoint, read
-from runner.checkpoints.folder import locate
+from runner.checkpoints import Checkpoint, locate, read
 from runner.errors import ConfigError
 from runner.execution import Execution
 from strategies.engine.pieces import Piece, of_slice
@@ -33,7 +32,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
     """Raise ConfigError unless `checkpoint` holds the parameters and buffers of this model, in their shapes."""
-    wanted = {source.name: source.spec.shape for source in sources if source.kind in KINDS}
+    wanted = {one.name: one.spec.shape for one in sources if one.kind in KINDS and 0 not in one.spec.shape}
     held = {name: checkpoint.tensors[f"model/{name}"].shape for name in checkpoint.names}
     for names, what in (
         ([name for name in wanted if name not in held], "does not have {}, which the model needs"),
@@ -61,7 +60,7 @@ def fill(checkpoint: Checkpoint, execution: Execution) -> None:
     for one in programs:
         for source in one.sources:
             key = f"model/{source.name}"
-            if source.kind in KINDS and key not in wanted:
+            if source.kind in KINDS and key in checkpoint.tensors:
                 shape = source.spec.shape
                 block = one.layouts[source.id].block(shape, one.mesh, rank)
                 wanted[key] = [of_slice(shape, block, execution.tensors[source.name])]

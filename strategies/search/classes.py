@@ -46,9 +46,9 @@ class Classes:
         return tuple(members[0] for members in self.members)
 
 
-def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) -> Classes:
+def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None, *, apart: bool = False) -> Classes:
     """The classes of a problem's operators, in the order of their first members. With assignments `chosen` by id,
-    operators are alike only if these are equal too."""
+    operators are alike only if these are equal too; `apart`, every operator is alike only to itself."""
     graph = problem.graph
     numbers: dict[Hashable, int] = {}
 
@@ -77,6 +77,8 @@ def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) ->
             key: list[Hashable] = [seen[operator.id], *[(seen[ref.id], ref.index) for ref in operator.operands], None]
             key += sorted([(seen[id], index, position) for id, index, position in uses[operator.id]])
             colour[operator.id] = number(tuple(key))
+    if apart:
+        colour = {operator.id: place for place, operator in enumerate(graph.operators)}
     order: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         order.setdefault(colour[operator.id], []).append(operator)

@@ -27,6 +27,7 @@ from strategies.rules.sharding import Assignment
 from strategies.search.elimination import LARGEST, TooWide
 from strategies.search.folding import Folded
 from strategies.search.joining import joinings, least
+from strategies.search.kept import too_large
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.prices import Pricing
@@ -189,11 +190,7 @@ class _Finding:
             if best is not None and (best.cost - lower <= self.tolerance * lower or high - low <= 1e-6 * high):
                 break
         if best is None:
-            raise StrategyError(
-                f"parallel.memory_limit = {limit:.0f} bytes per rank, but no plan was found that keeps it: the "
-                f"smallest needs {found.bytes:.0f}. Use more ranks, a higher parallel.zero.stage, smaller batches, "
-                "or a larger limit."
-            )
+            raise StrategyError(too_large(limit, found.bytes))
         mixed = self.mixed(over, under, limit)
         best = mixed if mixed is not None and mixed.cost < best.cost else best
         return replace(best, lower_bound=min(lower, best.cost))

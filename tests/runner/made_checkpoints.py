@@ -53,8 +53,8 @@ def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = whole, st
         )
         for key, tensor in tensors.items()
     }
-    (path / INDEX).write_text(json.dumps(index.to_json(entries)))
+    (path / INDEX).write_text(json.dumps([index.to_json(entries)]))
     stamps = {name: header.stamp(path / name) for name in [*files, INDEX]}
-    told = header.Header(step, step * 16, "sharded", len(files), {}, {}, "", stamps, ())
+    told = header.Header(step, (0, step * 16), "sharded", len(files), {}, {}, "", stamps, ())
     (path / HEADER).write_text(header.to_text(told))
     return path
