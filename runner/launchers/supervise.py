@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed, Terminated
+from runner.errors import ConfigError, HostLost, RunFailed, Terminated
 from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
@@ -213,9 +213,10 @@ class Watch:
         away = {seat.host for seat in self.seats if seat.lost}
         if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
-            raise RunFailed(
+            raise HostLost(
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
-                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone."
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
+                tuple(away),
             )
         if cause.order is Order.TIMEOUT:
             self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")

@@ -6,6 +6,7 @@ Hosts are network namespaces (see `namespaces`).
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import RECIPE, STEPS, losses
+from launched import RECIPE, ROOT, STEPS, losses
 from namespaces import Hosts
 
 pytestmark = pytest.mark.slow
@@ -126,6 +127,27 @@ def test_a_host_that_comes_back_in_time_goes_on(hosts: Hosts, on_first: Start, t
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert len(losses(tmp_path / "run")) == 200
+
+
+def test_a_run_goes_on_without_a_lost_host(hosts: Hosts, on_first: Start, tmp_path: Path) -> None:
+    words = ["+recipe=data_parallel", "world_size=4", "train.steps=300", "train.log_every=1", "evaluate.metric=null"]
+    words += ["evaluate.args={}", "checkpoint.every=5", "checkpoint.keep=2", "hydra.run.dir=run", "launch=rank_table"]
+    words += [on_two(hosts), "launch.timeout=6", "launch.max_restarts=1", "launch.min_ranks=2"]
+    process = on_first("train", *words)
+    first_steps(process, 12)
+    hosts.cut_off(hosts.names[1])
+    out, err = process.communicate(timeout=150)
+    assert (process.returncode, err) == (0, "")
+    assert f"restart 1 of 1: host {hosts.names[1]} (ranks 2, 3 of 4) no longer answers" in out
+    assert "parallel.mode=data_parallel, 2 ranks on cpu" in out
+    subprocess.run(
+        [sys.executable, "-m", "runner", "train", *words[:9], "hydra.run.dir=alone"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
 
 
 def test_hosts_started_by_hand_share_nothing(
