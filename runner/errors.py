@@ -22,6 +22,14 @@ class RunFailed(Exception):
     """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where."""
 
 
+class HostLost(RunFailed):
+    """A run whose `hosts` do not answer any more."""
+
+    def __init__(self, text: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.hosts = hosts
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived, and nothing could be stopped in an orderly way."""
 

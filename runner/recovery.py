@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.errors import ConfigError, RunFailed
+from runner.errors import ConfigError, HostLost, RunFailed
+from runner.launchers.shrinking import without
 from runner.schema import Config
-from runner.start import Ready, start
+from runner.start import Ready, make_ready, start
 from strategies.errors import StrategyError
 
 
@@ -39,6 +40,9 @@ def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) 
                 told = "restart" if count == 1 else f"{count} restarts"
                 raise RunFailed(f"{failed}\nThe run was given up after {told} (launch.max_restarts).") from failed
             count, began = count + 1, time.monotonic()
+            smaller = without(config, failed.hosts) if isinstance(failed, HostLost) else None
+            if smaller is not None:
+                config, ready = smaller, make_ready(smaller, run_dir, Path(payload["folder"]))
             ready = replace(ready, resume=_newest(config, run_dir))
             payload = payload | {"marks": ()}  # how long it took to the first step is told once
             cause = str(failed).partition("\n")[0].rstrip(".")

@@ -53,6 +53,9 @@ class Launch(Section):
     host: Annotated[Word | None, Field(description="Start only this host's ranks; the others are started likewise.")]
     rank: Annotated[Number | None, Field(description="Start only this rank; the others are started likewise.")]
     nodes: Annotated[Count | None, Field(description="How many hosts, where the scheduler knows their names.")]
+    min_ranks: Annotated[
+        Count | None, Field(description="Go on without hosts that are lost, with so many ranks at least.")
+    ]
     address: Annotated[Word | None, Field(description="Where the others find the host that is first, or this command.")]
     port: Annotated[Port | None, Field(description="Where the ranks meet; null: any that is free.")]
     rendezvous: Annotated[Literal["static", "c10d"], Field(description="How the agents of torchrun meet.")]
@@ -118,6 +121,13 @@ class Launch(Section):
                 f"launch.nodes = {self.nodes} is for launch=slurm, which finds hosts by itself; name them in "
                 "launch.hosts.",
                 "launch.nodes",
+            )
+        if self.min_ranks is not None and (self.ranks is None or self.min_ranks > self.ranks or not self.max_restarts):
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks} lets a run go on without a host: it needs the hosts of "
+                "launch.hosts, with as many ranks or more, and launch.max_restarts.",
+                "launch.min_ranks",
+                "launch.max_restarts",
             )
         in_order = [rank for host in self.hosts for rank in host.ranks]
         if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):
