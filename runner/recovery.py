@@ -7,6 +7,7 @@ run trains. Does not import torch.
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from runner.errors import ConfigError, RunFailed
 from runner.schema import Config
 from runner.start import Ready, start
 from strategies.errors import StrategyError
+
+RESTARTS = "restarts.jsonl"
+"""In the run folder: a line for every restart, with the checkpoint that it continues."""
 
 
 def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
@@ -36,13 +40,19 @@ def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) 
             if count == most:
                 if not count:
                     raise
-                told = "restart" if count == 1 else f"{count} restarts"
+                told = f"restart {count} of {most}"
                 raise RunFailed(f"{failed}\nThe run was given up after {told} (launch.max_restarts).") from failed
             count, began = count + 1, time.monotonic()
             ready = replace(ready, resume=_newest(config, run_dir))
             payload = payload | {"marks": ()}  # how long it took to the first step is told once
             cause = str(failed).partition("\n")[0].rstrip(".")
+            _note(run_dir, {"restart": count, "cause": cause, "resume": ready.resume, "time": time.time()})
             print(f"restart {count} of {most}: {cause}. {_going_on(ready, time.monotonic() - began)}", flush=True)
+
+
+def _note(run_dir: Path, restart: dict[str, Any]) -> None:
+    with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(restart) + "\n")
 
 
 def _newest(config: Config, run_dir: Path) -> str | None:
