@@ -11,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 TORCH := torch==2.13.0
+# Two processes, whatever the machine: a test may start eight ranks of its own.
+PARALLEL := -n 2 --dist loadfile
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: run test test-slow lint format coverage fuzz clean
@@ -19,10 +21,10 @@ run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 test-slow: lint
-	$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow or not slow" $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

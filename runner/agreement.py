@@ -7,9 +7,11 @@ Invariant: either all ranks of a group return, or all raise.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +19,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from runner.prepare import Prepared
+from runner.prepare import WEIGHTS, Prepared
 
 
-def agree_on_program(prepared: Prepared) -> None:
-    """All ranks were sent the same, and run it with the same versions (collective). Raises RuntimeError."""
-    config = prepared.config.model_dump_json()
+def agree_on_program(prepared: Prepared, folder: Path) -> None:
+    """All ranks were sent the same, and run it with the same versions (collective). Hosts that were started by hand
+    have prepared for themselves: they must have found the same, down to the initial weights in `folder`. Raises
+    RuntimeError."""
+    config = prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}})
     facts = {
         "torch": torch.__version__,
         "the config": _hash(config),
         "the captured model and its plan": prepared.digest,
     }
+    if prepared.config.launch.by_hand:
+        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
     agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
 
 

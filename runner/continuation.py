@@ -21,7 +21,7 @@ SAME = ("optimizer",)
 PROGRAM = ("world_size", "parallel.mode", "parallel.zero.stage", "train.precision")
 """Config keys that, beside the plan, determine what the ranks run."""
 
-DECIDES = ("mesh", "inputs", "tensors", "operators")
+DECIDES = ("mesh", "inputs", "tensors", "assignments")
 """Entries of a plan that determine the program; who chose them and how does not matter."""
 
 DATA = ("data.batch_size", "train.seed", "data.target", "data.args")
@@ -92,9 +92,9 @@ def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
 def _deciding(plan: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: plan.get(key) for key in DECIDES}
     found["mesh"] = [list(item) for item in plan.get("mesh", {}).items()]  # the order of the axes matters
-    found["operators"] = {
+    found["assignments"] = {
         name: {key: value for key, value in entry.items() if key != "origin"}
-        for name, entry in plan.get("operators", {}).items()
+        for name, entry in plan.get("assignments", {}).items()
     }
     return found
 

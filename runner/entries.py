@@ -1,4 +1,4 @@
-"""What forks of the warm server run for `runner.start`: the preparation, and each rank's training."""
+"""What forks of the warm server run for `runner.start`: the preparation, and each rank's training or prediction."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from runner import checkpoints, faults, report
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
+from runner.predictions import weights
+from runner.predictions.predictor import predict
 from runner.prepare import Prepared
 from runner.schema import Config
 from runner.trainer import Job, train
@@ -34,6 +36,11 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
                 "ask for more."
             )
+    if config.job.name == "predict" and config.predict.checkpoint is not None:
+        trained = weights.open_checkpoint(config.predict.checkpoint)
+        checkpoints.verify(trained.path)
+        if prepared.graph is not None:
+            weights.check(trained, prepared.graph.sources)
     report.write_plan(prepared, rank.run_dir)
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
@@ -54,6 +61,11 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     continued = None if resume is None else Path(resume)
     job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)
+
+
+def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict on one rank from a pickled preparation."""
+    return predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
 
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:

@@ -132,10 +132,13 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         rows: pipelining.programs_of(config, one.stages, evaluation_options(config))
         for rows, one in prepared.evaluations.items()
     }
-    program = joined([prepared.stages[k] for k in mine], [programs[k] for k in mine])
-    used = [*_axes_used(program), program.loss_axes, *axes(program)]
+    held = [range(group, len(prepared.stages), count) for group in range(count)]
+    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in held]
+    program, used = by_group[number], []
+    for one in by_group:  # a group of ranks across the stages is named by how many each rank has made before
+        used += [*_axes_used(one), one.loss_axes, *axes(one)]
     for evaluation in tried.values():
-        used += [names for k in mine for names in _axes_used(evaluation[k])]
+        used += [names for one in evaluation for names in _axes_used(one)]
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
     for evaluation in tried.values():

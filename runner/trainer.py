@@ -70,7 +70,7 @@ class Trainer:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
-        agree_on_program(self.prepared)
+        agree_on_program(self.prepared, job.folder)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
@@ -91,7 +91,7 @@ class Trainer:
             )
         self.faults = Faults(self.config, rank, self.execution)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
-        self.keeper = Keeper(self.config, rank, self.order)
+        self.keeper = Keeper(self.config, rank, self.order, self._saving)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
@@ -193,11 +193,9 @@ class Trainer:
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                here.at(SAVING)
-                self.faults.saving()
                 self.keeper.after(step, self.prepared.steps, results if evaluated else None, self._content)
-            if stopped is not None and stopped >= first:
-                self.keeper.now(stopped, self._content)
+            if stopped is not None:
+                self.keeper.stop(stopped, self._content)
             self.keeper.finish()
             self.faults.end()
             if metrics is not None and (moved := self._moved()):
@@ -313,6 +311,10 @@ class Trainer:
         if self.config.train.epochs is not None:
             self.prepared = replace(self.prepared, steps=self.prepared.steps - self.keeper.ahead)
         return done + 1
+
+    def _saving(self) -> None:
+        here.at(SAVING)
+        self.faults.saving()
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model, whole (collective)."""

@@ -108,7 +108,9 @@ def commit(
     except ValueError as error:
         raise SaveFailed(f"{shown(partial)} is not complete: {error}") from error
     files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
-    header = replace(header, files=files, plain=tuple(mark.plain for mark in marks if mark.plain is not None))
+    stages = sorted({mark.stage for mark in marks})
+    plain = [[mark.plain for mark in marks if mark.stage == stage and mark.plain is not None] for stage in stages]
+    header = replace(header, files=files, plain=tuple(map(tuple, plain)))
     content = [parts]
     if wanted.form != SHARDED:
         made, whole = merged.write(Checkpoint(partial, header, chosen), partial, published, described)

@@ -96,11 +96,11 @@ def name_of(key: str) -> str:
     return key.removeprefix(MODEL) if key.startswith(MODEL) else key.removeprefix(OPTIMIZER).partition("/")[2]
 
 
-def plain(content: Content) -> bytes:
+def plain(content: Content, copies: int = 1) -> bytes:
     """What is no tensor, as bytes that can be read without running code from the file: random states, and from the
-    first rank of a stage the rest too. Raises ConfigError for a state that cannot be held so."""
+    first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be held so."""
     held: dict[str, Any] = {"random": chance.states()}
-    if content.communicator.rank == 0:
+    if content.communicator.rank < copies:
         state = content.updates.plain()
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()
         held |= {"groups": state.groups, "scalars": state.scalars, "loss_scale": state.loss_scale}

@@ -38,7 +38,8 @@ class Stamp:
 @dataclass(frozen=True)
 class Header:
     """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files that hold what
-    is no tensor. `metric` is the value by which the best checkpoint is chosen, where there is one."""
+    is no tensor, for each group of a pipeline all that hold the same. `metric` is the value by which the best
+    checkpoint is chosen, where there is one."""
 
     step: int
     position: tuple[int, int]
@@ -48,7 +49,7 @@ class Header:
     config: Mapping[str, Any]
     fingerprint: str
     files: Mapping[str, Stamp]
-    plain: tuple[str, ...]
+    plain: tuple[tuple[str, ...], ...]
     metric: float | None = None
     version: int = field(default=VERSION)
 
@@ -72,7 +73,7 @@ def read_header(path: Path) -> Header:
         if content.pop("checksum", None) != _sum_of(content):
             raise ValueError(f"the checksum of {HEADER} is another")
         files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
-        read = {"files": files, "plain": tuple(content["plain"]), "position": tuple(content["position"])}
+        read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
         return Header(**content | read)
 
 

@@ -18,15 +18,15 @@ from runner.worker import RankContext
 
 
 class Keeper:
-    """Every rank has one, and all call it together."""
+    """Every rank has one, and all call it together. `begin` is called before anything is saved."""
 
-    def __init__(self, config: Config, rank: RankContext, order: Order) -> None:
-        self._config, self._order, self._rank = config, order, rank.rank
+    def __init__(self, config: Config, rank: RankContext, order: Order, begin: Callable[[], None]) -> None:
+        self._config, self._order, self._rank, self._begin = config, order, rank.rank, begin
         self._place = rank.run_dir / "checkpoints"
         self._calendar = when.Calendar(config.checkpoint, self._place, rank.rank, rank.world_size, rank.device)
         self._saver = Saver() if config.checkpoint.background else None
         self.ahead = 0
-        self._saved: int | None = None
+        self._saved = 0
 
     def restore(self, path: Path, content: Content) -> int:
         """Load the checkpoint `path`; the optimizer step after which it was saved. Rank 0 prints what is other than it
@@ -37,6 +37,7 @@ class Keeper:
         if self._rank == 0:
             for line in restored.told(content.config):
                 print(f"resume: {line}", flush=True)
+        self._saved = restored.step
         return restored.step
 
     def after(
@@ -48,18 +49,20 @@ class Keeper:
         if self._saver is not None:
             self._saver.check()
         if due:
-            self._save(step, content, metric)
+            self._save(step, metric, content)
 
-    def now(self, step: int, content: Callable[[], Content]) -> None:
-        """Save after `step` unless that was done. Collective."""
-        if self._saved != step:
-            self._save(step, content, None)
+    def stop(self, step: int, content: Callable[[], Content]) -> None:
+        """Save after `step`, the last one because the run was asked to stop, if that has not been done. Collective."""
+        if step > self._saved:
+            self._save(step, None, content)
 
-    def _save(self, step: int, content: Callable[[], Content], metric: float | None) -> None:
-        done, self._saved = step + self.ahead, step
+    def _save(self, step: int, metric: float | None, content: Callable[[], Content]) -> None:
+        self._begin()
+        done = step + self.ahead
         position = (self._order.epoch(done), done % self._order.steps_per_epoch * self._order.batch_size)
         store = save if self._saver is None else self._saver.save
         store(self._place, step, content(), when.wanted(self._config.checkpoint), position=position, metric=metric)
+        self._saved = step
 
     def finish(self) -> None:
         """Return when everything is on the disk."""

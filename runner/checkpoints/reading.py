@@ -85,8 +85,8 @@ class Checkpoint:
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """What is no tensor, of each group of a pipeline."""
-        for name in self.header.plain:
-            yield self.load(name)
+        for names in self.header.plain:
+            yield self.load(next(name for name in names if name not in self.lost))
 
     def load(self, name: str) -> dict[str, Any]:
         """The content of one of the small torch files. Raises ConfigError where it is damaged."""
@@ -110,7 +110,7 @@ def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Check
             raise ValueError(f"the checksum of {INDEX} is another")
         content = json.loads((path / INDEX).read_text(encoding="utf-8"))
         tensors = _available([indices.from_json(one) for one in content], lost)
-        if gone := [name for name in header.plain if name in lost]:
+        if gone := [names[0] for names in header.plain if lost.keys() >= set(names)]:
             raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
         return Checkpoint(path, header, tensors, lost)
 

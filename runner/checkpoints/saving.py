@@ -142,10 +142,10 @@ class _Save:
     def __init__(self, partial: Path, given: Content, wanted: Wanted, header: Header) -> None:
         self._partial, self._wanted, self._header = partial, wanted, header
         self._rank, self._stage = given.rank, given.communicator.stage
-        self._first_of_stage = given.communicator.rank == 0
+        self._needed = given.communicator.rank < wanted.copies
         self._world = given.communicator.world
         self._published, self._described = given.published, given.described
-        self._plain = content.plain(given)
+        self._plain = content.plain(given, wanted.copies)
 
     def run(self, pieces: Pieces) -> None:
         try:
@@ -171,7 +171,7 @@ class _Save:
         plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
         stamp, index = dcp.store(self._partial, f"{name}.safetensors", pieces)
         files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
-        needed = f"{name}.pt" if self._first_of_stage else None
+        needed = f"{name}.pt" if self._needed else None
         committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed))
 
 

@@ -50,7 +50,8 @@ class Calendar:
         found = found or (self.section.at_end and step == last)
         if self.section.minutes is not None or (self._better is not None and evaluation is not None):
             late = self.section.minutes is not None and time.monotonic() - self._saved >= 60 * self.section.minutes
-            found = self._told(found or late or self._improves(metric))
+            improves = self._improves(metric)
+            found = self._told(found or late or improves)
         if found:
             self._saved = time.monotonic()
         return found, metric

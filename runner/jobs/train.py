@@ -8,6 +8,8 @@ from typing import Any
 
 from runner import launch, recovery
 from runner.errors import Stopped
+from runner.launchers.dry_run import dry_run
+from runner.launchers.start import check
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
@@ -22,6 +24,10 @@ def run(config: Config, run_dir: Path) -> float | None:
     marks = marked(begin(), "config")
     if config.report.tensorboard:
         require_tensorboard()
+    if config.launch.dry_run:
+        dry_run(config, run_dir)
+        return None
+    check(config.launch)
     launch.warm()
     with (
         without_trace(run_dir),
@@ -32,6 +38,9 @@ def run(config: Config, run_dir: Path) -> float | None:
         marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
         result = recovery.train(ready, config, run_dir, payload)
+    if result is None:
+        print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
+        return None
     if result["stopped"] is not None:
         raise Stopped(stopped(result["stopped"], run_dir))
     if result["memory"] is not None:

@@ -12,13 +12,19 @@ import atexit
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import (
+    connection,
+    forkserver,
+    get_all_start_methods,
+    get_context,
+    get_start_method,
+    set_start_method,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +34,10 @@ from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, ignoring
-from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of, whereabouts_of
 from runner.launch.rank import STOP as STOP_ORDER
+from runner.launch.rank import Descriptor, Done, Orders, enter, log_of, whereabouts_of
+from runner.launchers import network
+from runner.launchers.placing import Part
 from runner.logs import read_since
 from strategies.errors import StrategyError
 
@@ -97,6 +105,21 @@ def _end_server(owner: int) -> None:
             return  # it has ended before
 
 
+def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Any:
+    """A new process of the fork server that calls `function`. Raises RunFailed if the server has ended."""
+    # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
+    process = _context.Process(target=function, args=arguments, name=name, daemon=False)
+    try:
+        with _without_main():
+            process.start()
+    except (EOFError, ConnectionError) as error:
+        raise RunFailed(
+            f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
+            "words are above."
+        ) from error
+    return process
+
+
 def run_ranks(
     entry: str,
     payload: object,
@@ -107,6 +130,7 @@ def run_ranks(
     timeout: float,
     threads: int,
     stoppable: bool = False,
+    part: Part | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -118,17 +142,20 @@ def run_ranks(
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
         stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
+        part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
+            result is None.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
+    part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm(PRELOAD)
-    ranks = [_Rank(rank, run_dir) for rank in range(world_size)]
+    ranks = [_Rank(rank, run_dir) for rank in part.ranks]
 
     def stop() -> None:
         for rank in ranks:
@@ -138,41 +165,46 @@ def run_ranks(
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
-        listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
+        listener = resources.enter_context(network.listener(part.address, part.port)) if 0 in part.ranks else None
+        port = part.port if listener is None else listener.getsockname()[1]
         try:
-            for rank in ranks:
+            for local_rank, rank in enumerate(ranks):
                 first = rank.number == 0
                 orders = Orders(
                     entry=entry,
                     rank=rank.number,
                     world_size=world_size,
+                    local_rank=local_rank,
+                    local_world_size=len(ranks),
                     run_dir=run_dir,
-                    device="cpu" if device == "cpu" else f"cuda:{rank.number}",
+                    device="cpu" if device == "cpu" else f"cuda:{part.devices[local_rank]}",
                     timeout=timeout,
                     threads=threads,
                     environment=dict(os.environ),
                     payload=Descriptor(content.fileno()),
-                    port=listener.getsockname()[1],
-                    listener=Descriptor(listener.fileno()) if first else None,
+                    address=part.address,
+                    port=port,
+                    listener=Descriptor(listener.fileno()) if first and listener is not None else None,
                     console=Descriptor(1) if first else None,
                     connection=rank.far_end,
                 )
                 rank.start(orders)
-            listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
+            if listener is not None:
+                listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
             hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
                 raise Terminated  # ranks that were not training yet end when a scheduler signals them too
             if failures or hung:
-                _tell(failures, ranks, timeout)
+                _tell(failures, ranks, run_dir, world_size, timeout)
         finally:
             interrupts.hold()
             _stop(ranks)
             for rank in ranks:
                 rank.whereabouts.unlink(missing_ok=True)
     result = ranks[0].report
-    assert isinstance(result, Done) and result.value is not None
-    return pickle.loads(result.value)
+    assert isinstance(result, Done)
+    return None if result.value is None else pickle.loads(result.value)
 
 
 class _Rank:
@@ -190,17 +222,7 @@ class _Rank:
 
     def start(self, orders: Orders) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
-        # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
-        process = _context.Process(target=enter, args=(orders,), name=f"rank {self.number}", daemon=False)
-        try:
-            with _without_main():
-                process.start()
-        except (EOFError, ConnectionError) as error:
-            raise RunFailed(
-                f"rank {self.number} could not be started: the fork server ended while it imported "
-                f"{', '.join(PRELOAD)}; its last words are above."
-            ) from error
-        self._process = process
+        self._process = fork(enter, (orders,), f"rank {self.number}")
         self.far_end.close()
 
     @property
@@ -286,7 +308,7 @@ def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
         connection.wait(sources, LOOK if deadline is None else deadline - now)
 
 
-def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -> None:
+def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, world_size: int, timeout: float) -> None:
     """Raise what the user is to see of `failures`; without any, the ranks hang."""
     cause = failure.root_cause(failures) if failures else None
     if cause is not None and cause.refusal == "config":
@@ -294,42 +316,48 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -
     if cause is not None and cause.refusal == "strategy":
         raise StrategyError(cause.text)
     if cause is None or cause.order is Order.TIMEOUT:
-        sentence, number = _hang(cause, ranks, timeout)
-        named = ranks[number]
+        here = {rank.number: rank for rank in ranks}
+        sentence, number = _hang(cause, here, run_dir, world_size, timeout)
+        named = here[number]
     else:
-        named = ranks[cause.rank]
+        named = next(rank for rank in ranks if rank.number == cause.rank)
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = failure.message(cause, alike, len(ranks))
+        sentence = failure.message(cause, alike, world_size)
     lines = named.said().rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
     raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
 
 
-def _hang(cause: Failure | None, ranks: Sequence[_Rank], timeout: float) -> tuple[str, int]:
-    """The sentence about ranks that hang, and the one to look at; `cause` has waited in vain."""
-    at = [hangs.where(rank.whereabouts) for rank in ranks]
+def _hang(
+    cause: Failure | None, ranks: Mapping[int, _Rank], run_dir: Path, world_size: int, timeout: float
+) -> tuple[str, int]:
+    """The sentence about ranks that hang, and the one of this host to look at; `cause` has waited in vain."""
+    at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
-    silent = [rank.number for rank in ranks if rank.report is None]
+    silent = [number for number, rank in ranks.items() if rank.report is None]
     asked = silent if found is None else list(found.hung)
-    for number in asked:
+    here = [number for number in asked if number in ranks]
+    for number in here:
         ranks[number].send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + DUMP
-    for number in asked:
+    for number in here:
         ranks[number].wait(deadline - time.monotonic())
-    places = {number: failure.dumped_place(ranks[number].said()) for number in asked}
+    places = {number: failure.dumped_place(ranks[number].said()) for number in here}
     if found is None and cause is not None and len(asked) == 1:
-        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, len(ranks)), asked[0]
+        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0]
     if found is None and cause is not None:
-        told = failure.message(cause, [], len(ranks)).rstrip(".")
+        told = failure.message(cause, [], world_size).rstrip(".")
         if asked:
-            told = f"rank {cause.rank} of {len(ranks)} waited {timeout:g} s in vain ({cause.where})"
+            told = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
     else:
         told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
     for number in asked:
-        here, place = at[number], places[number]
-        told += f". Rank {number} was in {'the start' if here is None else here.told}"
-        told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    return f"{told}.", asked[-1] if asked else 0 if cause is None else cause.rank
+        spot, place = at[number], places.get(number)
+        told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
+        if number in ranks:
+            told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
+    seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
+    return f"{told}.", seen[0]
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:
@@ -351,13 +379,17 @@ def _stop(ranks: Sequence[_Rank]) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the parent's script from multiprocessing, which would run it again in every rank.
+    """Hide the parent's script from multiprocessing, which would run it again in every rank, and a start method that
+    only the parent knows, as workers of joblib have one.
 
     Ranks find their function by its dotted name; running the command's own file would only import the front end.
     """
-    main = sys.modules["__main__"]
+    main, method = sys.modules["__main__"], get_start_method()
+    methods = get_all_start_methods()
     sys.modules["__main__"] = ModuleType("__main__")
+    set_start_method(method if method in methods else methods[0], force=True)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        set_start_method(method, force=True)

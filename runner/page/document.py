@@ -12,8 +12,9 @@ from typing import Any
 from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds
 from runner.layers import Kind, Row, Sums, kinds
 from runner.page.markup import Markup, element, joined
-from runner.page.pictures import COLOURS, bar, flow_picture, gauge, layer_picture, mesh_picture
-from runner.page.style import CSS
+from runner.page.pictures import bar, flow_picture, gauge, layer_picture, mesh_picture
+from runner.page.shell import section, shell
+from runner.page.style import COLOURS
 
 Content = Mapping[str, Any]
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -30,28 +31,17 @@ def page(content: Content, title: str) -> str:
         element("p", _subtitle(content), class_="note"),
         _tiles(content["prediction"]),
         *(element("p", line) for line in next_better(content["prediction"])),
-        _section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
-        _section("Memory of a rank", _memory(content)),
-        _section("Mesh", _mesh(content)),
-        _section(
+        section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
+        section("Memory of a rank", _memory(content)),
+        section("Mesh", _mesh(content)),
+        section(
             "Layers",
             element("div", flow_picture(found), class_="wide"),
             *(_layer(kind, list(content["mesh"])) for kind in found),
         ),
-        _section("Operators", element("div", _table(found), class_="wide")),
+        section("Operators", element("div", _table(found), class_="wide")),
     )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"Plan of {title}"),
-        element("style", Markup(CSS)),
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
-
-
-def _section(title: str, *children: Markup) -> Markup:
-    return element("section", element("h2", title), *children)
+    return shell(f"Plan of {title}", *body)
 
 
 def _subtitle(content: Content) -> str:

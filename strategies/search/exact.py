@@ -8,8 +8,8 @@ lower bound, so both are known at any time.
 A limit of memory enters as seconds per byte (a Lagrange multiplier): for any such price, the optimum minus the price of
 the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The price is found by bisection.
 
-On meshes of more than `MOST_AXES` axes neighbours are joined: the best plan of all joined meshes is taken, and the gap
-is that to what work alone takes on the whole mesh.
+On meshes of more than `MOST_AXES` axes, or where a table would be too large, neighbours are joined: the best plan of
+all joined meshes is taken, and the gap is that to what work alone takes on the whole mesh.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
+from strategies.search.elimination import LARGEST, TooWide
 from strategies.search.folding import Folded
 from strategies.search.joining import joinings, least
+from strategies.search.kept import too_large
 from strategies.search.network import Building
 from strategies.search.options import Menu
-from strategies.search.pricing import plan_seconds
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
 
@@ -62,17 +64,25 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
     transfers = Transfers(problem.mesh, cluster)
     if tolerance is None:
         tolerance = 0.01 if len(transfers.axes) > 2 else 1e-12
-    menu = Menu(problem, transfers)
-    if len(transfers.axes) > MOST_AXES and (best := _on_joined(problem, cluster, menu, tolerance)) is not None:
+    if len(transfers.axes) > MOST_AXES and (best := _on_joined(problem, cluster, tolerance)) is not None:
         return best
-    finding = _Finding(problem, menu, tolerance)
-    free = finding.cheapest(0.0)
+    finding = _Finding(problem, Menu(problem, transfers), tolerance)
+    try:
+        free = finding.cheapest(0.0)
+    except TooWide:
+        if (best := _on_joined(problem, cluster, tolerance)) is not None:
+            return best
+        raise StrategyError(
+            f"parallel.search = dynamic_programming would need a table of more than {LARGEST:,} entries on this mesh, "
+            "because some operator meets many others. Use parallel.search=recursive_programming, a mesh of fewer "
+            "axes, or configure some strategies."
+        ) from None
     if problem.memory is None or free.bytes <= problem.memory:
         return free
     return finding.within(problem.memory, free)
 
 
-def _on_joined(problem: Problem, cluster: Cluster, menu: Menu, tolerance: float) -> Found | None:
+def _on_joined(problem: Problem, cluster: Cluster, tolerance: float) -> Found | None:
     """The best plan of the joined meshes, and its seconds on the whole one; None where axes cannot be joined."""
     best: Found | None = None
     refused: StrategyError | None = None
@@ -90,7 +100,7 @@ def _on_joined(problem: Problem, cluster: Cluster, menu: Menu, tolerance: float)
         if refused is not None:
             raise refused
         return None
-    cost = plan_seconds(menu, best.assignments, best.tensors, problem)
+    cost = Pricing(problem, cluster).total(best.assignments, best.tensors)
     return replace(best, cost=cost, lower_bound=min(least(problem, cluster), cost))
 
 
@@ -99,6 +109,12 @@ class _Finding:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
         self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
+        self.solved: frozenset[Ref] = frozenset()
+        """Values that were split when the network was last solved."""
+        self.refused: frozenset[Ref] = frozenset()
+        """Values that stay whole, because split they would make a table too large."""
+        self.together: frozenset[Ref] = frozenset()
+        """Values that get no variable of their own, because a table would become too large."""
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
@@ -113,7 +129,7 @@ class _Finding:
         best: Found | None = None
         lower = least = 0.0
         while True:
-            picks, bound = self.folded.solve()
+            picks, bound = self.solve()
             lower = max(lower, bound)
             raised = self.building.settle(picks)
             cost, kept = self.building.cost(picks), self.building.bytes(picks)
@@ -125,12 +141,32 @@ class _Finding:
                 self.picks = picks
             if least - lower <= self.tolerance * lower:
                 break
-            split = self.building.underpaid(picks) if not raised or self.many else frozenset()
+            split = self.building.underpaid(picks) - self.refused if not raised or self.many else frozenset()
             if not raised and not split:
                 break
             if split:
                 self._build(self.building.split | split)
         return replace(best, lower_bound=min(lower, least))
+
+    def solve(self) -> tuple[list[int], float]:
+        """The options and seconds of the optimum. Where a table would be too large, values of fewer kinds are split
+        (alike ones of repeated layers together), so a gap may stay. Raises TooWide where none helps."""
+        while True:
+            try:
+                found = self.folded.solve()
+                self.solved = self.building.split
+                return found
+            except TooWide:
+                more = self.building.split - self.solved
+                kinds: dict[tuple[int, int], set[Ref]] = {}
+                for ref in sorted(more, key=lambda ref: (ref.id, ref.index)):
+                    kinds.setdefault((id(self.building.choices.get(ref.id)), ref.index), set()).add(ref)
+                if not kinds:
+                    raise
+                kept = list(kinds.values())[: len(kinds) // 2]
+                if not kept:
+                    self.refused |= more
+                self._build(self.solved.union(*kept))
 
     def within(self, limit: float, free: Found) -> Found:
         """The cheapest plan found that keeps the limit."""
@@ -154,11 +190,7 @@ class _Finding:
             if best is not None and (best.cost - lower <= self.tolerance * lower or high - low <= 1e-6 * high):
                 break
         if best is None:
-            raise StrategyError(
-                f"parallel.memory_limit = {limit:.0f} bytes per rank, but no plan was found that keeps it: the "
-                f"smallest needs {found.bytes:.0f}. Use more ranks, a higher parallel.zero.stage, smaller batches, "
-                "or a larger limit."
-            )
+            raise StrategyError(too_large(limit, found.bytes))
         mixed = self.mixed(over, under, limit)
         best = mixed if mixed is not None and mixed.cost < best.cost else best
         return replace(best, lower_bound=min(lower, best.cost))

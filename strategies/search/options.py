@@ -13,11 +13,11 @@ import numpy as np
 
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import VIEWS, operator_seconds
-from strategies.cost.step import MASTER
 from strategies.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.search.kept import parameter_bytes
 from strategies.search.own import Own
 from strategies.search.problem import Problem
 from strategies.search.transfers import PARTIAL, WHOLE, Integers, Rows, Seconds, Transfers
@@ -192,14 +192,7 @@ class Menu:
 
     def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
         """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
-        problem, spec = self.problem, self.problem.graph.specs[ref]
-        replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
-        parts = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
-        if ref not in problem.graph.trained:
-            return spec.item_bytes / parts[0]
-        masters = MASTER if spec.item_bytes < MASTER else 0
-        gradient, states = max(spec.item_bytes, MASTER), max(spec.item_bytes, MASTER) * problem.states + masters
-        return spec.item_bytes / parts[0] + gradient / parts[1] + states / parts[2]
+        return parameter_bytes(self.problem, layout, ref)
 
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""
@@ -213,10 +206,3 @@ class Menu:
         """Seconds of one redistribution."""
         mesh = self.problem.mesh
         return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
-
-    def own_seconds(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds that an operator takes under an assignment, whatever its neighbours do."""
-        sharding = self.problem.shardings[operator.id]
-        one = np.zeros(1, dtype=np.int64)
-        returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
-        return float(self._own(operator, sharding, [assignment], returned)[0])

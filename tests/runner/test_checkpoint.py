@@ -311,12 +311,12 @@ def test_differences_name_the_first_entry():
 def test_who_chose_a_strategy_does_not_matter_but_the_order_of_axes_does():
     plan = {
         "mesh": {"a": 2, "b": 2},
-        "operators": {"x": {"assignment": {}, "origin": "default"}},
+        "assignments": {"x": {"assignment": {}, "origin": "default"}},
         "search": {"seconds": 1},
     }
     saved = {"plan": plan, "config": {}, "fingerprint": ""}
     other = copy.deepcopy(plan) | {"search": {"seconds": 2}}
-    other["operators"]["x"]["origin"] = "configured"
+    other["assignments"]["x"]["origin"] = "configured"
     assert not compare(Path("p"), saved, plan=other, config={}, fingerprint="").moved
     moved = compare(Path("p"), saved, plan=plan | {"mesh": {"b": 2, "a": 2}}, config={}, fingerprint="").moved
     assert moved == (("plan.mesh", [["a", 2], ["b", 2]], [["b", 2], ["a", 2]]),)

@@ -2,6 +2,7 @@
 process; where that cannot be done it is told."""
 
 import pytest
+from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from strategies.engine import compiled
@@ -48,8 +49,6 @@ def test_modules_that_run_as_they_are_are_not_compiled(command, words):
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch):
-    from conftest import compose_config
-
     from runner.prepare import prepare
 
     monkeypatch.setattr(compiled, "missing", lambda device: f"no compiler for {device}")
