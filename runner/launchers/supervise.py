@@ -201,7 +201,9 @@ class Watch:
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
             raise RunFailed(
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
-                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone."
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
+                rank=gone[0].number,
+                hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
             )
         if cause.order is Order.TIMEOUT:
             self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")
@@ -210,7 +212,7 @@ class Watch:
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
-        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}")
+        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}", rank=cause.rank)
 
     def _tell_of_a_hang(self, place: str) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if

@@ -54,7 +54,7 @@ def undisturbed(start, remembered):
         ("{kind: kill, rank: 3, step: 4, phase: optimizer}", "rank 3 of 4 was killed by SIGKILL", "step-00000002"),
         ("{kind: kill, rank: 1, step: 4, phase: save}", "rank 1 of 4 was killed by SIGKILL", "step-00000002"),
         ("{kind: disk_full, rank: 2, step: 4}", r"\[Errno 28\] No space left on device", "step-00000002"),
-        ("{kind: kill, rank: 1, step: 1, phase: data}", "no checkpoint yet, so it starts from the beginning", ""),
+        ("{kind: kill, rank: 1, step: 1, phase: data}", "no checkpoint yet. It starts from the beginning", ""),
     ],
 )
 def test_a_run_goes_on_as_if_nothing_had_happened(start, undisturbed, capfd, fault, told, after):
@@ -77,6 +77,29 @@ def test_a_damaged_checkpoint_is_passed_over(start, undisturbed, capfd, kind):
     said = capfd.readouterr().out
     assert "step-00000004 is damaged: rank-0000" in said and "It goes on from step-00000002" in said
     assert stored(ended.folder) == expected
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed, capfd):
+    expected = undisturbed(*FOUR)
+    fault = "{kind: truncate, rank: 0, step: 2}", "{kind: raise, rank: 2, step: 3, phase: data}"
+    assert stored(start(*FOUR, *RESTARTS, faults(*fault)).folder) == expected
+    said = capfd.readouterr().out
+    assert "step-00000002 is damaged" in said and "It starts from the beginning" in said
+
+
+@pytest.mark.parametrize("words", [(), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)])
+def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
+    """It fails twice without a save in between; the others go on by themselves. 12 rows are for 4, 3 and 2 ranks."""
+    expected = start(*FOUR, "data.batch_size=12", *words, folder="whole").losses
+    capfd.readouterr()
+    twice = ["{kind: kill, rank: 3, step: 4, phase: data}"] * 2
+    ended = start(*FOUR, "data.batch_size=12", *words, *RESTARTS, faults(*twice), "launch.min_ranks=2")
+    said = capfd.readouterr().out
+    assert "restart 2 of 9: rank 3 of 4 was killed by SIGKILL" in said
+    assert re.search("With 3 ranks, and a plan searched anew, it goes on from step-00000002", said)
+    assert ended.losses == pytest.approx(expected, rel=1e-5)
+    (last,) = [line for line in (ended.folder / "restarts.jsonl").read_text().splitlines() if '"restart": 2' in line]
+    assert json.loads(last)["ranks"] == 3
 
 
 @pytest.mark.parametrize("words", [("parallel.zero.stage=1",), ("checkpoint.background=true",)])
