@@ -121,9 +121,9 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
 def verify(path: Path) -> Mapping[str, str]:
     """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
     printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
+    unmark(path)  # what was noted may have been repaired
     found = faults(path, read_header(path))
     if not found:
-        unmark(path)
         return {}
     told = "; ".join(f"{name}: {what}" for name, what in found.items())
     try:
