@@ -29,17 +29,19 @@ from strategies.graph import Source
 @dataclass(frozen=True)
 class Restored:
     """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what is
-    other than it was, and the bytes of tensors that this rank read."""
+    other than it was, the bytes of tensors that this rank read, files that were lost, and whether the program draws
+    random numbers, as far as that is known."""
 
     step: int
     position: tuple[int, int]
     continuation: Continuation
     bytes_read: int
     lost: Mapping[str, str]
+    draws: bool
 
     def told(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Lines for the user of a run with `config`."""
-        yield from self.continuation.told(config)
+        yield from self.continuation.told(config, self.draws)
         yield f"step {self.step}, {self.bytes_read:,} bytes read on rank 0"
 
 
@@ -79,6 +81,7 @@ def load(path: Path, content: Content) -> Restored:
         continuation,
         sum(checkpoint.bytes_read.values()),
         checkpoint.lost,
+        content.program.random or not content.program.instructions,
     )
 
 
