@@ -19,7 +19,12 @@ class ConfigError(Exception):
 
 
 class RunFailed(Exception):
-    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where."""
+    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
+    `rank` is that one, `hosts` are those that no longer answer."""
+
+    def __init__(self, text: str, *, rank: int | None = None, hosts: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.rank, self.hosts = rank, hosts
 
 
 class Terminated(KeyboardInterrupt):

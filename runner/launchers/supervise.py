@@ -84,13 +84,26 @@ class Watch:
     """The seats of a run and the launchers that fill them."""
 
     def __init__(
-        self, world_size: int, names: Iterable[str], front: Front, run_dir: Path, launcher: str, timeout: float
+        self,
+        world_size: int,
+        names: Iterable[str],
+        placed: Sequence[str],
+        front: Front,
+        run_dir: Path,
+        launcher: str,
+        timeout: float,
     ) -> None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         logs = [log_of(run_dir, number) for number in range(world_size)]
         self.names = {network.resolve(name): name for name in names}
         self.seats = [
-            _Seat(number, "", log, whereabouts_of(run_dir, number), log.stat().st_size if log.exists() else 0)
+            _Seat(
+                number,
+                placed[number] if placed else "",
+                log,
+                whereabouts_of(run_dir, number),
+                log.stat().st_size if log.exists() else 0,
+            )
             for number, log in enumerate(logs)
         ]
         for seat in self.seats:
@@ -127,7 +140,8 @@ class Watch:
                 self.front.take()
             for hello, line in self.front.arrived():
                 self.seats[hello.rank].line = line
-                self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
+                if not self.seats[hello.rank].host:
+                    self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
             for seat in self.seats:
                 seat.listen()
             failures = [seat.report for seat in self.seats if isinstance(seat.report, Failure)]
@@ -201,7 +215,9 @@ class Watch:
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
             raise RunFailed(
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
-                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone."
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
+                rank=gone[0].number,
+                hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
             )
         if cause.order is Order.TIMEOUT:
             self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")
@@ -210,7 +226,7 @@ class Watch:
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
-        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}")
+        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}", rank=cause.rank)
 
     def _tell_of_a_hang(self, place: str) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
@@ -250,6 +266,7 @@ def supervise(
     *,
     world_size: int,
     names: frozenset[str],
+    placed: Sequence[str],
     here: frozenset[str],
     remote: Sequence[str],
     directory: Path,
@@ -262,6 +279,7 @@ def supervise(
 
     Args:
         names: the hosts, as far as the config names them.
+        placed: the host of every rank, where that is not left to the launcher.
         here: those of them that are this machine.
         stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
         remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
@@ -271,7 +289,7 @@ def supervise(
         ConfigError, StrategyError: a rank found that the input is wrong.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
-    watch = Watch(world_size, names, front, run_dir, launcher, timeout)
+    watch = Watch(world_size, names, placed, front, run_dir, launcher, timeout)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(watch.tell_to_stop if stoppable else None) as interrupts:

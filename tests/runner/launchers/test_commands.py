@@ -68,7 +68,7 @@ def test_mpirun() -> None:
     assert told.endswith(" --more python -m runner.join /runs/a/join")
     settings = dict(zip(only.words, only.words[1:], strict=False))
     silent = int(settings["oob_tcp_keepalive_time"]) + 3 * int(settings["oob_tcp_keepalive_intvl"])
-    assert silent <= 60  # launch.timeout
+    assert silent < 60  # seconds, after which the ranks of a host that is cut off end
     assert "plm_rsh_agent" not in words(*mpirun(given(launcher="mpirun", hosts=[]), PLACE).commands)
 
 
