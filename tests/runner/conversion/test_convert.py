@@ -153,7 +153,8 @@ def test_what_is_no_tensor_comes_along(stored, tmp_path):
     torch.save({"scheduler": None}, stored / "rank-00000.pt")
     lost = Stamp(3, "of a file that is gone")
     files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt"), "rank-00001.pt": lost}
-    (stored / "checkpoint.json").write_text(to_text(replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))))
+    changed = replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))
+    (stored / "checkpoint.json").write_text(to_text(changed))
     target = convert(stored, tmp_path / "merged")
     assert list(checkpoints.read(target).plain()) == [{"scheduler": None}]
 
