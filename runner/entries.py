@@ -70,5 +70,8 @@ def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str,
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
-    found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
+    try:
+        found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
+    except ConfigError:  # each of them is damaged, which is told; the run itself is not lost
+        found = None
     return {"resume": None if found is None else str(found.absolute())}

@@ -19,15 +19,12 @@ class ConfigError(Exception):
 
 
 class RunFailed(Exception):
-    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where."""
+    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
+    `rank` is that one, `hosts` are those that no longer answer."""
 
-
-class HostLost(RunFailed):
-    """A run whose `hosts` do not answer any more."""
-
-    def __init__(self, text: str, hosts: tuple[str, ...]) -> None:
+    def __init__(self, text: str, *, rank: int | None = None, hosts: tuple[str, ...] = ()) -> None:
         super().__init__(text)
-        self.hosts = hosts
+        self.rank, self.hosts = rank, hosts
 
 
 class Terminated(KeyboardInterrupt):

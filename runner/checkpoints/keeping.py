@@ -64,6 +64,11 @@ class Keeper:
         store(self._place, step, content(), when.wanted(self._config.checkpoint), position=position, metric=metric)
         self._saved = step
 
+    def before_update(self) -> None:
+        """Before weights and states change."""
+        if self._saver is not None:
+            self._saver.settle()
+
     def finish(self) -> None:
         """Return when everything is on the disk."""
         if self._saver is not None:

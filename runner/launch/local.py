@@ -325,7 +325,7 @@ def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, wo
         sentence = failure.message(cause, alike, world_size)
     lines = named.said().rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
-    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
+    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}", rank=named.number)
 
 
 def _hang(

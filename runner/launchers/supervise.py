@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, HostLost, RunFailed, Terminated
+from runner.errors import ConfigError, RunFailed, Terminated
 from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
@@ -213,10 +213,11 @@ class Watch:
         away = {seat.host for seat in self.seats if seat.lost}
         if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
-            raise HostLost(
+            raise RunFailed(
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
                 f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
-                tuple(away),
+                rank=gone[0].number,
+                hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
             )
         if cause.order is Order.TIMEOUT:
             self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")
@@ -225,7 +226,7 @@ class Watch:
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
-        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}")
+        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}", rank=cause.rank)
 
     def _tell_of_a_hang(self, place: str) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if

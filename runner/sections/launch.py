@@ -44,6 +44,7 @@ class Launch(Section):
     timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
     threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
     max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
+    min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
     faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
     hosts: Annotated[
         tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
@@ -53,9 +54,6 @@ class Launch(Section):
     host: Annotated[Word | None, Field(description="Start only this host's ranks; the others are started likewise.")]
     rank: Annotated[Number | None, Field(description="Start only this rank; the others are started likewise.")]
     nodes: Annotated[Count | None, Field(description="How many hosts, where the scheduler knows their names.")]
-    min_ranks: Annotated[
-        Count | None, Field(description="Go on without hosts that are lost, with so many ranks at least.")
-    ]
     address: Annotated[Word | None, Field(description="Where the others find the host that is first, or this command.")]
     port: Annotated[Port | None, Field(description="Where the ranks meet; null: any that is free.")]
     rendezvous: Annotated[Literal["static", "c10d"], Field(description="How the agents of torchrun meet.")]
@@ -63,6 +61,17 @@ class Launch(Section):
     export: Annotated[tuple[Word, ...], Field(description="Globs of variables that ranks on other hosts are given.")]
     options: Annotated[tuple[str, ...], Field(description="More words for the launcher, before the program.")]
     dry_run: Annotated[StrictBool, Field(description="Print what would be started, and start nothing.")]
+
+    @model_validator(mode="after")
+    def _fewer_only_when_restarted(self) -> Launch:
+        if self.min_ranks is not None and not self.max_restarts:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks} says with how few ranks a run is started again, but "
+                "launch.max_restarts = 0 never does; set launch.max_restarts too.",
+                "launch.min_ranks",
+                "launch.max_restarts",
+            )
+        return self
 
     @model_validator(mode="after")
     def _table_is_whole(self) -> Launch:
@@ -122,12 +131,12 @@ class Launch(Section):
                 "launch.hosts.",
                 "launch.nodes",
             )
-        if self.min_ranks is not None and (self.ranks is None or self.min_ranks > self.ranks or not self.max_restarts):
+        if self.min_ranks is not None and self.ranks is not None and self.min_ranks > self.ranks:
             raise refusal(
-                f"launch.min_ranks = {self.min_ranks} lets a run go on without a host: it needs the hosts of "
-                "launch.hosts, with as many ranks or more, and launch.max_restarts.",
+                f"launch.min_ranks = {self.min_ranks}, but the hosts of the launch have {self.ranks} ranks; give hosts "
+                "with as many ranks or more.",
                 "launch.min_ranks",
-                "launch.max_restarts",
+                "launch.hosts",
             )
         in_order = [rank for host in self.hosts for rank in host.ranks]
         if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):

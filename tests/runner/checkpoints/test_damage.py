@@ -120,6 +120,7 @@ def test_what_is_stored_is_what_was_there(tmp_path):
     savers = [saving.Saver() for _ in mine]
     for saver, one in zip(savers[::-1], mine[::-1], strict=True):
         saver.save(tmp_path, 1, one)
+        saver.settle()
         for name in SHAPES:
             one.updates.module.get_parameter(name).data.fill_(-5.0)
     for saver in savers:

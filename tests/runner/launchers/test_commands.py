@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composing import compose_config
 from omegaconf import OmegaConf
 
 import conf
@@ -18,7 +17,6 @@ from runner.launchers.deepspeed import deepspeed
 from runner.launchers.identity import VARIABLES, Identity, identity
 from runner.launchers.mpirun import mpirun
 from runner.launchers.rank_table import rank_table
-from runner.launchers.shrinking import without
 from runner.launchers.slurm import slurm
 from runner.launchers.table import from_files
 from runner.launchers.torchrun import torchrun
@@ -168,23 +166,3 @@ def test_rank_tables(tmp_path: Path) -> None:
     for wrong in ("[]", "{", '[{"rank": 0, "host": "a"}]', '[{"rank": "x", "host": "a", "device": 0}]', "{}", "3"):
         with pytest.raises(ConfigError, match=r"launch\.rank_table = "):
             read(tmp_path, "rank_table", wrong)
-
-
-def test_without_a_host() -> None:
-    hosts = [
-        {"name": name, "ranks": ranks, "devices": [0, 1]}
-        for name, ranks in (("a", [0, 3]), ("b", [1, 4]), ("c", [2, 5]))
-    ]
-    launch = {"launcher": "rank_table", "hosts": hosts, "max_restarts": 1}
-    search = ["parallel.mode=auto", "parallel.search=recursive_programming", "parallel.mesh={dp: 6}"]
-    config = compose_config("+recipe=data_parallel", "world_size=6", "data.batch_size=12", *search)
-
-    def lost(*names: str, least: int | None = 2) -> Any:
-        section = given(**launch, min_ranks=least)
-        return without(config.model_copy(update={"launch": section}), names)
-
-    left = lost("b")
-    assert (left.world_size, left.parallel.mesh, left.train.resume) == (4, None, "auto")
-    assert [(host.name, host.ranks) for host in left.launch.hosts] == [("a", (0, 2)), ("c", (1, 3))]
-    assert lost("b", "c").launch.ranks == 2
-    assert lost("b", "c", least=4) is None and lost("b", least=None) is None and lost("d") is None

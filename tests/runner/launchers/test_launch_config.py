@@ -74,7 +74,7 @@ BAD = [
     (["launch=mpirun", "launch.hosts=[127.0.0.1:4,no.such.host.invalid:4]"], "'no.such.host.invalid' cannot be found"),
     (["launch=mpirun", "launch.hosts=[localhost:4,192.0.2.1:4]"], "cannot reach one that is called localhost"),
     (["launch=slurm", "launch.nodes=2"], "set launch.address"),
-    (["launch=mpirun", TWO, "launch.min_ranks=4"], "and launch.max_restarts"),
+    (["launch=mpirun", TWO, "launch.min_ranks=4"], "set launch.max_restarts too"),
     (["launch=mpirun", TWO, "launch.min_ranks=9", "launch.max_restarts=1"], "with as many ranks or more"),
 ]
 

@@ -10,5 +10,5 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def visible(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(HERE)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(HERE), str(HERE.parent)]))
     monkeypatch.syspath_prepend(str(HERE))
