@@ -36,7 +36,8 @@ def main(words: Sequence[str]) -> int:
         print(f"run: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (OSError, ValueError) as error:
-        print(f"run: {folder} holds no run to join: {error}", file=sys.stderr, flush=True)
+        told = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
+        print(f"run: {told} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -44,8 +45,8 @@ def main(words: Sequence[str]) -> int:
 def host(folder: Path, task: Task, name: str) -> int:
     """Start the ranks of the host `name` of a table as forks of one process; wait for all of them."""
     mine = [
-        Identity(number, task.world_size, local, count)
-        for number, (where, local, count, _) in enumerate(task.seats)
+        Identity(number, task.world_size, place, count)
+        for number, (where, place, count, _) in enumerate(task.seats)
         if where == name
     ]
     local.warm()

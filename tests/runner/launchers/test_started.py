@@ -103,3 +103,14 @@ def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
     assert re.match(r"run: stopped by SIGTERM after step \d+, which is saved", err)
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert of_run(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_cannot_save(start: Start, tmp_path: Path) -> None:
+    words = [f"train.steps={STEPS}", *HERE, "launch.port=29466", "checkpoint.at_end=true"]
+    begun = [start(*words, f"launch.host=127.0.0.{k}", f"hydra.run.dir=host{k}") for k in (1, 2)]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in begun]
+    for _, err, code in ended:
+        assert code == 2
+        assert re.match(r"run: rank 2 has another run folder than rank 0, so checkpoints would lack its slices", err)
+    assert not list(tmp_path.glob("host*"))
