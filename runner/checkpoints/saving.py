@@ -47,7 +47,7 @@ def save(
         partial.mkdir(parents=True)
     _barrier(given)
     _Save(partial, given, wanted, _header(step, given, wanted, position, metric)).run(
-        content.pieces(given, wanted.copies)
+        content.pieces(given, 1 if given.split else wanted.copies)
     )
     _barrier(given)
     return folder.target(path, step)
@@ -78,7 +78,7 @@ class Saver:
         partial.mkdir(parents=True, exist_ok=True)
         header = _header(step, given, wanted, position, metric)
         work = _Save(partial, given, wanted, header)
-        copied = self._copies.begin(content.pieces(given, wanted.copies), given.buffers().keys())
+        copied = self._copies.begin(content.pieces(given, 1 if given.split else wanted.copies), given.buffers().keys())
 
         def run() -> None:
             try:
@@ -127,6 +127,8 @@ class _Save:
         self._rank, self._stage = given.rank, given.communicator.stage
         self._needed = given.communicator.rank < wanted.copies
         self._world = given.communicator.world
+        self._backward = wanted.copies if given.split else 1
+        """Files of so many ranks, this one and those before it: what ZeRO splits up, no other rank has in memory."""
         self._published, self._described = given.published, given.described
         self._plain = content.plain(given, wanted.copies)
 
@@ -154,8 +156,12 @@ class _Save:
         plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
         stamp, index = dcp.store(self._partial, f"{name}.safetensors", pieces)
         files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
-        needed = f"{name}.pt" if self._needed else None
-        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed))
+        needed, copies = f"{name}.pt" if self._needed else None, {}
+        for back in range(1, min(self._backward, self._world)):
+            other = (self._rank - back) % self._world
+            copy = f"{name}.copy-of-{other:05d}.safetensors"
+            copies[copy], files[copy] = committing.copy_of(self._partial, other, copy, TIMEOUT)
+        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies))
 
 
 def _step_back() -> None:
