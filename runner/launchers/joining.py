@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import local
-from runner.launch.rank import Descriptor, Orders, enter
+from runner.launch.rank import STOP, Descriptor, Orders, enter
 from runner.launchers import network
 from runner.launchers.identity import Identity, identity
 from runner.launchers.line import PAYLOAD_FILE, SECRET_FILE, Hello, Task, call, own_address, silence_of
@@ -75,12 +75,14 @@ def rank(folder: Path, who: Identity) -> None:
             console.send(Hello(who.rank, name, address, console=True))
         store_at = None if listener is None else (address, _port(listener))
         connection.send(Hello(who.rank, name, address, store=store_at))
-        store: tuple[str, int] = connection.recv()
+        store = connection.recv()
     except (OSError, EOFError, AuthenticationError) as error:
         raise RunFailed(
             f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
             f"{error or 'it hung up'}."
         ) from error
+    if store == STOP:
+        return  # before it began
     with open(folder / PAYLOAD_FILE, "rb") as payload:
         content = os.dup(payload.fileno())
     device = task.seats[who.rank][3] if task.seats else who.local_rank

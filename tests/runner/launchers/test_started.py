@@ -93,6 +93,19 @@ def test_a_killed_rank_is_named_and_the_launcher_restarted(
     assert of_run(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_a_hang_is_told_with_call_and_place(start: Start, tmp_path: Path) -> None:
+    fault = "launch.faults=[{kind: hang, rank: 2, step: 3, phase: forward}]"
+    process = start("train.steps=100000", *HERE[:2], "launch.timeout=5", fault)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.match(
+        r"run: rank 2 of 4 never joined all_reduce #\d+ over .*, in which ranks? [\d, ]+ waited 5 s\. ", err
+    )
+    assert re.search(r" Rank 2 on 127\.0\.0\.2 was in forward of step 3, \S+\.py:\d+ \(\w+\)\.", err)
+    assert of_run(tmp_path) == []
+
+
 def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
     process = start("train.steps=100000", *HERE)
     assert process.stdout is not None
