@@ -9,7 +9,6 @@ from typing import Any
 from runner import launch, recovery
 from runner.errors import Stopped
 from runner.launchers.dry_run import dry_run
-from runner.launchers.start import check
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
@@ -27,7 +26,6 @@ def run(config: Config, run_dir: Path) -> float | None:
     if config.launch.dry_run:
         dry_run(config, run_dir)
         return None
-    check(config.launch)
     launch.warm()
     with (
         without_trace(run_dir),
