@@ -149,7 +149,7 @@ class _Save:
 
     def run(self, pieces: Pieces) -> None:
         try:
-            self._write(pieces)
+            self.write(pieces)
         except BaseException as error:
             committing.give_up(self._partial, self._rank, error)
             if isinstance(error, OSError):
@@ -164,7 +164,8 @@ class _Save:
             except OSError as error:
                 raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
-    def _write(self, pieces: Pieces) -> None:
+    def write(self, pieces: Pieces) -> None:
+        """Write this rank's files, and say that they are there."""
         from runner.checkpoints import dcp  # imports much, at the first save
 
         name = f"rank-{self._rank:05d}"
@@ -173,6 +174,11 @@ class _Save:
         files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
         needed = f"{name}.pt" if self._needed else None
         committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed))
+
+
+def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -> None:
+    """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
+    _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
 
 
 def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
