@@ -6,7 +6,7 @@ batch of a step is that of the whole run before and after. Does not import torch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def _configs(config: Config, count: int, lost: Collection[str]) -> Iterator[Conf
     own["train"]["resume"] = "auto"
     own["parallel"] |= {"mesh": None, "plan": None}
     own["launch"] |= {
-        "hosts": _hosts(own["launch"]["hosts"], count, lost),
+        "hosts": hosts_left(own["launch"]["hosts"], count, lost),
         "hostfile": None,
         "rank_table": None,
         "faults": [fault for fault in own["launch"]["faults"] if fault["rank"] < count],
@@ -55,13 +55,18 @@ def _configs(config: Config, count: int, lost: Collection[str]) -> Iterator[Conf
             continue  # what belongs together does not fit this number
 
 
-def _hosts(hosts: list[dict[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:
-    """The hosts that are left, with `count` ranks in all, numbered anew."""
-    found, first = [], 0
-    for host in hosts:
-        devices = host["devices"][: count - first]
-        if host["name"] not in lost and devices:
-            ranks = list(range(first, first + len(devices)))
+def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:
+    """The hosts that are not `lost`, with the first `count` of their ranks, numbered anew in the same order."""
+    left = [host for host in hosts if host["name"] not in lost]
+    numbers = {rank: new for new, rank in enumerate(sorted(rank for host in left for rank in host["ranks"])[:count])}
+    found = []
+    for host in left:
+        places = [
+            (numbers[rank], device)
+            for rank, device in zip(host["ranks"], host["devices"], strict=True)
+            if rank in numbers
+        ]
+        if places:
+            ranks, devices = zip(*places, strict=True)
             found.append({"name": host["name"], "ranks": ranks, "devices": devices})
-            first += len(devices)
     return found

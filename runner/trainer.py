@@ -170,7 +170,7 @@ class Trainer:
                 if self.job.follow is not None:
                     self._follow(step)
                 self.faults.at("optimizer")
-                self.keeper.changing()
+                self.keeper.before_update()
                 with self._phase("update"):
                     norm = self.updates.update(
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps

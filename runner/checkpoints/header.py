@@ -120,7 +120,7 @@ def mark(path: Path, found: Mapping[str, str]) -> None:
 
 
 def unmark(path: Path) -> None:
-    """Every file is as it was written."""
+    """Forget what `mark` noted."""
     (path / DAMAGED).unlink(missing_ok=True)
 
 

@@ -65,7 +65,7 @@ class Keeper:
             self._intact.after(step)
 
     def changing(self) -> None:
-        """Weights, buffers or states are about to be changed."""
+        """Something of the state is about to be changed."""
         if self._intact is not None:
             self._intact.changes()
 
@@ -90,6 +90,12 @@ class Keeper:
         store = save if self._saver is None else self._saver.save
         store(self._place, step, content(), wanted, position=position, metric=metric)
         self._saved = step
+
+    def before_update(self) -> None:
+        """Before weights and states change."""
+        self.changing()
+        if self._saver is not None:
+            self._saver.settle()
 
     def finish(self) -> None:
         """Return when everything is on the disk."""

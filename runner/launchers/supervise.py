@@ -85,13 +85,26 @@ class Watch:
     """The seats of a run and the launchers that fill them."""
 
     def __init__(
-        self, world_size: int, names: Iterable[str], front: Front, run_dir: Path, launcher: str, timeout: float
+        self,
+        world_size: int,
+        names: Iterable[str],
+        placed: Sequence[str],
+        front: Front,
+        run_dir: Path,
+        launcher: str,
+        timeout: float,
     ) -> None:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         logs = [log_of(run_dir, number) for number in range(world_size)]
         self.names = {network.resolve(name): name for name in names}
         self.seats = [
-            _Seat(number, "", log, whereabouts_of(run_dir, number), log.stat().st_size if log.exists() else 0)
+            _Seat(
+                number,
+                placed[number] if placed else "",
+                log,
+                whereabouts_of(run_dir, number),
+                log.stat().st_size if log.exists() else 0,
+            )
             for number, log in enumerate(logs)
         ]
         for seat in self.seats:
@@ -128,7 +141,8 @@ class Watch:
                 self.front.take()
             for hello, line in self.front.arrived():
                 self.seats[hello.rank].line = line
-                self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
+                if not self.seats[hello.rank].host:
+                    self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
             for seat in self.seats:
                 seat.listen()
             failures = [seat.report for seat in self.seats if isinstance(seat.report, Failure)]
@@ -253,6 +267,7 @@ def supervise(
     *,
     world_size: int,
     names: frozenset[str],
+    placed: Sequence[str],
     here: frozenset[str],
     remote: Sequence[str],
     directory: Path,
@@ -265,6 +280,7 @@ def supervise(
 
     Args:
         names: the hosts, as far as the config names them.
+        placed: the host of every rank, where that is not left to the launcher.
         here: those of them that are this machine.
         stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
         remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
@@ -274,7 +290,7 @@ def supervise(
         ConfigError, StrategyError: a rank found that the input is wrong.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
-    watch = Watch(world_size, names, front, run_dir, launcher, timeout)
+    watch = Watch(world_size, names, placed, front, run_dir, launcher, timeout)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(watch.tell_to_stop if stoppable else None) as interrupts:

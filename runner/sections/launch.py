@@ -144,6 +144,13 @@ class Launch(Section):
                 "launch.hosts.",
                 "launch.nodes",
             )
+        if self.min_ranks is not None and self.ranks is not None and self.min_ranks > self.ranks:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks}, but the hosts of the launch have {self.ranks} ranks; give hosts "
+                "with as many ranks or more.",
+                "launch.min_ranks",
+                "launch.hosts",
+            )
         in_order = [rank for host in self.hosts for rank in host.ranks]
         if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):
             raise refusal(

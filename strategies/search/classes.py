@@ -106,6 +106,7 @@ def _said(problem: Problem, operator: Operator, leaving: Mapping[str, Sequence[H
     return (
         operator.op,
         operator.id in problem.graph.returning,
+        tuple(Ref(operator.id, index) in problem.stored for index in range(len(operator.results))),
         sharding.operands,
         sharding.results,
         tuple(sharding.sizes.items()),

@@ -1,5 +1,5 @@
-"""Bytes that a rank keeps under a plan: parameters with their gradients and optimizer states, and results that backward
-may need.
+"""Bytes that a rank keeps under a plan: parameters with their gradients and optimizer states, and results that stay for
+backward.
 
 Invariant: the exact search adds up the same bytes from its tables.
 """
@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 
 from strategies.cost.limit import in_words
-from strategies.cost.operators import VIEWS
 from strategies.cost.step import MASTER
 from strategies.graph import Operator, Ref
 from strategies.layout import Layout
@@ -33,9 +32,9 @@ def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
 def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment) -> float:
     """Of an operator's results, and of the parameters of which it is the first user: they lie as it wants them."""
     graph, sharding, found = problem.graph, problem.shardings[operator.id], 0.0
-    if operator.id in graph.returning and operator.op not in VIEWS:
-        given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
-        for layout, spec in zip(given, operator.results, strict=True):
+    given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
+    for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
+        if Ref(operator.id, index) in problem.stored:
             found += math.prod(layout.local_shape(spec.shape, problem.mesh)) * spec.item_bytes
     wanted = sharding.operand_layouts(assignment)
     for position, ref in enumerate(operator.operands):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import VIEWS, operator_seconds
+from strategies.cost.operators import operator_seconds
 from strategies.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.redistribution import chain
@@ -82,6 +82,7 @@ class Menu:
             tuple(ref in trained for ref in operator.operands),
             tuple(ref in self.lone for ref in operator.operands),
             operator.id in graph.returning,
+            tuple(Ref(operator.id, index) in self.problem.stored for index in range(len(operator.results))),
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
         )
@@ -171,10 +172,10 @@ class Menu:
         return found
 
     def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
-        """What a rank keeps: results that backward may need, and the parameters that this operator alone uses."""
+        """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
         graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
-        if operator.id in graph.returning and operator.op not in VIEWS:
-            for side, spec in zip(given, operator.results, strict=True):
+        for index, (side, spec) in enumerate(zip(given, operator.results, strict=True)):
+            if Ref(operator.id, index) in self.problem.stored:
                 found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.lone:

@@ -22,6 +22,12 @@ def test_a_dry_run_prints_and_leaves_nothing(command, left, launcher):
     assert left() == []
 
 
+def test_a_dry_run_asks_no_machine(command):
+    done = command("launch", "--dry-run", QUICK, "launch=torchrun", "launch.hosts=[no.such.host.invalid:4,nor.this:4]")
+    assert (done.code, done.err) == (0, "")
+    assert "--master-addr=no.such.host.invalid --master-port=29500 " in done.out
+
+
 def test_a_dry_run_in_other_words(command, left):
     for typed in (["train", "launch.dry_run=true"], ["launch.dry_run=true"]):
         done = command(*typed, QUICK, "launch=mpirun")
@@ -68,6 +74,8 @@ BAD = [
     (["launch=mpirun", "launch.hosts=[127.0.0.1:4,no.such.host.invalid:4]"], "'no.such.host.invalid' cannot be found"),
     (["launch=mpirun", "launch.hosts=[localhost:4,192.0.2.1:4]"], "cannot reach one that is called localhost"),
     (["launch=slurm", "launch.nodes=2"], "set launch.address"),
+    (["launch=mpirun", TWO, "launch.min_ranks=4"], "set launch.max_restarts too"),
+    (["launch=mpirun", TWO, "launch.min_ranks=9", "launch.max_restarts=1"], "with as many ranks or more"),
 ]
 
 
