@@ -71,5 +71,6 @@ def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict
         timeout=config.launch.timeout,
         threads=config.launch.threads,
         stoppable=config.job.name == "train",
+        rescue=config.launch.rescue and config.job.name == "train",
         part=part_by_hand(config.launch),
     )

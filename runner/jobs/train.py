@@ -58,6 +58,8 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
 
 def stopped(step: int, run_dir: Path) -> str:
     """What to say of a run that SIGTERM has stopped after `step`."""
+    if not step:
+        return "stopped by SIGTERM before the first step; nothing was trained, so the same command begins anew."
     return (
         f"stopped by SIGTERM after step {step}, which is saved; the same command with hydra.run.dir={run_dir} and "
         "train.resume=auto goes on."

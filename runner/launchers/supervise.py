@@ -26,8 +26,9 @@ from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts
-from runner.launch.local import CAUSE, DUMP, ECHO, LOG_LINES
+from runner.launch.local import CAUSE, ECHO
 from runner.launch.rank import STOP, WHERE, Done, log_of, whereabouts_of
+from runner.launch.telling import DUMP, LOG_LINES
 from runner.launchers import network
 from runner.launchers.commands import Command, Started
 from runner.launchers.front import Front
