@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 PARALLEL := -n 2 --dist loadfile
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-slow lint format coverage fuzz clean
+.PHONY: run test test-slow launchers lint format coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -23,8 +23,17 @@ run: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
-test-slow: lint
+test-slow: lint launchers
 	$(BIN)/python -m pytest -q -m "slow or not slow" $(PARALLEL) $(ARGS)
+
+# What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.
+launchers:
+	@for program in mpirun pdsh ip; do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get install -y -q openmpi-bin pdsh iproute2; \
+	elif [ -n "$$missing" ]; then \
+	    echo "the slow tests of launchers need$$missing, and root: apt-get install openmpi-bin pdsh iproute2"; exit 1; \
+	fi
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -42,11 +42,11 @@ class Continuation:
     moved: tuple[Difference, ...]
     data: tuple[Difference, ...]
 
-    def told(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Lines for the user: what is other, and what that means."""
+    def told(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
+        """Lines for the user: what is other, and what that means. `draws`: the model draws random numbers."""
         if self.moved:
             yield f"moved to another plan: {'; '.join(_change(one) for one in self.moved[:3])}"
-            if _at(config, "train.random") == "fast":
+            if draws and _at(config, "train.random") == "fast":
                 yield "random numbers (dropout) will be others than without the move; train.random=exact keeps them"
         if self.data:
             yield (

@@ -58,16 +58,14 @@ class Faults:
         self._marks, self._saved = rank.run_dir / "faults", rank.run_dir / "checkpoints"
         self._module, self._communicator = execution.module, execution.communicator
         wanted = config.launch.faults if config.job.name == "train" else ()
-        self._due = [
-            (number, fault)
-            for number, fault in enumerate(wanted)
-            if fault.rank == rank.rank and not self._mark(number).exists()
-        ]
+        mine = [(wanted[:place].count(fault), fault) for place, fault in enumerate(wanted) if fault.rank == rank.rank]
+        self._due = [(number, fault) for number, fault in mine if not self._mark(number, fault).exists()]
         self._step = 0
         self._undo: list[Callable[[], None]] = []
 
-    def _mark(self, number: int) -> Path:
-        return self._marks / f"{number:03d}"
+    def _mark(self, number: int, fault: Fault) -> Path:
+        """Where it is noted that a fault, the `number`-th of its like, has happened."""
+        return self._marks / f"{fault.kind}-in-{fault.phase}-of-{fault.step}-on-{fault.rank}-{number}"
 
     def begin(self, step: int) -> None:
         """A step begins: what is to happen inside of it is laid out."""
@@ -158,7 +156,7 @@ class Faults:
     def _remember(self, number: int, fault: Fault) -> None:
         self._due.remove((number, fault))
         self._marks.mkdir(exist_ok=True)
-        with self._mark(number).open("x") as mark:
+        with self._mark(number, fault).open("x") as mark:
             mark.write(fault.model_dump_json() + "\n")
             mark.flush()
             SYNC(mark.fileno())

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
 from runner.sections.cluster import ClusterForm
 from runner.sections.launch import Launch
@@ -163,15 +164,6 @@ class Verify(Section):
     reference: OptionallyBuilt
 
 
-class Calibrate(Section):
-    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[Positive, Field(description="How long to measure.")]
-
-
-class Explain(Section):
-    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
-
-
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -232,6 +224,11 @@ class Config(Section):
                 "(world_size=null takes those of the hosts).",
                 "world_size",
                 "launch.hosts",
+            )
+        if self.launch.dry_run and self.job.name not in ("train", "launch"):
+            raise refusal(
+                f"launch.dry_run = true prints how training would be started; {self.job.name} has no such thing.",
+                "launch.dry_run",
             )
         if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
             raise refusal(

@@ -24,7 +24,7 @@ from runner.checkpoints.committing import SaveFailed, Wanted
 from runner.checkpoints.content import Content
 from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
 from runner.checkpoints.loading import Restored, check, check_model, load, to_continue, verify
-from runner.checkpoints.reading import Checkpoint, read
+from runner.checkpoints.reading import Checkpoint, is_one, read, weights
 from runner.checkpoints.saving import Saver, save
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "check",
     "check_model",
     "clean",
+    "is_one",
     "load",
     "locate",
     "newest",
@@ -46,4 +47,5 @@ __all__ = [
     "save",
     "to_continue",
     "verify",
+    "weights",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,14 @@ class Wanted:
 @dataclass(frozen=True)
 class Mark:
     """What a rank has written. `stage` is its group in a pipeline; `plain` its file of what is no tensor, if others
-    need it."""
+    need it; `copies` those of its files that are copies, with the files of which they are."""
 
     rank: int
     stage: int
     files: Mapping[str, Stamp]
     tensors: Index
     plain: str | None
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 def leave(partial: Path, mark: Mark) -> None:
@@ -59,6 +60,7 @@ def leave(partial: Path, mark: Mark) -> None:
         "files": {name: asdict(stamp) for name, stamp in mark.files.items()},
         "index": index.to_json(mark.tensors),
         "plain": mark.plain,
+        "copies": dict(mark.copies),
     }
     _appear(partial / _name(mark.rank, "done"), json.dumps(content))
 
@@ -71,15 +73,33 @@ def give_up(partial: Path, rank: int, error: BaseException) -> None:
         return
 
 
+def copy_of(partial: Path, rank: int, name: str, timeout: float) -> tuple[str, Stamp]:
+    """Copy the file that another `rank` writes, when it is there, to `name`: the file that was copied, and a stamp.
+
+    Raises SaveFailed where that rank gave up, or `timeout` seconds passed.
+    """
+    source, until = partial / f"rank-{rank:05d}.safetensors", time.monotonic() + timeout
+    while not source.is_file():
+        _check_alive(partial, rank)
+        if time.monotonic() > until:
+            raise SaveFailed(f"rank {rank} has not written its part of {shown(partial)} in {timeout:g} s")
+        time.sleep(PAUSE)
+    return source.name, writing.copy(source, partial / name)
+
+
+def _check_alive(partial: Path, rank: int) -> None:
+    failed = partial / _name(rank, "failed")
+    if failed.is_file():
+        raise SaveFailed(f"rank {rank} could not write its part of {shown(partial)}: {failed.read_text()}")
+
+
 def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:
     """The marks of all ranks, in order. Raises SaveFailed where one of them gave up, or `timeout` seconds passed."""
     until = time.monotonic() + timeout
     missing = list(range(world))
     while missing:
         for rank in list(missing):
-            failed = partial / _name(rank, "failed")
-            if failed.is_file():
-                raise SaveFailed(f"rank {rank} could not write its part of {shown(partial)}: {failed.read_text()}")
+            _check_alive(partial, rank)
             if (partial / _name(rank, "done")).is_file():
                 missing.remove(rank)
         if missing and time.monotonic() > until:
@@ -87,6 +107,12 @@ def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:
         if missing:
             time.sleep(PAUSE)
     return [_read(partial / _name(rank, "done")) for rank in range(world)]
+
+
+def marks_in(partial: Path, world: int) -> list[Mark]:
+    """The marks of those of `world` ranks that have written their files."""
+    names = [partial / _name(rank, "done") for rank in range(world)]
+    return [_read(name) for name in names if name.is_file()]
 
 
 def commit(
@@ -102,12 +128,15 @@ def commit(
     Raises SaveFailed where an element is in no file, OSError where the disk is full.
     """
     target = folder.target(partial.parent, header.step)
-    parts = _joined(marks)
+    files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
+    copies = {copy: file for mark in marks for copy, file in mark.copies.items()}
+    if unlike := [copy for copy, file in copies.items() if files[copy] != files[file]]:
+        raise SaveFailed(f"{shown(partial)}: {unlike[0]} is not like the file of which it is a copy")
+    parts = index.with_copies(_joined(marks), copies)
     try:
         chosen = index.chosen(parts)
     except ValueError as error:
         raise SaveFailed(f"{shown(partial)} is not complete: {error}") from error
-    files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
     stages = sorted({mark.stage for mark in marks})
     plain = [[mark.plain for mark in marks if mark.stage == stage and mark.plain is not None] for stage in stages]
     header = replace(header, files=files, plain=tuple(map(tuple, plain)))
@@ -124,7 +153,7 @@ def commit(
     text = json.dumps([index.to_json(one) for one in content])
     files[INDEX] = writing.write_bytes(partial / INDEX, text.encode())
     for mark in marks:
-        (partial / _name(mark.rank, "done")).unlink()
+        (partial / _name(mark.rank, "done")).unlink(missing_ok=True)
     folder.write_text(partial / HEADER, to_text(replace(header, files=files)))
     folder.sync(partial)
     folder.put(partial, target)
@@ -151,7 +180,8 @@ def _joined(marks: list[Mark]) -> dict[str, Entry]:
 def _read(path: Path) -> Mark:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     stamps = {name: Stamp(**stamp) for name, stamp in content["files"].items()}
-    return Mark(content["rank"], content["stage"], stamps, index.from_json(content["index"]), content["plain"])
+    tensors = index.from_json(content["index"])
+    return Mark(content["rank"], content["stage"], stamps, tensors, content["plain"], content["copies"])
 
 
 def _appear(path: Path, text: str) -> None:

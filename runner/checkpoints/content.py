@@ -48,6 +48,11 @@ class Content:
         return self.communicator.world_rank
 
     @property
+    def split(self) -> bool:
+        """Whether the optimizer's states are split over the replicas."""
+        return bool(self.config.get("parallel", {}).get("zero", {}).get("stage"))
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """Everything of the model that is saved, in an order that is the same on all ranks of a stage."""
         return tuple(source for source in self.program.sources if source.kind in ("parameter", "buffer"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.layout import Block
@@ -88,6 +88,18 @@ def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, Entry]:
             where = f"was in {', '.join(gone)}, which is lost or damaged" if gone else "was never stored"
             raise ValueError(f"a part of {key} {where}, and is in no other file")
         found[key] = Entry(entry.shape, entry.dtype, tuple(kept.values()))
+    return found
+
+
+def with_copies(index: Index, copies: Mapping[str, str]) -> dict[str, Entry]:
+    """`index` with the parts in copies of files too: `copies` gives the file of which each is a copy."""
+    of: dict[str, list[str]] = {}
+    for copy, file in copies.items():
+        of.setdefault(file, []).append(copy)
+    found = {}
+    for key, entry in index.items():
+        more = tuple(replace(part, file=copy) for part in entry.parts for copy in of.get(part.file, ()))
+        found[key] = replace(entry, parts=(*entry.parts, *more))
     return found
 
 

@@ -29,17 +29,19 @@ from strategies.graph import Source
 @dataclass(frozen=True)
 class Restored:
     """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what is
-    other than it was, and the bytes of tensors that this rank read."""
+    other than it was, the bytes of tensors that this rank read, files that were lost, and whether the program draws
+    random numbers, as far as that is known."""
 
     step: int
     position: tuple[int, int]
     continuation: Continuation
     bytes_read: int
     lost: Mapping[str, str]
+    draws: bool
 
     def told(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Lines for the user of a run with `config`."""
-        yield from self.continuation.told(config)
+        yield from self.continuation.told(config, self.draws)
         yield f"step {self.step}, {self.bytes_read:,} bytes read on rank 0"
 
 
@@ -79,6 +81,7 @@ def load(path: Path, content: Content) -> Restored:
         continuation,
         sum(checkpoint.bytes_read.values()),
         checkpoint.lost,
+        content.program.random or not content.program.instructions,
     )
 
 
@@ -121,9 +124,9 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
 def verify(path: Path) -> Mapping[str, str]:
     """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
     printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
+    unmark(path)  # what was noted may have been repaired
     found = faults(path, read_header(path))
     if not found:
-        unmark(path)
         return {}
     told = "; ".join(f"{name}: {what}" for name, what in found.items())
     try:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from runner.checkpoints import index as indices
-from runner.checkpoints.folder import INDEX
+from runner.checkpoints.folder import HEADER, INDEX, locate, newest
 from runner.checkpoints.header import Header, damaged, marked, missing, read_header, stamp
 from runner.checkpoints.index import Entry, Index, chosen
 from strategies.engine.pieces import MODEL, OPTIMIZER, Piece, Pieces
+from strategies.engine.stored import Stored
 from strategies.layout import Block
 
 
@@ -121,3 +122,21 @@ def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry
         with suppress(ValueError):
             return chosen(form, lost)
     return chosen(forms[-1], lost)
+
+
+def is_one(path: Path) -> bool:
+    """Whether `path` means a checkpoint: itself, or the newest of a run."""
+    return (path / HEADER).is_file() or any(newest(place) for place in (path, path / "checkpoints"))
+
+
+def weights(path: Path) -> dict[str, Stored]:
+    """Where the model's parameters and buffers lie in the checkpoint that `path` means, by name. What belongs to a loss
+    is left out. Raises ConfigError for a damaged one."""
+    opened = read(locate(path.absolute(), "model.weights"))
+    found = {}
+    for name in opened.names:
+        if not name.startswith("loss."):
+            entry = opened.tensors[MODEL + name]
+            parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
+            found[name] = Stored(str(opened.path), name, entry.shape, entry.dtype, None, parts)
+    return found

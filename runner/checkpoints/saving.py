@@ -1,31 +1,30 @@
 """Saving, while the ranks wait or beside training.
 
 A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
-Beside training, a step pays for a copy of the rank's pieces in the host's memory, and a thread does the rest; there is
-one save at a time, so a rank never holds more than one copy. Invariant: what is stored is what was there when `save`
-was called, whatever training does meanwhile.
+Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `copying`), and
+writes them when nothing else wants the processor; there is one save at a time, so a rank never holds more than one
+copy. Invariant: what is stored is what was there when `save` was called, whatever training does meanwhile.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from runner.checkpoints import committing, content, folder, writing
 from runner.checkpoints.committing import Mark, SaveFailed, Wanted
 from runner.checkpoints.content import Content
+from runner.checkpoints.copying import Copies
 from runner.checkpoints.header import Header
-from strategies.engine.pieces import Piece, Pieces
+from strategies.engine.pieces import Pieces
 
 SHARDED = Wanted()
 TIMEOUT = 600.0
+LOWEST = 19
 
 
 def save(
@@ -48,7 +47,7 @@ def save(
         partial.mkdir(parents=True)
     _barrier(given)
     _Save(partial, given, wanted, _header(step, given, wanted, position, metric)).run(
-        content.pieces(given, wanted.copies)
+        content.pieces(given, 1 if given.split else wanted.copies)
     )
     _barrier(given)
     return folder.target(path, step)
@@ -60,7 +59,7 @@ class Saver:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._buffers: dict[str, list[Tensor]] = {}
+        self._copies = Copies()
 
     def save(
         self,
@@ -72,25 +71,29 @@ class Saver:
         position: tuple[int, int] = (0, 0),
         metric: float | None = None,
     ) -> None:
-        """As the function `save`, but return as soon as everything is copied; wait for the save before. Calls no
-        collective. Raises what that one raised."""
+        """As the function `save`, but return at once, or when the save before is done; `settle` before weights change.
+        Calls no collective. Raises what the save before raised."""
         self.wait()
         partial = folder.hidden(folder.target(path, step))
         partial.mkdir(parents=True, exist_ok=True)
         header = _header(step, given, wanted, position, metric)
         work = _Save(partial, given, wanted, header)
-        copied, ready = self._copied(content.pieces(given, wanted.copies))
+        copied = self._copies.begin(content.pieces(given, 1 if given.split else wanted.copies), given.buffers().keys())
 
         def run() -> None:
             try:
-                if ready is not None:
-                    ready.synchronize()
+                self._copies.carry_out()
+                _step_back()
                 work.run(copied)
             except BaseException as error:  # told by the next call of this object
                 self._failure = error
 
         self._thread = threading.Thread(target=run, name=f"save-{step}", daemon=True)
         self._thread.start()
+
+    def settle(self) -> None:
+        """Before every update: return when weights and states may change."""
+        self._copies.settle()
 
     def check(self) -> None:
         """Raise what the last save raised, if it has."""
@@ -106,34 +109,14 @@ class Saver:
         self.check()
 
     @property
+    def busy(self) -> bool:
+        """Whether something is being saved."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def held(self) -> int:
         """Bytes of the copies in the host's memory, which are used again."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
-
-    def _copied(self, pieces: Pieces) -> tuple[dict[str, list[Piece]], torch.cuda.Event | None]:
-        """Copies of `pieces` in memory that is used again, and when they are there (None: now)."""
-        found: dict[str, list[Piece]] = {}
-        on_gpu = False
-        with torch.no_grad():
-            for key, ones in pieces.items():
-                buffers = self._fitting(key, ones)
-                for buffer, one in zip(buffers, ones, strict=True):
-                    buffer.copy_(one.view, non_blocking=True)
-                    on_gpu = on_gpu or one.view.is_cuda
-                found[key] = [replace(one, view=buffer) for buffer, one in zip(buffers, ones, strict=True)]
-        if not on_gpu:
-            return found, None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return found, event
-
-    def _fitting(self, key: str, pieces: Sequence[Piece]) -> list[Tensor]:
-        held = self._buffers.get(key, [])
-        shapes = [(one.view.shape, one.view.dtype) for one in pieces]
-        if [(buffer.shape, buffer.dtype) for buffer in held] != shapes:
-            held = [torch.empty(one.view.shape, dtype=one.view.dtype, pin_memory=one.view.is_cuda) for one in pieces]
-            self._buffers[key] = held
-        return held
+        return self._copies.bytes
 
 
 class _Save:
@@ -144,12 +127,14 @@ class _Save:
         self._rank, self._stage = given.rank, given.communicator.stage
         self._needed = given.communicator.rank < wanted.copies
         self._world = given.communicator.world
+        self._backward = wanted.copies if given.split else 1
+        """Files of so many ranks, this one and those before it: what ZeRO splits up, no other rank has in memory."""
         self._published, self._described = given.published, given.described
         self._plain = content.plain(given, wanted.copies)
 
     def run(self, pieces: Pieces) -> None:
         try:
-            self._write(pieces)
+            self.write(pieces)
         except BaseException as error:
             committing.give_up(self._partial, self._rank, error)
             if isinstance(error, OSError):
@@ -164,15 +149,31 @@ class _Save:
             except OSError as error:
                 raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
-    def _write(self, pieces: Pieces) -> None:
+    def write(self, pieces: Pieces) -> None:
+        """Write this rank's files, and say that they are there."""
         from runner.checkpoints import dcp  # imports much, at the first save
 
         name = f"rank-{self._rank:05d}"
         plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
         stamp, index = dcp.store(self._partial, f"{name}.safetensors", pieces)
         files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
-        needed = f"{name}.pt" if self._needed else None
-        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed))
+        needed, copies = f"{name}.pt" if self._needed else None, {}
+        for back in range(1, min(self._backward, self._world)):
+            other = (self._rank - back) % self._world
+            copy = f"{name}.copy-of-{other:05d}.safetensors"
+            copies[copy], files[copy] = committing.copy_of(self._partial, other, copy, TIMEOUT)
+        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies))
+
+
+def _step_back() -> None:
+    """Let training have the processor first. Linux knows priorities of threads; elsewhere they are the process's."""
+    if os.uname().sysname == "Linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+
+
+def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -> None:
+    """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
+    _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
 
 
 def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:

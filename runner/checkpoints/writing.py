@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.checkpoints.header import Stamp
+from runner.checkpoints.header import BLOCK, Stamp
 from strategies.engine.stored import DTYPES
 
 NAMES = {name: short for short, name in DTYPES.items()}
@@ -67,14 +67,24 @@ def write_bytes(path: Path, content: bytes) -> Stamp:
     return file.stamp
 
 
+def copy(source: Path, path: Path) -> Stamp:
+    """Write `path` like the file `source`."""
+    with source.open("rb") as content, Stamped(path) as file:
+        while block := content.read(BLOCK):
+            file.write(block)
+    return file.stamp
+
+
 class Stamped:
-    """A file that is written once, flushed to the disk, and stamped while that happens."""
+    """A file that is written once, flushed to the disk, and stamped while that happens. It has its name when it is
+    whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._sum, self._size = path, hashlib.sha256(), 0
+        self._hidden = path.with_name(f".{path.name}")
 
     def __enter__(self) -> Stamped:
-        self._file = self._path.open("wb")
+        self._file = self._hidden.open("wb")
         return self
 
     def write(self, content: bytes | memoryview) -> None:
@@ -87,6 +97,7 @@ class Stamped:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                self._hidden.rename(self._path)
 
     @property
     def stamp(self) -> Stamp:

@@ -119,7 +119,7 @@ def diagnose(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
             if same_call and its.kind != wait.kind and {its.kind, wait.kind} != {"send", "receive"}:
                 return Diagnosis(f"{_ranks((rank, other))} disagree: {_each(waits, (rank, other))}", ())
     for rank, wait in waits.items():
-        hung = tuple(other for other in missing[rank] if other not in waits)
+        hung = tuple(other for other in missing[rank] if not missing.get(other))  # nor does it wait for anybody
         if hung:
             with_it = tuple(other for other, its in waits.items() if its == wait or other == rank)
             told = f"{_ranks(hung)} of {len(ranks)} never joined {wait.told}, in which {_ranks(with_it)} waited "

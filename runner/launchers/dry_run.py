@@ -10,6 +10,7 @@ from pathlib import Path
 from runner.errors import ConfigError
 from runner.folders import remove_if_unused
 from runner.launchers.commands import Started
+from runner.launchers.placing import meeting_unasked
 from runner.launchers.start import described
 from runner.schema import Config
 from runner.words import DRY_RUN
@@ -25,7 +26,13 @@ def dry_run(config: Config, run_dir: Path) -> None:
     else:
         typed = tuple(word for word in sys.argv[1:] if word != DRY_RUN and not word.startswith("job="))
         folder = run_dir.absolute() / FOLDER
-        print(text(described(config.launch, world_size_of(config), folder, typed), folder, Path.cwd()))
+        print(
+            text(
+                described(config.launch, world_size_of(config), folder, meeting_unasked(config.launch), typed),
+                folder,
+                Path.cwd(),
+            )
+        )
     remove_if_unused(run_dir)
 
 

@@ -1,7 +1,7 @@
 """OpenMPI's mpirun: one command, which reaches the hosts by itself and starts a process per rank.
 
-MPI is not used: ranks only read their numbers from the environment. Its daemons are told to notice within
-`launch.timeout` that a host is gone, by default it would be minutes.
+MPI is not used: ranks only read their numbers from the environment. Its daemons are told to notice that a host is gone
+before the ranks do: one that still has to report the end of its ranks would wait for minutes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import shlex
 
 from runner.launchers.commands import Command, Place, Started
+from runner.launchers.line import silence_of
 from runner.sections.launch import Launch
 
 
@@ -18,7 +19,7 @@ def mpirun(launch: Launch, place: Place) -> Started:
     words = ["mpirun", "-np", str(place.world_size)]
     if launch.hosts:
         words += ["--host", ",".join(f"{host.name}:{len(host.ranks)}" for host in launch.hosts)]
-        probe = max(1, round(launch.timeout / 5))
+        probe = max(1, int(silence_of(launch.timeout) / 6))
         settings = {
             "plm_rsh_agent": shlex.join(launch.remote),
             "oob_tcp_keepalive_time": str(probe),

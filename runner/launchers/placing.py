@@ -78,6 +78,11 @@ def address_of(launch: Launch) -> str:
     return network.towards(others[0]) if others else network.LOOPBACK
 
 
+def meeting_unasked(launch: Launch) -> tuple[str, int]:
+    """As `meeting`, without a look at any machine: the name of the first host, and the usual port."""
+    return launch.hosts[0].name if launch.hosts else network.LOOPBACK, launch.port or USUAL_PORT
+
+
 def meeting(launch: Launch) -> tuple[str, int]:
     """Address and port at which a launcher lets the ranks meet: those of the first host. A port that is not configured
     is free where the first host is this machine, else the usual one."""

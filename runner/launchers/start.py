@@ -58,14 +58,14 @@ def check(launch: Launch) -> None:
         address_of(launch)
 
 
-def described(launch: Launch, world_size: int, folder: Path, overrides: tuple[str, ...]) -> Started:
-    """What `launch` starts for ranks that are told what they need in `folder`. Nothing is written or started."""
-    address, port = meeting(launch)
+def described(
+    launch: Launch, world_size: int, folder: Path, meeting: tuple[str, int], overrides: tuple[str, ...] = ()
+) -> Started:
+    """What `launch` starts for ranks that are told what they need in `folder`. Nothing is written, started or asked."""
     place = Place(
         folder,
         world_size,
-        address,
-        port,
+        *meeting,
         sys.executable,
         Path.cwd(),
         exported(launch.export),
@@ -83,7 +83,7 @@ def started(
     """
     run_dir, address, silence = run_dir.absolute(), address_of(launch), silence_of(launch.timeout)
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
-        seats = seats_of(launch)
+        seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
         front = Front(listener, new_secret(folder), silence)
@@ -97,9 +97,9 @@ def started(
             launch.timeout,
             launch.threads,
             launch.launcher,
-            seats if launch.launcher == "rank_table" else (),
+            seats,
         ).write(folder)
-        plan = described(launch, world_size, folder, ())
+        plan = described(launch, world_size, folder, meeting(launch))
         for name, content in plan.files.items():
             (folder / name).write_text(content, encoding="utf-8")
         return supervise(
@@ -107,6 +107,7 @@ def started(
             front,
             world_size=world_size,
             names=frozenset(host.name for host in launch.hosts),
+            placed=[seat[0] for seat in seats],
             here=frozenset(host.name for host in launch.hosts if network.is_here(network.resolve(host.name))),
             remote=launch.remote,
             directory=Path.cwd(),

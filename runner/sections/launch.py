@@ -44,6 +44,8 @@ class Launch(Section):
     timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
     threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
     max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
+    min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
+    rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]
     faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
     hosts: Annotated[
         tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
@@ -60,6 +62,29 @@ class Launch(Section):
     export: Annotated[tuple[Word, ...], Field(description="Globs of variables that ranks on other hosts are given.")]
     options: Annotated[tuple[str, ...], Field(description="More words for the launcher, before the program.")]
     dry_run: Annotated[StrictBool, Field(description="Print what would be started, and start nothing.")]
+
+    @model_validator(mode="after")
+    def _fewer_only_when_restarted(self) -> Launch:
+        if self.min_ranks is not None and not self.max_restarts:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks} says with how few ranks a run is started again, but "
+                "launch.max_restarts = 0 never does; set launch.max_restarts too.",
+                "launch.min_ranks",
+                "launch.max_restarts",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rescued_from_here(self) -> Launch:
+        if self.rescue and self.launcher != "local":
+            raise refusal(
+                f"launch.rescue = true lets the survivors of a failure write what they have in memory before they are "
+                f"stopped, but launch = {self.launcher!r} stops them at once; choose launch=local or "
+                "launch.rescue=false.",
+                "launch.rescue",
+                "launch.launcher",
+            )
+        return self
 
     @model_validator(mode="after")
     def _table_is_whole(self) -> Launch:
@@ -118,6 +143,13 @@ class Launch(Section):
                 f"launch.nodes = {self.nodes} is for launch=slurm, which finds hosts by itself; name them in "
                 "launch.hosts.",
                 "launch.nodes",
+            )
+        if self.min_ranks is not None and self.ranks is not None and self.min_ranks > self.ranks:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks}, but the hosts of the launch have {self.ranks} ranks; give hosts "
+                "with as many ranks or more.",
+                "launch.min_ranks",
+                "launch.hosts",
             )
         in_order = [rank for host in self.hosts for rank in host.ranks]
         if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):

@@ -2,12 +2,16 @@
 
 import json
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from six_ranks import SHAPES, content, cut, equal, expected, flip, largest, save, weights
+from small import MODES, SMALL
 
 from runner import checkpoints
-from runner.checkpoints import loading, saving
+from runner.checkpoints import header, loading, saving
 from runner.errors import ConfigError
 
 
@@ -120,9 +124,53 @@ def test_what_is_stored_is_what_was_there(tmp_path):
     savers = [saving.Saver() for _ in mine]
     for saver, one in zip(savers[::-1], mine[::-1], strict=True):
         saver.save(tmp_path, 1, one)
+        saver.settle()
         for name in SHAPES:
             one.updates.module.get_parameter(name).data.fill_(-5.0)
     for saver in savers:
         saver.wait()
     assert equal(weights(tmp_path / "step-00000001"), truth)
     assert all(saver.held > 0 for saver in savers[:2])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_what_zero_splits_up(start, stage):
+    """Any one of four real ranks loses its files, and the run ends as the one that lost nothing."""
+    words = (*SMALL, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "optimizer.target=torch.optim.AdamW")
+    saved = start(*words, "train.steps=2", "checkpoint.copies=2", folder="saved").folder / "checkpoints"
+    truth = start(*words, "train.steps=3", f"train.resume={saved}", folder="truth").folder
+    path = checkpoints.newest(saved)
+    for rank in (0, 3):
+        kept = {file: file.read_bytes() for file in path.glob(f"rank-{rank:05d}.*")}
+        assert len(kept) == 3
+        for file in kept:
+            file.unlink()
+        found = start(*words, "train.steps=3", f"train.resume={saved}", folder=f"without-{rank}").folder
+        ours, theirs = (checkpoints.read(checkpoints.newest(one / "checkpoints")) for one in (found, truth))
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(ours.read(key), theirs.read(key)) for key in theirs.tensors)
+        for file, content_ in kept.items():
+            file.write_bytes(content_)
+
+
+def test_no_code_runs_from_a_file(tmp_path):
+    """Also where every checksum is right: an attacker can make those too."""
+    path = save(tmp_path, 1)
+    torch.save({"random": Evil(tmp_path / "ran"), "groups": [], "scalars": {}}, path / "rank-00000.pt")
+    found = header.read_header(path)
+    files = {**found.files, "rank-00000.pt": header.stamp(path / "rank-00000.pt")}
+    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
+    assert loading.verify(path) == {}
+    with pytest.raises(ConfigError, match=r"is damaged .UnpicklingError: Weights only load failed"):
+        weights(path)
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 sys.path.insert(0, str(HERE))  # for `launched` and `namespaces`
 
-from launched import RECIPE, STEPS, losses  # noqa: E402
+from launched import RECIPE, ROOT, STEPS, losses  # noqa: E402
 from namespaces import Hosts  # noqa: E402
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import get_args
 
 import pytest
+
+import conf
+from runner.sections.launch import Launcher
 
 QUICK = "+recipe=quickstart"
 TWO = "launch.hosts=[127.0.0.1:4,127.0.0.2:4]"
@@ -22,6 +27,12 @@ def test_a_dry_run_prints_and_leaves_nothing(command, left, launcher):
     assert left() == []
 
 
+def test_a_dry_run_asks_no_machine(command):
+    done = command("launch", "--dry-run", QUICK, "launch=torchrun", "launch.hosts=[no.such.host.invalid:4,nor.this:4]")
+    assert (done.code, done.err) == (0, "")
+    assert "--master-addr=no.such.host.invalid --master-port=29500 " in done.out
+
+
 def test_a_dry_run_in_other_words(command, left):
     for typed in (["train", "launch.dry_run=true"], ["launch.dry_run=true"]):
         done = command(*typed, QUICK, "launch=mpirun")
@@ -29,6 +40,11 @@ def test_a_dry_run_in_other_words(command, left):
     assert "forks of this command" in command("launch", "--dry-run", QUICK).out
     assert command("train", QUICK, "--dry-run").code == 2  # an option of one verb
     assert left() == []
+
+
+def test_every_launcher_has_a_group():
+    folder = Path(conf.__path__[0]) / "launch"
+    assert {file.stem for file in folder.glob("*.yaml")} == set(get_args(Launcher))
 
 
 def test_the_world_is_that_of_the_hosts(command):
@@ -61,6 +77,7 @@ BAD = [
     (["launch=rank_table", TWO, "launch.port=29400", "launch.rank=8"], "launch.rank = 8 is not in the table"),
     (["launch=rank_table", TWO, "launch.port=0"], "launch.port = 0: must be at least 1"),
     (["launch=torchrun", TWO, "job=verify"], "verify runs on this machine"),
+    (["launch=torchrun", TWO, "job=plan", "launch.dry_run=true"], "plan has no such thing"),
     (
         ["launch=torchrun", TWO, "launch.remote=[no-such-shell]", "launch.hosts=[127.0.0.1:4,192.0.2.1:4]"],
         "no-such-shell",
@@ -68,6 +85,8 @@ BAD = [
     (["launch=mpirun", "launch.hosts=[127.0.0.1:4,no.such.host.invalid:4]"], "'no.such.host.invalid' cannot be found"),
     (["launch=mpirun", "launch.hosts=[localhost:4,192.0.2.1:4]"], "cannot reach one that is called localhost"),
     (["launch=slurm", "launch.nodes=2"], "set launch.address"),
+    (["launch=mpirun", TWO, "launch.min_ranks=4"], "set launch.max_restarts too"),
+    (["launch=mpirun", TWO, "launch.min_ranks=9", "launch.max_restarts=1"], "with as many ranks or more"),
 ]
 
 

@@ -7,6 +7,8 @@ import torch
 
 from runner import agreement
 from runner.entries import train_prepared
+from strategies.engine.communicator import Communicator
+from strategies.mesh import Mesh
 
 
 def with_another_plan(rank, payload):
@@ -38,3 +40,16 @@ def _changed(rank, payload, change):
     if rank.rank != 2:
         return payload
     return {**payload, "prepared": pickle.dumps(change(pickle.loads(payload["prepared"])))}
+
+
+def deadlock(rank, way):
+    """Two ranks call what the other one does not."""
+    mesh = Mesh((("a", 2),))
+    communicator = Communicator(mesh, rank.rank, [("a",)])
+    other = communicator.own_group(("a",)) if way == "each other" else communicator.group(("a",))
+    if rank.rank == 0:
+        communicator.sum(torch.ones(4), communicator.group(("a",)))
+    elif way == "each other":
+        communicator.sum(torch.ones(4), other)
+    else:
+        communicator.gather(torch.empty(8), torch.ones(4), other)
