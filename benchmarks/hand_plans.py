@@ -182,18 +182,18 @@ def predicted(task: Task, ranks: int) -> Predicted:
     return Predicted(memory(trace(program, how), how).peak, cost.total)
 
 
-def pair(hand: Hand) -> tuple[Task, Task]:
-    """The hand plan, and the one that is found in its memory."""
+def pair(hand: Hand, stages: Sequence[int] = range(4)) -> tuple[Task, Task]:
+    """The hand plan, and the one that is found in its memory among these ZeRO stages."""
     torch.manual_seed(0)
     net, loss, batch = hand.model()
     captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
     tensors = {name: tensor.detach() for name, tensor in captured.tensors.items()}
     written = Task(captured.graph, make_plan(captured.graph, hand.request), hand.stage, tensors, batch)
-    plan, stage = found(hand, captured, predicted(written, hand.ranks).peak, written)
+    plan, stage = found(hand, captured, predicted(written, hand.ranks).peak, written, stages)
     return written, replace(written, plan=plan, stage=stage)
 
 
-def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
+def found(hand: Hand, captured: Captured, limit: int, written: Task, stages: Sequence[int]) -> tuple[Plan, int]:
     """The plan that sends least within `limit` bytes of memory, and its ZeRO stage."""
     asked = hand.request
     mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
@@ -227,7 +227,7 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
             raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
         return fits
 
-    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in range(4)}
+    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in stages}
     decision = decide(bounds, limit, price)
     return decision.priced.plan, decision.choice.zero
 
