@@ -3,7 +3,7 @@
     python -m benchmarks.hand_plans [--only WORD] [--out docs/hand_plans.md]
 
 Tiny models of real structure. A hand plan's memory is the predicted peak of its fullest rank (see docs/memory.md); the
-search (dynamic_programming, with ZeRO's stage open) gets that as its limit, and a machine whose links are all that
+search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a machine whose links are all that
 costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose communicators count what
 they send. Goal: the search never sends more.
 """
@@ -41,8 +41,8 @@ from strategies.search.joint import Bound, Choice, Priced, decide
 
 FAST = 1e13
 """Flops and bytes of memory per second: a step's work is a millionth of a second, its bytes are tenths."""
-NARROWER = 8
-"""How often a plan that is too large is searched anew with other room, at most."""
+ROOMS = (1.2, 1.05, 0.95, 0.85, 0.75)
+"""What a search is asked to keep, relative to the limit."""
 Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
 
 
@@ -182,18 +182,18 @@ def predicted(task: Task, ranks: int) -> Predicted:
     return Predicted(memory(trace(program, how), how).peak, cost.total)
 
 
-def pair(hand: Hand, stages: Sequence[int] = range(4)) -> tuple[Task, Task]:
-    """The hand plan, and the one that is found in its memory among these ZeRO stages."""
+def pair(hand: Hand) -> tuple[Task, Task]:
+    """The hand plan, and the one that is found in its memory."""
     torch.manual_seed(0)
     net, loss, batch = hand.model()
     captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
     tensors = {name: tensor.detach() for name, tensor in captured.tensors.items()}
     written = Task(captured.graph, make_plan(captured.graph, hand.request), hand.stage, tensors, batch)
-    plan, stage = found(hand, captured, predicted(written, hand.ranks).peak, written, stages)
+    plan, stage = found(hand, captured, predicted(written, hand.ranks).peak, written)
     return written, replace(written, plan=plan, stage=stage)
 
 
-def found(hand: Hand, captured: Captured, limit: int, written: Task, stages: Sequence[int]) -> tuple[Plan, int]:
+def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
     """The plan that sends least within `limit` bytes of memory, and its ZeRO stage."""
     asked = hand.request
     mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
@@ -201,33 +201,24 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task, stages: Seq
     machine = by_bytes(hand.ranks)
 
     def price(choice: Choice, best: float) -> Priced:
-        """The least seconds within the limit; the search's own bytes are a model, so its room is found by bisection."""
+        """The least seconds within the limit; the search's own bytes are a model, so it is given several rooms."""
         fits: Priced | None = None
-        low, high, room = 0.0, 0.0, None
-        for _ in range(NARROWER):
+        for share in (None, *ROOMS):
+            room = None if share is None else int(share * limit)
             try:
                 plan = make_plan(captured.graph, replace(free, stage=choice.zero, memory_limit=room), machine)
-            except StrategyError:  # nothing is so small
-                low = float(room or 0)
-            else:
-                one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
-                if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
-                    fits = Priced(plan, one.seconds, one.peak)
-                if room is None and fits is not None:
-                    return fits
-                if one.peak <= limit:
-                    low = float(room or 0)
-                else:
-                    high = float(plan.search["bytes"])
-                    if room is None:
-                        room = int(high) - (one.peak - limit)
-                        continue
-            room = int((low + high) / 2)
+            except StrategyError:
+                break  # nothing is so small
+            one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
+            if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
+                fits = Priced(plan, one.seconds, one.peak)
+            if room is None and fits is not None:
+                break
         if fits is None:
             raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
         return fits
 
-    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in stages}
+    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in sorted({0, hand.stage})}
     decision = decide(bounds, limit, price)
     return decision.priced.plan, decision.choice.zero
 
@@ -290,7 +281,7 @@ def table(results: Sequence[Result]) -> str:
         "",
         "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
         "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",
-        "search, for which time is bytes, and which may choose ZeRO's stage.",
+        "search, for which time is bytes, without ZeRO or at the hand plan's stage.",
         f"{len(results)} hand plans; the search sends more than {len(more)}{': ' * bool(more)}{', '.join(more)}.",
         "",
         "| hand plan | ranks | bytes sent | memory | ours: bytes sent | memory | ZeRO | bytes, relative |",
