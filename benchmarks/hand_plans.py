@@ -3,9 +3,9 @@
     python -m benchmarks.hand_plans [--only WORD] [--out docs/hand_plans.md]
 
 Tiny models of real structure. A hand plan's memory is the predicted peak of its fullest rank (see docs/memory.md); the
-search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a machine whose links are all that
-costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose communicators count what
-they send. Goal: the search never sends more.
+search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a machine whose links
+are all that costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose
+communicators count what they send. Goal: the search never sends more.
 """
 
 from __future__ import annotations
