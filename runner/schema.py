@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
 from runner.sections.cluster import ClusterForm
 from runner.sections.launch import Launch
@@ -161,15 +162,6 @@ class Verify(Section):
     steps: Count
     tolerance: Positive | None
     reference: OptionallyBuilt
-
-
-class Calibrate(Section):
-    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[Positive, Field(description="How long to measure.")]
-
-
-class Explain(Section):
-    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
 
 
 class Report(Section):

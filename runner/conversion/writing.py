@@ -51,6 +51,8 @@ def write(source: Holding, target: Path, cut: Cut | None) -> None:
             files, index = _sharded(source, hidden, cut)
         if isinstance(source, Checkpoint):
             files |= _copied(source, hidden, without=files)
+            plain = tuple(tuple(name for name in names if name in files) for names in header.plain)
+            header = replace(header, plain=plain)
         files[INDEX] = writing.write_bytes(hidden / INDEX, json.dumps([indices.to_json(index)]).encode())
         form = MERGED if cut is None else SHARDED
         folder.write_text(hidden / HEADER, to_text(replace(header, form=form, files=files)))

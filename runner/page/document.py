@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
+from runner.decision_table import HEAD, counted, decision_rows
 from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds
 from runner.layers import Kind, Row, Sums, kinds
 from runner.page.markup import Markup, element, joined
@@ -31,6 +32,7 @@ def page(content: Content, title: str) -> str:
         element("p", _subtitle(content), class_="note"),
         _tiles(content["prediction"]),
         *(element("p", line) for line in next_better(content["prediction"])),
+        *([section("Decided", _decided(content["search"]["decided"]))] if content["search"].get("decided") else []),
         section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
         section("Memory of a rank", _memory(content)),
         section("Mesh", _mesh(content)),
@@ -97,6 +99,13 @@ def _mesh(content: Content) -> Markup:
         size = content["mesh"][axis]
         lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
     return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"))
+
+
+def _decided(told: Content) -> Markup:
+    """What auto decided beside the plan, its runner-up and the difference."""
+    heads = element("tr", *(element("th", name) for name in HEAD))
+    rows = [element("tr", *(element("td", cell) for cell in row)) for row in decision_rows(told)]
+    return joined(element("table", heads, *rows), element("p", counted(told), class_="note"))
 
 
 def _axes(axes: list[str]) -> Markup:

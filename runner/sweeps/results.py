@@ -19,7 +19,13 @@ from runner.sweeps.job import STARTED, Job, jobs
 from runner.sweeps.pictures import bars, curves
 
 TABLE, PAGE = "results.csv", "report.html"
-VALUES = {"train": "loss", "plan": "seconds per step", "explain": "seconds per step", "verify": "difference"}
+VALUES = {
+    "train": "loss",
+    "predict": "loss",
+    "plan": "seconds per step",
+    "explain": "seconds per step",
+    "verify": "difference",
+}
 """What the value of a verb is."""
 ERROR = 60
 """Characters of an error in the printed table."""

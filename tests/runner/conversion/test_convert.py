@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner import checkpoints
-from runner.checkpoints.header import faults, read_header, stamp, to_text
+from runner.checkpoints.header import Stamp, faults, read_header, stamp, to_text
 from runner.conversion import writing
 from runner.errors import ConfigError
 from runner.jobs.convert import run
@@ -151,8 +151,10 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
 def test_what_is_no_tensor_comes_along(stored, tmp_path):
     header = read_header(stored)
     torch.save({"scheduler": None}, stored / "rank-00000.pt")
-    files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt")}
-    (stored / "checkpoint.json").write_text(to_text(replace(header, files=files, plain=("rank-00000.pt",))))
+    lost = Stamp(3, "of a file that is gone")
+    files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt"), "rank-00001.pt": lost}
+    changed = replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))
+    (stored / "checkpoint.json").write_text(to_text(changed))
     target = convert(stored, tmp_path / "merged")
     assert list(checkpoints.read(target).plain()) == [{"scheduler": None}]
 

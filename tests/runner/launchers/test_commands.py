@@ -104,11 +104,25 @@ def test_rank_table() -> None:
     assert (second.host, second.words[-1]) == ("10.0.0.2", "10.0.0.2")
 
 
+OF_RANK_3 = {
+    "torchrun": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "9"},
+    "deepspeed": {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"},
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_NODE_RANK": "9",
+    },
+    "slurm": {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
+}
+
+
 @pytest.mark.parametrize("launcher", VARIABLES)
 def test_identity(launcher: str) -> None:
-    environment = dict(zip(VARIABLES[launcher], "3421", strict=True))
-    assert identity(launcher, environment) == Identity(3, 4, 2, 1)
-    for name in environment:
+    environment = OF_RANK_3[launcher]
+    assert identity(launcher, environment) == Identity(3, 4, 1, 2)
+    for name in VARIABLES[launcher]:
         with pytest.raises(ConfigError, match=f"but {name} is not set to a number"):
             identity(launcher, environment | {name: "x"})
 

@@ -15,7 +15,7 @@ import pytest
 from runner.errors import ConfigError
 from runner.launchers import network
 from runner.launchers.front import Front
-from runner.launchers.line import Hello, Task, call, new_secret, own_address, silence_of
+from runner.launchers.line import GREETING, Hello, Task, call, new_secret, own_address, silence_of
 
 SECRET = b"s" * 32
 
@@ -77,7 +77,9 @@ def test_strangers_are_not_heard(front: Front) -> None:
 
 def test_a_silent_stranger_holds_nobody_up(front: Front) -> None:
     with socket.create_connection(front.listener.getsockname()):
+        began = time.monotonic()
         assert answering(front, 0.3) == []
+        assert time.monotonic() - began < GREETING / 2
         thread, _ = calling(front, Hello(0, "a", "a", store=("a", 1)))
         assert [hello.rank for hello, _ in answering(front)] == [0]
         thread.join(3)
