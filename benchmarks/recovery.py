@@ -206,15 +206,16 @@ def main() -> None:
             folder, started = Path(place) / str(runs), time.monotonic()
             try:
                 run(folder, (*NET, *PLANS[name], f"launch.faults=[{faults}]"))
-                equal = ending(folder) == tensors and losses(folder) == lines
+                ended, equal = True, ending(folder) == tensors and losses(folder) == lines
             except Exception as error:
-                equal = False
+                ended, equal = False, False
                 print(f"run {runs} ({name}; {faults}) did not end well: {error}", flush=True)
             each = (time.monotonic() - started - seconds) / len(failures)
             resumed = resumed_after(folder)
             extra += len(resumed) - len(failures)
             alive += left()
-            for one, step in zip(failures, resumed, strict=False):
+            pairs = zip(failures, resumed, strict=True) if len(failures) == len(resumed) else ()  # two may be one
+            for one, step in pairs:
                 lost = one.done - step
                 row = rows[one.row]
                 row.lost.append(lost)
@@ -222,7 +223,7 @@ def main() -> None:
             for one in failures:
                 row = rows[one.row]
                 row.kinds[one.kind] += 1
-                row.resumed += len(resumed) >= len(failures)
+                row.resumed += ended
                 row.equal += equal
                 row.seconds.append(each)
             total = sum(row.kinds.total() for row in rows.values())

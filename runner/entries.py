@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from runner import checkpoints, faults, report
+from runner.checkpoints import rescue
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
+from runner.launchers.sharing import require_shared
 from runner.predictions import weights
 from runner.predictions.predictor import predict
 from runner.prepare import Prepared
@@ -24,6 +26,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     prepared = prepare_decided(config, Path(payload["folder"]))
     if config.job.name == "train":
         faults.check(config, prepared.world_size, prepared.steps)
+    if config.train.resume == "auto":
+        rescue.collect(rank.run_dir / "checkpoints")
     resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
     if resume is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
@@ -58,6 +62,8 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     """Train on one rank from a pickled preparation."""
     resume = payload["resume"]
     prepared: Prepared = pickle.loads(payload["prepared"])
+    if prepared.config.launch.by_hand:
+        require_shared(prepared.config, rank.run_dir)
     continued = None if resume is None else Path(resume)
     job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)
@@ -70,6 +76,7 @@ def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str,
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    rescue.collect(rank.run_dir / "checkpoints")
     try:
         found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
     except ConfigError:  # each of them is damaged, which is told; the run itself is not lost

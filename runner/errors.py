@@ -20,11 +20,13 @@ class ConfigError(Exception):
 
 class RunFailed(Exception):
     """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
-    `rank` is that one, `hosts` are those that no longer answer."""
+    `rank` is that one, `hung` are those that hang, `hosts` those that no longer answer."""
 
-    def __init__(self, text: str, *, rank: int | None = None, hosts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, text: str, *, rank: int | None = None, hung: tuple[int, ...] = (), hosts: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(text)
-        self.rank, self.hosts = rank, hosts
+        self.rank, self.hung, self.hosts = rank, hung, hosts
 
 
 class Terminated(KeyboardInterrupt):

@@ -91,6 +91,7 @@ class Trainer:
             )
         self.faults = Faults(self.config, rank, self.execution)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
+        self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._saving)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
@@ -143,12 +144,13 @@ class Trainer:
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
         record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
-        with record as metrics, _found_in_training():
+        with record as metrics, _found_in_training(), self.keeper.rescuing(self._content):
             for step in range(first, self.prepared.steps + 1):
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
                 here.begin(step)
+                self.keeper.whole(step - 1)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
@@ -174,6 +176,7 @@ class Trainer:
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
                     )
                 self._schedule(step)
+                self.keeper.whole(step)
                 if metrics is not None:
                     seconds = time.perf_counter() - started
                     if step == first and self.job.marks:
@@ -247,6 +250,8 @@ class Trainer:
                     for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
                 ]
             here.at(FORWARD)
+            if self.writes:
+                self.keeper.changing()
             return entries, mix(self.config.train.seed, step, micro)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts

@@ -109,6 +109,12 @@ def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:
     return [_read(partial / _name(rank, "done")) for rank in range(world)]
 
 
+def marks_in(partial: Path, world: int) -> list[Mark]:
+    """The marks of those of `world` ranks that have written their files."""
+    names = [partial / _name(rank, "done") for rank in range(world)]
+    return [_read(name) for name in names if name.is_file()]
+
+
 def commit(
     partial: Path,
     marks: list[Mark],
@@ -147,7 +153,7 @@ def commit(
     text = json.dumps([index.to_json(one) for one in content])
     files[INDEX] = writing.write_bytes(partial / INDEX, text.encode())
     for mark in marks:
-        (partial / _name(mark.rank, "done")).unlink()
+        (partial / _name(mark.rank, "done")).unlink(missing_ok=True)
     folder.write_text(partial / HEADER, to_text(replace(header, files=files)))
     folder.sync(partial)
     folder.put(partial, target)

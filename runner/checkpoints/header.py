@@ -64,17 +64,23 @@ def read_header(path: Path) -> Header:
     if not (path / HEADER).is_file():
         raise ConfigError(f"{path} is not a checkpoint: it has no {HEADER}. Give a folder that is called step-... .")
     with damaged(path):
-        content = json.loads((path / HEADER).read_text(encoding="utf-8"))
-        if content.get("version") != VERSION:
+        text = (path / HEADER).read_text(encoding="utf-8")
+        if (version := json.loads(text).get("version", 1)) != VERSION:
             raise ConfigError(
-                f"The checkpoint {path} is of version {content.get('version', 1)}; this program reads version "
+                f"The checkpoint {path} is of version {version}; this program reads version "
                 f"{VERSION}. Load it with the program that wrote it."
             )
-        if content.pop("checksum", None) != _sum_of(content):
-            raise ValueError(f"the checksum of {HEADER} is another")
-        files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
-        read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
-        return Header(**content | read)
+        return from_text(text)
+
+
+def from_text(text: str) -> Header:
+    """What `to_text` has written. Raises ValueError where it was changed."""
+    content = json.loads(text)
+    if content.pop("checksum", None) != _sum_of(content):
+        raise ValueError(f"the checksum of {HEADER} is another")
+    files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
+    read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
+    return Header(**content | read)
 
 
 def stamp(file: Path) -> Stamp:

@@ -6,11 +6,13 @@ optimizer; that is 0 unless a checkpoint was continued with another batch size o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from runner.checkpoints import loading, when
 from runner.checkpoints.content import Content
+from runner.checkpoints.rescue import Intact
 from runner.checkpoints.saving import Saver, save
 from runner.data.order import Order
 from runner.schema import Config
@@ -27,6 +29,7 @@ class Keeper:
         self._saver = Saver() if config.checkpoint.background else None
         self.ahead = 0
         self._saved = 0
+        self._intact = Intact() if config.launch.rescue and config.job.name == "train" else None
 
     def restore(self, path: Path, content: Content) -> int:
         """Load the checkpoint `path`; the optimizer step after which it was saved. Rank 0 prints what is other than it
@@ -56,16 +59,41 @@ class Keeper:
         if step > self._saved:
             self._save(step, None, content)
 
+    def whole(self, step: int) -> None:
+        """The state is that after `step`, until `changing`."""
+        if self._intact is not None:
+            self._intact.after(step)
+
+    def changing(self) -> None:
+        """Something of the state is about to be changed."""
+        if self._intact is not None:
+            self._intact.changes()
+
+    @contextmanager
+    def rescuing(self, content: Callable[[], Content]) -> Iterator[None]:
+        """Before an error leaves the block, leave what is in memory to the next start (`launch.rescue`)."""
+        try:
+            yield
+        except Exception:
+            if self._intact is not None and self._intact.step is not None:
+                self._intact.leave(self._place, content, self._position(self._intact.step))
+            raise
+
+    def _position(self, step: int) -> tuple[int, int]:
+        """The epoch, and the row within it, at which the data goes on after `step`."""
+        done = step + self.ahead
+        return self._order.epoch(done), done % self._order.steps_per_epoch * self._order.batch_size
+
     def _save(self, step: int, metric: float | None, content: Callable[[], Content]) -> None:
         self._begin()
-        done = step + self.ahead
-        position = (self._order.epoch(done), done % self._order.steps_per_epoch * self._order.batch_size)
+        wanted, position = when.wanted(self._config.checkpoint), self._position(step)
         store = save if self._saver is None else self._saver.save
-        store(self._place, step, content(), when.wanted(self._config.checkpoint), position=position, metric=metric)
+        store(self._place, step, content(), wanted, position=position, metric=metric)
         self._saved = step
 
     def before_update(self) -> None:
         """Before weights and states change."""
+        self.changing()
         if self._saver is not None:
             self._saver.settle()
 

@@ -135,7 +135,7 @@ class _Save:
 
     def run(self, pieces: Pieces) -> None:
         try:
-            self._write(pieces)
+            self.write(pieces)
         except BaseException as error:
             committing.give_up(self._partial, self._rank, error)
             if isinstance(error, OSError):
@@ -150,7 +150,8 @@ class _Save:
             except OSError as error:
                 raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
-    def _write(self, pieces: Pieces) -> None:
+    def write(self, pieces: Pieces) -> None:
+        """Write this rank's files, and say that they are there."""
         from runner.checkpoints import dcp  # imports much, at the first save
 
         name = f"rank-{self._rank:05d}"
@@ -169,6 +170,11 @@ def _step_back() -> None:
     """Let training have the processor first. Linux knows priorities of threads; elsewhere they are the process's."""
     if os.uname().sysname == "Linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+
+
+def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -> None:
+    """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
+    _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
 
 
 def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:

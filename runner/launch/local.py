@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import (
     connection,
@@ -29,17 +29,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed, Terminated
-from runner.launch import failure, hangs
+from runner.errors import RunFailed, Terminated
+from runner.launch import failure
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, ignoring
 from runner.launch.rank import STOP as STOP_ORDER
 from runner.launch.rank import Descriptor, Done, Orders, enter, log_of, whereabouts_of
+from runner.launch.telling import tell
 from runner.launchers import network
 from runner.launchers.placing import Part
 from runner.logs import read_since
-from strategies.errors import StrategyError
 
 PRELOAD: tuple[str, ...] = (
     "torch",
@@ -59,10 +59,9 @@ SERVER_ENVIRONMENT = {
 # Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
 CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
-DUMP = 0.5  # for a hung rank to write where it is
 STOP = 1.0  # between asking a rank to end and killing it
+RESCUE = 10.0  # for the others to write what they have in memory
 LOOK = 1.0  # between two looks at where the ranks are
-LOG_LINES = 15
 
 _context = get_context("forkserver")
 
@@ -130,6 +129,7 @@ def run_ranks(
     timeout: float,
     threads: int,
     stoppable: bool = False,
+    rescue: bool = False,
     part: Part | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
@@ -142,6 +142,7 @@ def run_ranks(
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
         stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
+        rescue: after a failure the other ranks are given time to save what they have in memory.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
 
@@ -196,7 +197,12 @@ def run_ranks(
             if failures and interrupts.stopping:
                 raise Terminated  # ranks that were not training yet end when a scheduler signals them too
             if failures or hung:
-                _tell(failures, ranks, run_dir, world_size, timeout)
+                try:
+                    tell(failures, ranks, run_dir, world_size, timeout)
+                except RunFailed as failed:
+                    if rescue:
+                        _let_rescue(ranks, failed.hung)
+                    raise
         finally:
             interrupts.hold()
             _stop(ranks)
@@ -308,56 +314,14 @@ def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
         connection.wait(sources, LOOK if deadline is None else deadline - now)
 
 
-def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], run_dir: Path, world_size: int, timeout: float) -> None:
-    """Raise what the user is to see of `failures`; without any, the ranks hang."""
-    cause = failure.root_cause(failures) if failures else None
-    if cause is not None and cause.refusal == "config":
-        raise ConfigError(cause.text)
-    if cause is not None and cause.refusal == "strategy":
-        raise StrategyError(cause.text)
-    if cause is None or cause.order is Order.TIMEOUT:
-        here = {rank.number: rank for rank in ranks}
-        sentence, number = _hang(cause, here, run_dir, world_size, timeout)
-        named = here[number]
-    else:
-        named = next(rank for rank in ranks if rank.number == cause.rank)
-        alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = failure.message(cause, alike, world_size)
-    lines = named.said().rstrip().splitlines()[-LOG_LINES:]
-    shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
-    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}", rank=named.number)
-
-
-def _hang(
-    cause: Failure | None, ranks: Mapping[int, _Rank], run_dir: Path, world_size: int, timeout: float
-) -> tuple[str, int]:
-    """The sentence about ranks that hang, and the one of this host to look at; `cause` has waited in vain."""
-    at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
-    found = hangs.diagnose(at, timeout)
-    silent = [number for number, rank in ranks.items() if rank.report is None]
-    asked = silent if found is None else list(found.hung)
-    here = [number for number in asked if number in ranks]
-    for number in here:
-        ranks[number].send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + DUMP
-    for number in here:
-        ranks[number].wait(deadline - time.monotonic())
-    places = {number: failure.dumped_place(ranks[number].said()) for number in here}
-    if found is None and cause is not None and len(asked) == 1:
-        return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0]
-    if found is None and cause is not None:
-        told = failure.message(cause, [], world_size).rstrip(".")
-        if asked:
-            told = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
-    else:
-        told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
-    for number in asked:
-        spot, place = at[number], places.get(number)
-        told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
-        if number in ranks:
-            told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
-    seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
-    return f"{told}.", seen[0]
+def _let_rescue(ranks: Sequence[_Rank], hung: Sequence[int]) -> None:
+    """End those that hang, upon which the others find their neighbours gone, and give these time to save."""
+    for rank in ranks:
+        if rank.number in hung:
+            rank.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + RESCUE
+    for rank in ranks:
+        rank.wait(deadline - time.monotonic())
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:

@@ -45,6 +45,7 @@ class Launch(Section):
     threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
     max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
     min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
+    rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]
     faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
     hosts: Annotated[
         tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
@@ -70,6 +71,18 @@ class Launch(Section):
                 "launch.max_restarts = 0 never does; set launch.max_restarts too.",
                 "launch.min_ranks",
                 "launch.max_restarts",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rescued_from_here(self) -> Launch:
+        if self.rescue and self.launcher != "local":
+            raise refusal(
+                f"launch.rescue = true lets the survivors of a failure write what they have in memory before they are "
+                f"stopped, but launch = {self.launcher!r} stops them at once; choose launch=local or "
+                "launch.rescue=false.",
+                "launch.rescue",
+                "launch.launcher",
             )
         return self
 

@@ -4,40 +4,12 @@ import json
 import re
 
 import pytest
+from disturbed import RESTARTS, faults, stored
 from small import ALONE, MODES, SMALL
 
-from runner import checkpoints
 from runner.errors import ConfigError, RunFailed
 
 FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "checkpoint.every=2", "train.log_every=1")
-RESTARTS = ("launch.max_restarts=9", "launch.timeout=5")
-
-
-def faults(*wanted):
-    return f"launch.faults=[{', '.join(wanted)}]"
-
-
-def stored(folder):
-    """Checksums of the tensors of the last checkpoint, and the lines of metrics without the clock."""
-    path = checkpoints.newest(folder / "checkpoints")
-    files = {name: stamp for name, stamp in checkpoints.read(path).header.files.items() if name.endswith("safetensors")}
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return path.name, files, [(record["step"], record["loss"], record.get("grad_norm")) for record in records]
-
-
-@pytest.fixture(scope="module")
-def remembered():
-    return {}
-
-
-@pytest.fixture
-def undisturbed(start, remembered):
-    def call(*words):
-        if words not in remembered:
-            remembered[words] = stored(start(*words, folder="undisturbed").folder)
-        return remembered[words]
-
-    return call
 
 
 @pytest.mark.parametrize(
