@@ -39,8 +39,8 @@ from strategies.planner import make_plan
 from strategies.request import Request, Wanted
 from strategies.search.joint import Bound, Choice, Priced, decide
 
-FREE = 1e30
-"""Of what costs nothing: so many per second."""
+FAST = 1e13
+"""Flops and bytes of memory per second: a step's work is a millionth of a second, its bytes are tenths."""
 NARROWER = 8
 """How often a plan that is too large is searched anew with other room, at most."""
 Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
@@ -49,7 +49,7 @@ Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
 def by_bytes(ranks: int) -> Cluster:
     """A machine on which a step takes as long as its bytes are sent."""
     return Cluster(
-        "bytes", (Level("rank", ranks, Link(1e6, 0.0)),), {"float32": FREE}, 2**50, FREE, 0.0, algorithms=(RING,)
+        "bytes", (Level("rank", ranks, Link(1e6, 0.0)),), {"float32": FAST}, 2**50, FAST, 0.0, algorithms=(RING,)
     )
 
 
@@ -290,7 +290,7 @@ def table(results: Sequence[Result]) -> str:
         "",
         "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
         "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",
-        "search, which prices bytes alone and may choose ZeRO's stage.",
+        "search, for which time is bytes, and which may choose ZeRO's stage.",
         f"{len(results)} hand plans; the search sends more than {len(more)}{': ' * bool(more)}{', '.join(more)}.",
         "",
         "| hand plan | ranks | bytes sent | memory | ours: bytes sent | memory | ZeRO | bytes, relative |",

@@ -11,6 +11,7 @@ from runner import checkpoints, faults, report
 from runner.checkpoints import rescue
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
+from runner.launchers.sharing import require_shared
 from runner.predictions import weights
 from runner.predictions.predictor import predict
 from runner.prepare import Prepared
@@ -61,6 +62,8 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     """Train on one rank from a pickled preparation."""
     resume = payload["resume"]
     prepared: Prepared = pickle.loads(payload["prepared"])
+    if prepared.config.launch.by_hand:
+        require_shared(prepared.config, rank.run_dir)
     continued = None if resume is None else Path(resume)
     job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)

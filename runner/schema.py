@@ -225,6 +225,11 @@ class Config(Section):
                 "world_size",
                 "launch.hosts",
             )
+        if self.launch.dry_run and self.job.name not in ("train", "launch"):
+            raise refusal(
+                f"launch.dry_run = true prints how training would be started; {self.job.name} has no such thing.",
+                "launch.dry_run",
+            )
         if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
             raise refusal(
                 f"launch = {self.launch.launcher!r} starts training, but {self.job.name} runs on this machine; use "

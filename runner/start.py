@@ -14,7 +14,7 @@ from typing import Any
 
 from runner import launch
 from runner.launchers.placing import part_by_hand
-from runner.launchers.start import started
+from runner.launchers.start import check, started
 from runner.schema import Config
 
 
@@ -34,6 +34,7 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
+    check(config.launch)
     payload = {"config": config.model_dump_json(), "folder": str(folder)}
     found = launch.run_ranks(
         "runner.entries:prepare_alone",

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runner.errors import ConfigError
-from runner.jobs import examination
 
 LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
 DISTRIBUTIONS = {"hydra": "hydra-core"}
@@ -39,6 +38,8 @@ def run(words: Sequence[str]) -> int:
     if len(words) > 1:
         raise ConfigError(f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
     if words:
+        from runner.jobs import examination  # imports torch, which is one of the things to be checked
+
         return examination.run(Path(words[0]))
     checks: list[tuple[str, Callable[[], str]]] = [("python", _python)]
     checks += [(name, _importer(name)) for name in LIBRARIES]

@@ -9,7 +9,6 @@ from typing import Any
 from runner import launch, recovery
 from runner.errors import Stopped
 from runner.launchers.dry_run import dry_run
-from runner.launchers.start import check
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
@@ -27,7 +26,6 @@ def run(config: Config, run_dir: Path) -> float | None:
     if config.launch.dry_run:
         dry_run(config, run_dir)
         return None
-    check(config.launch)
     launch.warm()
     with (
         without_trace(run_dir),
@@ -60,6 +58,8 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
 
 def stopped(step: int, run_dir: Path) -> str:
     """What to say of a run that SIGTERM has stopped after `step`."""
+    if not step:
+        return "stopped by SIGTERM before the first step; nothing was trained, so the same command begins anew."
     return (
         f"stopped by SIGTERM after step {step}, which is saved; the same command with hydra.run.dir={run_dir} and "
         "train.resume=auto goes on."

@@ -25,6 +25,8 @@ from runner.launch.failure import from_exception
 
 STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""
+WHERE = "where"
+"""What a command sends to ranks of any host that shall write their stack into their log."""
 
 
 class Descriptor:
@@ -132,7 +134,10 @@ def _flush() -> None:
 
 def _end_with_parent(connection: Connection) -> None:
     try:
-        while connection.recv() == STOP:
-            stopping.ask()
+        while order := connection.recv():
+            if order == STOP:
+                stopping.ask()
+            elif order == WHERE:
+                os.kill(os.getpid(), signal.SIGUSR1)
     except (EOFError, OSError):  # the parent's end is closed
         os.killpg(0, signal.SIGKILL)

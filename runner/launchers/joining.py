@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import local
-from runner.launch.rank import Descriptor, Orders, enter
+from runner.launch.rank import STOP, Descriptor, Orders, enter
 from runner.launchers import network
 from runner.launchers.identity import Identity, identity
 from runner.launchers.line import PAYLOAD_FILE, SECRET_FILE, Hello, Task, call, own_address, silence_of
@@ -36,7 +36,8 @@ def main(words: Sequence[str]) -> int:
         print(f"run: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (OSError, ValueError) as error:
-        print(f"run: {folder} holds no run to join: {error}", file=sys.stderr, flush=True)
+        told = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
+        print(f"run: {told} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -44,8 +45,8 @@ def main(words: Sequence[str]) -> int:
 def host(folder: Path, task: Task, name: str) -> int:
     """Start the ranks of the host `name` of a table as forks of one process; wait for all of them."""
     mine = [
-        Identity(number, task.world_size, local, count)
-        for number, (where, local, count, _) in enumerate(task.seats)
+        Identity(number, task.world_size, place, count)
+        for number, (where, place, count, _) in enumerate(task.seats)
         if where == name
     ]
     local.warm()
@@ -74,12 +75,14 @@ def rank(folder: Path, who: Identity) -> None:
             console.send(Hello(who.rank, name, address, console=True))
         store_at = None if listener is None else (address, _port(listener))
         connection.send(Hello(who.rank, name, address, store=store_at))
-        store: tuple[str, int] = connection.recv()
+        store = connection.recv()
     except (OSError, EOFError, AuthenticationError) as error:
         raise RunFailed(
             f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
             f"{error or 'it hung up'}."
         ) from error
+    if store == STOP:
+        return  # before it began
     with open(folder / PAYLOAD_FILE, "rb") as payload:
         content = os.dup(payload.fileno())
     device = task.seats[who.rank][3] if task.seats else who.local_rank

@@ -27,8 +27,8 @@ from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts
 from runner.launch.local import CAUSE, ECHO
-from runner.launch.rank import STOP, Done, log_of, whereabouts_of
-from runner.launch.telling import LOG_LINES
+from runner.launch.rank import STOP, WHERE, Done, log_of, whereabouts_of
+from runner.launch.telling import DUMP, LOG_LINES
 from runner.launchers import network
 from runner.launchers.commands import Command, Started
 from runner.launchers.front import Front
@@ -75,6 +75,12 @@ class _Seat:
             self.lost = True
             what = f"no longer answers: {error.strerror}"
             self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what)
+
+    def send(self, order: str) -> None:
+        """Give the rank an order."""
+        if self.line is not None:
+            with suppress(OSError):  # it has ended, which `listen` tells
+                self.line.send(order)
 
     def said(self) -> str:
         """What the rank has written since it was started, where its log can be read from here."""
@@ -125,9 +131,7 @@ class Watch:
     def tell_to_stop(self) -> None:
         """Ask all ranks to stop after the step at hand."""
         for seat in self.seats:
-            if seat.line is not None:
-                with suppress(OSError):  # it has ended, which `wait` tells
-                    seat.line.send(STOP)
+            seat.send(STOP)
 
     def wait(self, interrupts: Interrupts) -> None:
         """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
@@ -163,7 +167,7 @@ class Watch:
                 if now >= ended_at + ECHO:
                     raise self._ended(*bad[0])
             elif stall.found():
-                self._tell_of_a_hang("")
+                self._tell_of_a_hang(None)
             elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
                 raise RunFailed(
                     f"{_named(absent, len(self.seats))} did not join within {max(self.timeout, JOIN):g} s."
@@ -221,7 +225,7 @@ class Watch:
                 hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
             )
         if cause.order is Order.TIMEOUT:
-            self._tell_of_a_hang(f" (rank {cause.rank} in {cause.where})" if cause.where else "")
+            self._tell_of_a_hang(cause)
         alike = [one.rank for one in failures if one is not cause and one.what == cause.what]
         several = len({seat.host for seat in self.seats}) > 1
         sentence = failure.message(cause, alike, count)
@@ -229,19 +233,33 @@ class Watch:
             sentence = f"on {named.host}, {sentence}"
         raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}", rank=cause.rank)
 
-    def _tell_of_a_hang(self, place: str) -> None:
+    def _tell_of_a_hang(self, cause: Failure | None) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
         nobody is silent."""
-        found = hangs.diagnose([hangs.where(seat.whereabouts) for seat in self.seats], self.timeout)
+        at = [hangs.where(seat.whereabouts) for seat in self.seats]
+        found = hangs.diagnose(at, self.timeout)
         silent = [seat for seat in self.seats if seat.report is None]
         if found is not None:
-            hosts = _named([self.seats[number] for number in found.hung], len(self.seats))
-            raise RunFailed(f"{found.told}.{f' They are on {hosts}.' if found.hung else ''}")
-        if silent:
-            raise RunFailed(
+            hung = [self.seats[number] for number in found.hung]
+            told = f"{found.told}."
+        elif silent:
+            hung = silent
+            place = f" (rank {cause.rank} in {cause.where})" if cause is not None and cause.where else ""
+            told = (
                 f"{_named(silent, len(self.seats))} did not answer: the others waited {self.timeout:g} s in a "
                 f"collective{place}. The host, or the way to it, is gone, or it hangs."
             )
+        else:
+            return
+        for seat in hung:
+            seat.send(WHERE)
+        time.sleep(DUMP)
+        for seat in hung:
+            here, place = at[seat.number], failure.dumped_place(seat.said())
+            on = f" on {seat.host}" if seat.host else ""
+            told += f" Rank {seat.number}{on} was in {'the start' if here is None else here.told}"
+            told += f", {place}." if place else "."
+        raise RunFailed(told)
 
 
 def _named(seats: Sequence[_Seat], count: int) -> str:

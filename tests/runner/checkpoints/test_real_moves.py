@@ -118,3 +118,42 @@ def test_other_parameters_and_optimizers_are_refused(start):
         start(*COMMON, *CHAIN[1], *resume, "optimizer.target=torch.optim.Adam", folder="run-1")
     with pytest.raises(StrategyError, match=r"inner\.weight is not there in it"):
         start(*COMMON, *CHAIN[1], *resume, "model.target=networks.Classifier", folder="run-1")
+
+
+ADAFACTOR = ("optimizer.target=torch.optim.Adafactor", "optimizer.args={lr: 0.01}", "optimizer.scheduler.target=null")
+PAIRS = {
+    "a state that has not the parameter's shape": (
+        ("world_size=2", "parallel=data_parallel", *ADAFACTOR),
+        (*ALONE, *ADAFACTOR),
+        1e-5,
+    ),
+    "states in the host's memory": (
+        ("world_size=2", "parallel=data_parallel", "parallel.zero.stage=3", "parallel.offload={optimizer: host}"),
+        ("world_size=4", "parallel=data_parallel", "parallel.zero.stage=1"),
+        1e-5,
+    ),
+    "a loss scale": (
+        ("world_size=2", "parallel=data_parallel", "parallel.zero.stage=2", "train.precision=fp16"),
+        ("world_size=4", "parallel=data_parallel", "train.precision=fp16"),
+        2e-2,
+    ),
+    "double precision": (
+        ("world_size=2", "parallel=data_parallel", "train.precision=fp64"),
+        (*ALONE, "train.precision=fp64"),
+        1e-10,
+    ),
+    "parameters that ranks slice in two dims": (
+        ("world_size=4", "parallel=semi_auto", "parallel.strategies.enter.matmul=[[1,2],[2,2]]"),
+        ("world_size=3", "parallel=semi_auto", "parallel.strategies.enter.matmul=[[1,3],[3,1]]"),
+        1e-5,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PAIRS)
+def test_there_and_back(start, kind):
+    """Two steps here, two there, two here again, as six here."""
+    here, there, tolerance = PAIRS[kind]
+    truth = start(*COMMON, *here, "train.steps=6", folder="stayed").folder
+    assert largest(tensors(moved(start, [here, there, here])), tensors(truth)) <= tolerance

@@ -32,7 +32,9 @@ def test_every_group_takes_the_entries_of_its_parameters():
     after = sequence(optimizer([0.5, 0.1, 0.1]))
     for group, rate in zip(after.optimizer.param_groups, (1, 0, 0), strict=True):
         group["lr"] = before.optimizer.param_groups[rate]["lr"]
-    after.load_state_dict(regrouped([whole], [["c"], ["a"], ["b"]]))
+    state = regrouped([whole], [["c"], ["a"], ["b"]])
+    assert [one["base_lrs"] for one in state["_schedulers"]] == [[0.5, 0.1, 0.1]] * 2
+    after.load_state_dict(state)
     for old, new in zip(rates_after(before, 4), rates_after(after, 4), strict=True):
         assert new == [old[1], old[0], old[0]]
     one = {"groups": [{"names": ["c"]}], "scheduler": {"base_lrs": [0.5], "last_epoch": 2}}

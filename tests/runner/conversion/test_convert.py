@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner import checkpoints
+from runner.checkpoints import index
+from runner.checkpoints.folder import INDEX
 from runner.checkpoints.header import Stamp, faults, read_header, stamp, to_text
 from runner.conversion import writing
 from runner.errors import ConfigError
@@ -56,8 +58,10 @@ def stored(tmp_path) -> Path:
 
 
 def held(path: Path) -> dict[str, Tensor]:
-    """Everything in a checkpoint whose files are as they should be."""
+    """Everything in a checkpoint whose files are as they should be and hold every element once."""
     assert faults(path, read_header(path)) == {}
+    (form,) = map(index.from_json, json.loads((path / INDEX).read_text()))
+    assert all(sum(part.elements for part in entry.parts) == entry.elements for entry in form.values())
     opened = checkpoints.read(path)
     return {key: opened.read(key) for key in opened.tensors}
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import get_args
 
 import pytest
+
+import conf
+from runner.sections.launch import Launcher
 
 QUICK = "+recipe=quickstart"
 TWO = "launch.hosts=[127.0.0.1:4,127.0.0.2:4]"
@@ -37,6 +42,11 @@ def test_a_dry_run_in_other_words(command, left):
     assert left() == []
 
 
+def test_every_launcher_has_a_group():
+    folder = Path(conf.__path__[0]) / "launch"
+    assert {file.stem for file in folder.glob("*.yaml")} == set(get_args(Launcher))
+
+
 def test_the_world_is_that_of_the_hosts(command):
     done = command("launch", "--dry-run", QUICK, "world_size=null", "launch=mpirun", "launch.hosts=[127.0.0.1:8]")
     assert "mpirun -np 8 --host 127.0.0.1:8 " in done.out
@@ -67,6 +77,7 @@ BAD = [
     (["launch=rank_table", TWO, "launch.port=29400", "launch.rank=8"], "launch.rank = 8 is not in the table"),
     (["launch=rank_table", TWO, "launch.port=0"], "launch.port = 0: must be at least 1"),
     (["launch=torchrun", TWO, "job=verify"], "verify runs on this machine"),
+    (["launch=torchrun", TWO, "job=plan", "launch.dry_run=true"], "plan has no such thing"),
     (
         ["launch=torchrun", TWO, "launch.remote=[no-such-shell]", "launch.hosts=[127.0.0.1:4,192.0.2.1:4]"],
         "no-such-shell",

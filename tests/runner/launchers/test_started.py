@@ -93,6 +93,19 @@ def test_a_killed_rank_is_named_and_the_launcher_restarted(
     assert of_run(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_a_hang_is_told_with_call_and_place(start: Start, tmp_path: Path) -> None:
+    fault = "launch.faults=[{kind: hang, rank: 2, step: 3, phase: forward}]"
+    process = start("train.steps=100000", *HERE[:2], "launch.timeout=5", fault)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.match(
+        r"run: rank 2 of 4 never joined all_reduce #\d+ over .*, in which ranks? [\d, ]+ waited 5 s\. ", err
+    )
+    assert re.search(r" Rank 2 on 127\.0\.0\.2 was in forward of step 3, \S+\.py:\d+ \(\w+\)\.", err)
+    assert of_run(tmp_path) == []
+
+
 def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
     process = start("train.steps=100000", *HERE)
     assert process.stdout is not None
@@ -103,3 +116,14 @@ def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
     assert re.match(r"run: stopped by SIGTERM after step \d+, which is saved", err)
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert of_run(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_cannot_save(start: Start, tmp_path: Path) -> None:
+    words = [f"train.steps={STEPS}", *HERE, "launch.port=29466", "checkpoint.at_end=true"]
+    begun = [start(*words, f"launch.host=127.0.0.{k}", f"hydra.run.dir=host{k}") for k in (1, 2)]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in begun]
+    for _, err, code in ended:
+        assert code == 2
+        assert re.match(r"run: rank 2 has another run folder than rank 0, so checkpoints would lack its slices", err)
+    assert not list(tmp_path.glob("host*"))
