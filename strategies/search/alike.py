@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from strategies.mesh import Mesh
 from strategies.search.ways import Ways
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
+MOST_PAIRS = 400
+"""Layouts of one class times those of another, up to which all are priced."""
 Levels = tuple[tuple[str, ...], ...]
 """The axes that are alike, outermost first."""
 
@@ -65,6 +68,7 @@ class _Sized:
     ways: Ways
     tables: list[_Priced] = field(default_factory=list)
     rows: dict[int, Seconds] = field(default_factory=dict)
+    pairs: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -77,7 +81,7 @@ class Alike:
     made: dict[tuple[object, ...], ClassRows] = field(default_factory=dict)
     tables: dict[tuple[object, ...], _Priced] = field(default_factory=dict)
     ways: dict[int, Ways] = field(default_factory=dict)
-    sized: dict[tuple[int, float], _Sized] = field(default_factory=dict)
+    sized: dict[tuple[tuple[int, ...], float], _Sized] = field(default_factory=dict)
     placed: dict[int, Integers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,6 +110,14 @@ class Alike:
         dims = self.counted(self.bits(rows)) * seen[:, None, :]
         partial = self.counted(rows.partial) * seen
         return self._once(dims.reshape(len(rows), -1), np.concatenate([partial, known[:, None]], 1))
+
+    def grouped(self, rows: Rows, known: Integers) -> tuple[ClassRows, Integers]:
+        """As `classes`, each once, and which one every layout is of."""
+        every = self.classes(rows, known)
+        _, first, of_row = np.unique(
+            np.concatenate([every.dims, every.partial], 1), axis=0, return_index=True, return_inverse=True
+        )
+        return self._once(every.dims[first], every.partial[first]), of_row.ravel()
 
     def bits(self, rows: Rows) -> Integers:
         """The axes of every dim as bits, in whatever order they slice."""
@@ -138,11 +150,11 @@ class Alike:
         return self.tables[key].values
 
     def _key(self, before: ClassRows, after: ClassRows, spec: TensorSpec) -> tuple[object, ...]:
-        return id(before), id(after), spec.elements * spec.item_bytes
+        return id(before), id(after), spec.shape, spec.item_bytes
 
     def _group(self, spec: TensorSpec) -> _Sized:
         dims = len(spec.shape)
-        key = dims, float(spec.elements * spec.item_bytes)
+        key = spec.shape, float(spec.item_bytes)
         if key not in self.sized:
             if dims not in self.ways:
                 self.ways[dims] = Ways(self.mesh, self.cluster, self.levels, dims)
@@ -176,9 +188,52 @@ class Alike:
         group = self._group(spec)
         start = int(self._states(before, group.ways)[row])
         if start not in group.rows:
-            found = group.rows[start] = group.ways.seconds(start, float(spec.elements * spec.item_bytes))
+            found = group.rows[start] = self._from(start, spec).copy()
             for one in group.tables:
                 self._raise(one, group.ways, start, found)
+
+    def settle_all(self, before: ClassRows, after: ClassRows, spec: TensorSpec, row: int, column: int) -> None:
+        """Finds the least price of all pairs of layouts of two classes; too many pairs stay as they are."""
+        if min(before.known[row], after.known[column]) < len(self.levels):
+            return
+        group = self._group(spec)
+        start = int(self._states(before, group.ways)[row])
+        end = int(self._states(after, group.ways)[column])
+        first, second = self._members(before, row), self._members(after, column)
+        if (start, end) in group.pairs or len(first) * len(second) > MOST_PAIRS:
+            return
+        group.pairs.add((start, end))
+        price = self._cheapest(first, second, spec)
+        found = group.rows.setdefault(start, self._from(start, spec).copy())
+        found[end] = max(found[end], price)
+        for one in group.tables:
+            self._raise(one, group.ways, start, found)
+
+    def _from(self, start: int, spec: TensorSpec) -> Seconds:
+        scatters = any(size % self.mesh.size == 0 for size in spec.shape)
+        return self._group(spec).ways.seconds(start, float(spec.elements * spec.item_bytes), scatters)
+
+    def _cheapest(self, before: Rows, after: Rows, spec: TensorSpec) -> float:
+        """The least price between two sets of layouts: the least bound is settled until it is a price."""
+        while True:
+            seconds = self.single.seconds(before, after, spec, few=0)
+            row, column = np.unravel_index(int(seconds.argmin()), seconds.shape)
+            raised = self.single.raised
+            self.single.settle(before, after, spec, int(row), int(column))
+            if self.single.raised == raised:
+                return float(seconds.min())
+
+    def _members(self, rows: ClassRows, index: int) -> Rows:
+        """All layouts of a class, their axes in the order of the mesh."""
+        dims = rows.dims.shape[1] // len(self.levels)
+        counts = rows.dims[index].reshape(dims, len(self.levels))
+        ways = []
+        for level, places in enumerate(self.places):
+            wanted = [*counts[:, level].tolist(), int(rows.partial[index, level])]
+            ways.append(list(_shared_out([int(p) for p in places], wanted)))
+        found = [[sum(parts) for parts in zip(*way, strict=True)] for way in product(*ways)]
+        bits = np.array(found, dtype=np.int64).reshape(len(found), dims + 1)
+        return self.single._once(bits[:, :-1].copy(), bits[:, -1].copy())
 
     def _bounds(self, before: ClassRows, after: ClassRows, size: float) -> Seconds:
         levels, dims = len(self.levels), before.dims.shape[1] // len(self.levels)
@@ -207,3 +262,14 @@ class Alike:
         found = np.where(local, copy[:, None], found)
         found[:, after.partial[:, :-1].sum(1) > 0] = 0.0  # what may stay a partial sum need not be sent
         return found
+
+
+def _shared_out(axes: list[int], wanted: list[int]) -> Iterator[list[int]]:
+    """All ways to give `wanted` of the axes to each of some places, as bits."""
+    if not wanted:
+        yield []
+        return
+    for chosen in combinations(axes, wanted[0]):
+        rest = [axis for axis in axes if axis not in chosen]
+        for others in _shared_out(rest, wanted[1:]):
+            yield [sum(1 << axis for axis in chosen), *others]

@@ -15,7 +15,8 @@ is that to what work alone takes on the whole mesh.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
+from strategies.search.alike import Alike, levels_of
+from strategies.search.coarse import Classes, Groups, Within, price_pairs
 from strategies.search.folding import Folded
 from strategies.search.joining import joinings, least
 from strategies.search.network import Building
@@ -34,6 +37,9 @@ from strategies.search.transfers import Transfers
 
 MOST_AXES = 3
 """Axes up to which every layout is an option."""
+"""How many solutions of a coarse search become plans, at most."""
+MOST_SOLUTIONS = 40
+"""Of the network of a few layouts, until its best one is taken."""
 ROUNDS = 24
 """Prices of memory that are tried at most."""
 
@@ -107,11 +113,13 @@ class _Finding:
             self.building = Building(self.problem, self.menu, split)
             self.folded = Folded(self.building.network)
 
-    def cheapest(self, pressure: float) -> Found:
-        """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price."""
+    def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
+        """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
+        that costs `enough` is the last one, and the best of `most` solutions."""
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
+        solutions = 0
         while True:
             picks, bound = self.folded.solve()
             lower = max(lower, bound)
@@ -123,7 +131,8 @@ class _Finding:
                 assignments, tensors = self.building.assignments(picks), self.building.tensors(picks)
                 best = Found(assignments, tensors, cost, lower, kept)
                 self.picks = picks
-            if least - lower <= self.tolerance * lower:
+            solutions += 1
+            if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
                 break
             split = self.building.underpaid(picks) if not raised or self.many else frozenset()
             if not raised and not split:
@@ -182,6 +191,50 @@ class _Finding:
                 else:
                     high = middle
         return best
+
+
+class _Coarse:
+    """A search that goes from groups of classes of layouts to layouts, for meshes of many axes."""
+
+    def __init__(self, problem: Problem, transfers: Transfers, tolerance: float) -> None:
+        self.problem, self.transfers, self.tolerance = problem, transfers, tolerance
+        self.alike = Alike(transfers, levels_of(problem.mesh, transfers.cluster))
+        self.groups = Groups(Classes(problem, transfers, self.alike))
+
+    def cheapest(self) -> Found:
+        """The plan that costs least."""
+        best, lower, plans = None, 0.0, 0
+        while True:
+            with _uncollected():
+                building = Building(self.problem, self.groups)
+                folded = Folded(building.network)
+            while True:
+                picks, bound = folded.solve()
+                lower = max(lower, bound)
+                raised = building.settle(picks)
+                print(round(bound,4), raised, best and best.cost, time.process_time())
+                named = {id: picks[variable] for id, variable in building.variables.items()}
+                if best is not None and best.cost - lower <= self.tolerance * lower:
+                    return replace(best, lower_bound=min(lower, best.cost))
+                if self.groups.look(named):
+                    break
+                if raised:
+                    continue
+                found = self._within(named, lower * (1 + self.tolerance))
+                print("plan", found.cost, time.process_time())
+                best = found if best is None or found.cost < best.cost else best
+                price_pairs(building, self.alike, picks, self.tolerance * lower / 50)
+                if best.cost - lower <= self.tolerance * lower or not building.renew():
+                    return replace(best, lower_bound=min(lower, best.cost))
+
+    def _within(self, picks: Mapping[str, int], enough: float) -> Found:
+        """The best plan of the classes that were picked."""
+        chosen = {}
+        for operator in self.problem.graph.operators:
+            placed = self.groups.classes.placed[id(self.groups.every[operator.id])]
+            chosen[operator.id] = placed[self.groups.group(operator).heads[picks[operator.id]]]
+        menu = Within(self.problem, self.transfers, self.alike, chosen)
+        return _Finding(self.problem, menu, 1e-3).cheapest(0.0, enough, MOST_SOLUTIONS)
 
 
 @contextmanager

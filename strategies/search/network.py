@@ -124,6 +124,10 @@ class Building:
                     pair.settle(*key[1:])
         for ref, (variable, shared) in self.parameters.items():
             shared.settle(picks[variable], self._picked(ref, picks))
+        return self.renew()
+
+    def renew(self) -> bool:
+        """Makes all tables again whose prices were raised; whether any were."""
         if self.transfers.raised == self.raised:
             return False
         self.raised = self.transfers.raised

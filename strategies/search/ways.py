@@ -26,6 +26,11 @@ Counts = tuple[int, ...]
 """Axes per level."""
 
 
+Edges = tuple[Integers, Integers, Seconds, Integers, Integers, Integers]
+"""Steps sorted by where to: where from, which kind, what share of the tensor lies on a rank before; where a target
+begins, and the targets; which of all steps they are."""
+
+
 class Ways:
     """The states of tensors with so many dims. `levels` are axes that are alike, outermost first."""
 
@@ -43,7 +48,9 @@ class Ways:
         self.total = np.flatnonzero(self.states[:, -1].sum(1) == 0)
         """The states that are not partial."""
         self.edges = self._edges()
-        self.found: dict[tuple[float, int], Seconds] = {}
+        self.found: dict[tuple[float, int, bool], Seconds] = {}
+        self.prices: dict[tuple[float, float], Seconds] = {}
+        self.slowest = min(level.of(EXCHANGE).bandwidth for level in cluster.levels)
         self.groups: dict[bytes, int] = {}
         self.members: list[Integers] = []
         self.groups: dict[bytes, int] = {}
@@ -70,45 +77,73 @@ class Ways:
         groups = [found[members].min() for members in self.members]
         return np.concatenate([found, np.array(groups[::-1])])[places]
 
-    def seconds(self, start: int, size: float) -> Seconds:
+    def seconds(self, start: int, size: float, scatters: bool = True) -> Seconds:
         """[states]: the least seconds from a state to all others for a tensor of `size` bytes; infinite where no chain
-        leads."""
-        if (size, start) not in self.found:
-            self.found[size, start] = self._shortest(start, size)
-        return self.found[size, start]
+        leads. `scatters`: some dim can be cut by all axes."""
+        if (size, start, scatters) not in self.found:
+            self.found[size, start, scatters] = self._shortest(start, size, scatters)
+        return self.found[size, start, scatters]
 
-    def _shortest(self, start: int, size: float) -> Seconds:
-        sources, starts, targets = self.edges[0], self.edges[3], self.edges[4]
-        cost, found = self._priced(size), np.full(len(self.states), np.inf)
-        found[start] = 0.0
-        while True:
-            reached = np.minimum.reduceat(found[sources] + cost, starts)
-            better = reached < found[targets]
-            if not better.any():
-                break
-            found[targets[better]] = reached[better]
+    def _shortest(self, start: int, size: float, scatters: bool) -> Seconds:
+        """The engine takes the chain that sends least, and one exchange, after a scatter (or a sum) of what is partial,
+        sends at most what a rank wants: so many bytes are `allowed`. Seconds plus a price per byte, less that price of
+        what is allowed, bound the ways that keep it (a Lagrange multiplier)."""
+        n = 1 / np.prod(np.array(self.sizes, dtype=float) ** self.states[start, -1])
+        reduced = (1 - n) * (1 if scatters else 2) * self.share[start]
+        allowed = (self.share + reduced) * size * (1 + 1e-9)
+        bounds = [self._least(start, size, price) - price * allowed for price in (0.0, 2 / self.slowest)]
+        return np.maximum(*bounds)
+
+    def _least(self, start: int, size: float, price: float) -> Seconds:
+        """A chain never gathers, or scatters, the same dim twice in a row: once would do. So the least seconds are
+        kept apart by the last such step (the first row: any other)."""
+        cost, found = self._priced(size, price), np.full((2 * self.dims + 1, len(self.states)), np.inf)
+        found[0, start] = 0.0
+        steps = self.edges if self.states[start, -1].any() else self.whole
+        changed = True
+        while changed:
+            changed = False
+            order = np.partition(found, 1, axis=0) if len(found) > 1 else np.concatenate([found, found])
+            for last, (sources, _, _, starts, targets, edges) in enumerate(steps):
+                if not len(sources):
+                    continue
+                before = np.where(found[last] > order[0], order[0], order[1]) if last else order[0]
+                reached = np.minimum.reduceat(before[sources] + cost[edges], starts)
+                better = reached < found[last, targets]
+                if better.any():
+                    changed = True
+                    found[last, targets[better]] = reached[better]
+        least = found.min(0)
         share, slow, calls, copied = self.exchanges
-        last = found[self.total]
+        last = least[self.total]
         near = last < np.inf
         fixed = self.cluster.launch + calls[near] + 2 * copied[near] * size / self.cluster.memory_bandwidth
-        ended = (last[near, None] + fixed + share[near] * size * slow[near]).min(0)
-        found[self.total] = np.minimum(last, ended)
-        return found
+        ended = (last[near, None] + fixed + share[near] * size * (slow[near] + price)).min(0)
+        least[self.total] = np.minimum(last, ended)
+        return np.asarray(least)
 
     @cached_property
-    def prices(self) -> dict[float, Seconds]:
-        return {}
+    def whole(self) -> list[Edges]:
+        """The steps from states that are not partial."""
+        found, begun = [], 0
+        for sources, kinds, shares, starts, targets, _ in self.edges:
+            ends = np.repeat(targets, np.diff([*starts, len(sources)]))
+            chosen = np.flatnonzero(self.states[sources, -1].sum(1) == 0)
+            some, first = np.unique(ends[chosen], return_index=True)
+            found.append((sources[chosen], kinds[chosen], shares[chosen], first, some, begun + chosen))
+            begun += len(sources)
+        return found
 
-    def _priced(self, size: float) -> Seconds:
-        """Seconds of every edge."""
-        if size not in self.prices:
-            _, kinds, shares, _, _ = self.edges
+    def _priced(self, size: float, price: float) -> Seconds:
+        """Seconds of every edge, and `price` for every byte that a rank sends."""
+        if (size, price) not in self.prices:
+            kinds, shares = (np.concatenate([group[part] for group in self.edges]) for part in (1, 2))
             named, inverse = np.unique(np.stack([kinds.astype(float), shares]), axis=1, return_inverse=True)
-            seconds = [self._step(int(kind), share * size) for kind, share in named.T]
-            self.prices[size] = np.array(seconds)[inverse.ravel()]
-        return self.prices[size]
+            seconds = [self._step(int(kind), share * size, price) for kind, share in named.T]
+            self.prices[size, price] = np.array(seconds)[inverse.ravel()]
+        return self.prices[size, price]
 
-    def _step(self, number: int, local: float) -> float:
+    def _step(self, number: int, local: float, price: float) -> float:
         kind, moved, copies = self.kinds[number]
         n = math.prod(size**count for size, count in zip(self.sizes, moved, strict=True))
         sent, copied = {
@@ -122,36 +157,34 @@ class Ways:
         if not sent:
             return seconds
         axes = tuple(a for level, count in zip(self.levels, moved, strict=True) for a in level[:count])
-        return seconds + collective_seconds(kind, sent, axes, self.mesh, self.cluster)
+        return seconds + price * sent + collective_seconds(kind, sent, axes, self.mesh, self.cluster)
 
-    def _edges(self) -> tuple[Integers, Integers, Seconds, Integers, Integers]:
-        """Of all steps: where from, which kind, what share of the tensor lies on a rank before; sorted by where to:
-        where a target begins, and the targets."""
+    def _edges(self) -> list[Edges]:
+        """All steps: gathers by dim, scatters by dim, and before them the others."""
         self.kinds: list[tuple[str, Counts, bool]] = []
-        froms, tos, kinds = [], [], []
         radix = (max(self.lengths, default=0) + 1) ** np.arange((self.dims + 1) * len(self.levels))
         names = self.states.reshape(len(self.states), -1) @ radix
         order = np.argsort(names)
+        groups: list[list[tuple[Integers, Integers, Integers]]] = [[] for _ in range(2 * self.dims + 1)]
         for kind, source, target, moved in self._moves():
-            copies = kind in (ALL_REDUCE, ALL_TO_ALL, SLICE) or (target if kind == REDUCE_SCATTER else source) > 0
+            copies = kind in (ALL_REDUCE, ALL_TO_ALL, SLICE) or target > 0
             after = self._after(kind, source, target, np.array(moved))
-            legal = np.flatnonzero(after.min(axis=(1, 2)) >= 0) if len(after) else np.zeros(0, dtype=np.int64)
-            legal = legal[self._allowed(kind, source, target, np.array(moved))[legal]]
-            if not len(legal):
-                continue
-            froms.append(legal)
+            legal = np.flatnonzero((after.min(axis=(1, 2)) >= 0) & self._allowed(kind, source, target, np.array(moved)))
             reached = after[legal].reshape(len(legal), -1) @ radix
-            tos.append(order[np.searchsorted(names, reached, sorter=order)])
-            kinds.append(np.full(len(legal), len(self.kinds)))
+            ends = order[np.searchsorted(names, reached, sorter=order)]
+            last = {ALL_GATHER: 1 + target, REDUCE_SCATTER: 1 + self.dims + target}.get(kind, 0)
+            groups[last].append((legal, np.full(len(legal), len(self.kinds)), ends))
             self.kinds.append((kind, moved, copies))
-        if not froms:
+        found, begun = [], 0
+        for group in groups:
             nothing = np.zeros(0, dtype=np.int64)
-            return nothing, nothing, np.zeros(0), nothing, nothing
-        source, target, kind = map(np.concatenate, (froms, tos, kinds))
-        by = np.argsort(target, kind="stable")
-        source, target, kind = source[by], target[by], kind[by]
-        ends, starts = np.unique(target, return_index=True)
-        return source, kind, self.share[source], starts, ends
+            sources, kinds, ends = (np.concatenate([nothing, *parts]) for parts in zip((nothing,) * 3, *group))
+            by = np.argsort(ends, kind="stable")
+            targets, starts = np.unique(ends[by], return_index=True)
+            shares, edges = self.share[sources[by]], np.arange(begun, begun + len(by))
+            found.append((sources[by], kinds[by], shares, starts, targets, edges))
+            begun += len(by)
+        return found
 
     def _moves(self) -> Iterator[tuple[str, int, int, Counts]]:
         """Every step: its kind, the dim that it takes axes from and the one that it gives them to, and the axes."""
