@@ -81,7 +81,7 @@ class Alike:
     made: dict[tuple[object, ...], ClassRows] = field(default_factory=dict)
     tables: dict[tuple[object, ...], _Priced] = field(default_factory=dict)
     ways: dict[int, Ways] = field(default_factory=dict)
-    sized: dict[tuple[tuple[int, ...], float], _Sized] = field(default_factory=dict)
+    sized: dict[tuple[int, int], _Sized] = field(default_factory=dict)
     placed: dict[int, Integers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -150,11 +150,11 @@ class Alike:
         return self.tables[key].values
 
     def _key(self, before: ClassRows, after: ClassRows, spec: TensorSpec) -> tuple[object, ...]:
-        return id(before), id(after), spec.shape, spec.item_bytes
+        return id(before), id(after), spec.elements * spec.item_bytes
 
     def _group(self, spec: TensorSpec) -> _Sized:
         dims = len(spec.shape)
-        key = spec.shape, float(spec.item_bytes)
+        key = dims, spec.elements * spec.item_bytes
         if key not in self.sized:
             if dims not in self.ways:
                 self.ways[dims] = Ways(self.mesh, self.cluster, self.levels, dims)
@@ -210,8 +210,7 @@ class Alike:
             self._raise(one, group.ways, start, found)
 
     def _from(self, start: int, spec: TensorSpec) -> Seconds:
-        scatters = any(size % self.mesh.size == 0 for size in spec.shape)
-        return self._group(spec).ways.seconds(start, float(spec.elements * spec.item_bytes), scatters)
+        return self._group(spec).ways.seconds(start, float(spec.elements * spec.item_bytes))
 
     def _cheapest(self, before: Rows, after: Rows, spec: TensorSpec) -> float:
         """The least price between two sets of layouts: the least bound is settled until it is a price."""

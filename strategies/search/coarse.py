@@ -134,7 +134,7 @@ class Groups:
 
 
 class Within(Menu):
-    """The layouts of one class per operator: `chosen` tells where its axes are."""
+    """The layouts of a few classes per operator: `chosen` tells where their axes are."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike, chosen: Mapping[str, Integers]) -> None:
         super().__init__(problem, transfers)
@@ -152,7 +152,7 @@ class Within(Menu):
         canonical = places.copy()
         for level in self.alike.places:
             canonical[:, level] = np.sort(places[:, level], axis=1)
-        return places[(canonical == self._now).all(1)]
+        return places[(canonical[:, None] == self._now).all(2).any(1)]
 
 
 def price_pairs(building: Building, alike: Alike, picks: list[int], least: float) -> None:

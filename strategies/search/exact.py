@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
@@ -228,11 +231,16 @@ class _Coarse:
                     return replace(best, lower_bound=min(lower, best.cost))
 
     def _within(self, picks: Mapping[str, int], enough: float) -> Found:
-        """The best plan of the classes that were picked."""
-        chosen = {}
+        """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
+        axes that are alike, too."""
+        chosen, often = {}, Counter(map(id, self.groups.every.values()))
         for operator in self.problem.graph.operators:
-            placed = self.groups.classes.placed[id(self.groups.every[operator.id])]
-            chosen[operator.id] = placed[self.groups.group(operator).heads[picks[operator.id]]]
+            every = self.groups.every[operator.id]
+            placed = self.groups.classes.placed[id(every)]
+            pick = placed[[self.groups.group(operator).heads[picks[operator.id]]]]
+            runs = [placed[:, level[:1]] == placed[:, level] for level in self.alike.places]
+            joined = placed[np.concatenate(runs, 1).all(1)] if often[id(every)] == 1 else placed[:0]
+            chosen[operator.id] = np.concatenate([pick, joined])
         menu = Within(self.problem, self.transfers, self.alike, chosen)
         return _Finding(self.problem, menu, 1e-3).cheapest(0.0, enough, MOST_SOLUTIONS)
 

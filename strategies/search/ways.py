@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -26,9 +27,15 @@ Counts = tuple[int, ...]
 """Axes per level."""
 
 
-Edges = tuple[Integers, Integers, Seconds, Integers, Integers, Integers]
-"""Steps sorted by where to: where from, which kind, what share of the tensor lies on a rank before; where a target
-begins, and the targets; which of all steps they are."""
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Steps sorted by where to: `sources` and `kinds` of each; where the steps to a target begin (`starts`), and the
+    `targets`."""
+
+    sources: Integers
+    kinds: Integers
+    starts: Integers
+    targets: Integers
 
 
 class Ways:
@@ -48,9 +55,8 @@ class Ways:
         self.total = np.flatnonzero(self.states[:, -1].sum(1) == 0)
         """The states that are not partial."""
         self.edges = self._edges()
-        self.found: dict[tuple[float, int, bool], Seconds] = {}
-        self.prices: dict[tuple[float, float], Seconds] = {}
-        self.slowest = min(level.of(EXCHANGE).bandwidth for level in cluster.levels)
+        self.found: dict[tuple[float, int], Seconds] = {}
+        self.prices: dict[tuple[int, float], Seconds] = {}
         self.groups: dict[bytes, int] = {}
         self.members: list[Integers] = []
         self.groups: dict[bytes, int] = {}
@@ -77,73 +83,54 @@ class Ways:
         groups = [found[members].min() for members in self.members]
         return np.concatenate([found, np.array(groups[::-1])])[places]
 
-    def seconds(self, start: int, size: float, scatters: bool = True) -> Seconds:
+    def seconds(self, start: int, size: float) -> Seconds:
         """[states]: the least seconds from a state to all others for a tensor of `size` bytes; infinite where no chain
-        leads. `scatters`: some dim can be cut by all axes."""
-        if (size, start, scatters) not in self.found:
-            self.found[size, start, scatters] = self._shortest(start, size, scatters)
-        return self.found[size, start, scatters]
+        leads."""
+        if (size, start) not in self.found:
+            self.found[size, start] = self._shortest(start, size)
+        return self.found[size, start]
 
-    def _shortest(self, start: int, size: float, scatters: bool) -> Seconds:
-        """The engine takes the chain that sends least, and one exchange, after a scatter (or a sum) of what is partial,
-        sends at most what a rank wants: so many bytes are `allowed`. Seconds plus a price per byte, less that price of
-        what is allowed, bound the ways that keep it (a Lagrange multiplier)."""
-        n = 1 / np.prod(np.array(self.sizes, dtype=float) ** self.states[start, -1])
-        reduced = (1 - n) * (1 if scatters else 2) * self.share[start]
-        allowed = (self.share + reduced) * size * (1 + 1e-9)
-        bounds = [self._least(start, size, price) - price * allowed for price in (0.0, 2 / self.slowest)]
-        return np.maximum(*bounds)
-
-    def _least(self, start: int, size: float, price: float) -> Seconds:
-        """A chain never gathers, or scatters, the same dim twice in a row: once would do. So the least seconds are
-        kept apart by the last such step (the first row: any other)."""
-        cost, found = self._priced(size, price), np.full((2 * self.dims + 1, len(self.states)), np.inf)
-        found[0, start] = 0.0
+    def _shortest(self, start: int, size: float) -> Seconds:
+        found = np.full(len(self.states), np.inf)
+        found[start] = 0.0
         steps = self.edges if self.states[start, -1].any() else self.whole
-        changed = True
-        while changed:
-            changed = False
-            order = np.partition(found, 1, axis=0) if len(found) > 1 else np.concatenate([found, found])
-            for last, (sources, _, _, starts, targets, edges) in enumerate(steps):
-                if not len(sources):
-                    continue
-                before = np.where(found[last] > order[0], order[0], order[1]) if last else order[0]
-                reached = np.minimum.reduceat(before[sources] + cost[edges], starts)
-                better = reached < found[last, targets]
-                if better.any():
-                    changed = True
-                    found[last, targets[better]] = reached[better]
-        least = found.min(0)
-        share, slow, calls, copied = self.exchanges
-        last = least[self.total]
-        near = last < np.inf
-        fixed = self.cluster.launch + calls[near] + 2 * copied[near] * size / self.cluster.memory_bandwidth
-        ended = (last[near, None] + fixed + share[near] * size * (slow[near] + price)).min(0)
-        least[self.total] = np.minimum(last, ended)
-        return np.asarray(least)
-
-    @cached_property
-    def whole(self) -> list[Edges]:
-        """The steps from states that are not partial."""
-        found, begun = [], 0
-        for sources, kinds, shares, starts, targets, _ in self.edges:
-            ends = np.repeat(targets, np.diff([*starts, len(sources)]))
-            chosen = np.flatnonzero(self.states[sources, -1].sum(1) == 0)
-            some, first = np.unique(ends[chosen], return_index=True)
-            found.append((sources[chosen], kinds[chosen], shares[chosen], first, some, begun + chosen))
-            begun += len(sources)
+        cost = self._priced(steps, size)
+        while len(cost):
+            reached = np.minimum.reduceat(found[steps.sources] + cost, steps.starts)
+            better = reached < found[steps.targets]
+            if not better.any():
+                break
+            found[steps.targets[better]] = reached[better]
+        slow, calls = self.exchanges
+        last = found[self.total]
+        copy = 2 * self.share[self.total] * size / self.cluster.memory_bandwidth
+        near = np.flatnonzero(last + copy < last.max(initial=0.0))  # from others an exchange gains nothing
+        ended = slow[near] * size
+        ended += calls[near]
+        ended += (last + copy)[near, None]
+        least = ended.min(0, initial=np.inf) + copy + self.cluster.launch
+        found[self.total] = np.minimum(last, least)
         return found
 
-    def _priced(self, size: float, price: float) -> Seconds:
-        """Seconds of every edge, and `price` for every byte that a rank sends."""
-        if (size, price) not in self.prices:
-            kinds, shares = (np.concatenate([group[part] for group in self.edges]) for part in (1, 2))
-            named, inverse = np.unique(np.stack([kinds.astype(float), shares]), axis=1, return_inverse=True)
-            seconds = [self._step(int(kind), share * size, price) for kind, share in named.T]
-            self.prices[size, price] = np.array(seconds)[inverse.ravel()]
-        return self.prices[size, price]
+    @cached_property
+    def whole(self) -> Edges:
+        """The steps from states that are not partial."""
+        every = self.edges
+        ends = np.repeat(every.targets, np.diff([*every.starts, len(every.sources)]))
+        chosen = np.flatnonzero(self.states[every.sources, -1].sum(1) == 0)
+        targets, starts = np.unique(ends[chosen], return_index=True)
+        return Edges(every.sources[chosen], every.kinds[chosen], starts, targets)
 
-    def _step(self, number: int, local: float, price: float) -> float:
+    def _priced(self, steps: Edges, size: float) -> Seconds:
+        """Seconds of steps."""
+        if (id(steps), size) not in self.prices:
+            told = np.stack([steps.kinds.astype(float), self.share[steps.sources]])
+            named, inverse = np.unique(told, axis=1, return_inverse=True)
+            seconds = [self._step(int(kind), share * size) for kind, share in named.T]
+            self.prices[id(steps), size] = np.array(seconds)[inverse.ravel()]
+        return self.prices[id(steps), size]
+
+    def _step(self, number: int, local: float) -> float:
         kind, moved, copies = self.kinds[number]
         n = math.prod(size**count for size, count in zip(self.sizes, moved, strict=True))
         sent, copied = {
@@ -157,34 +144,27 @@ class Ways:
         if not sent:
             return seconds
         axes = tuple(a for level, count in zip(self.levels, moved, strict=True) for a in level[:count])
-        return seconds + price * sent + collective_seconds(kind, sent, axes, self.mesh, self.cluster)
+        return seconds + collective_seconds(kind, sent, axes, self.mesh, self.cluster)
 
-    def _edges(self) -> list[Edges]:
-        """All steps: gathers by dim, scatters by dim, and before them the others."""
+    def _edges(self) -> Edges:
+        """All steps."""
         self.kinds: list[tuple[str, Counts, bool]] = []
         radix = (max(self.lengths, default=0) + 1) ** np.arange((self.dims + 1) * len(self.levels))
         names = self.states.reshape(len(self.states), -1) @ radix
         order = np.argsort(names)
-        groups: list[list[tuple[Integers, Integers, Integers]]] = [[] for _ in range(2 * self.dims + 1)]
+        found: list[tuple[Integers, Integers, Integers]] = [(np.zeros(0, dtype=np.int64),) * 3]
         for kind, source, target, moved in self._moves():
             copies = kind in (ALL_REDUCE, ALL_TO_ALL, SLICE) or target > 0
             after = self._after(kind, source, target, np.array(moved))
             legal = np.flatnonzero((after.min(axis=(1, 2)) >= 0) & self._allowed(kind, source, target, np.array(moved)))
             reached = after[legal].reshape(len(legal), -1) @ radix
             ends = order[np.searchsorted(names, reached, sorter=order)]
-            last = {ALL_GATHER: 1 + target, REDUCE_SCATTER: 1 + self.dims + target}.get(kind, 0)
-            groups[last].append((legal, np.full(len(legal), len(self.kinds)), ends))
+            found.append((legal, np.full(len(legal), len(self.kinds)), ends))
             self.kinds.append((kind, moved, copies))
-        found, begun = [], 0
-        for group in groups:
-            nothing = np.zeros(0, dtype=np.int64)
-            sources, kinds, ends = (np.concatenate([nothing, *parts]) for parts in zip((nothing,) * 3, *group))
-            by = np.argsort(ends, kind="stable")
-            targets, starts = np.unique(ends[by], return_index=True)
-            shares, edges = self.share[sources[by]], np.arange(begun, begun + len(by))
-            found.append((sources[by], kinds[by], shares, starts, targets, edges))
-            begun += len(by)
-        return found
+        sources, kinds, ends = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        by = np.argsort(ends, kind="stable")
+        targets, starts = np.unique(ends[by], return_index=True)
+        return Edges(sources[by], kinds[by], starts, targets)
 
     def _moves(self) -> Iterator[tuple[str, int, int, Counts]]:
         """Every step: its kind, the dim that it takes axes from and the one that it gives them to, and the axes."""
@@ -229,9 +209,9 @@ class Ways:
         return np.asarray(found)
 
     @cached_property
-    def exchanges(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
-        """Between all states that are not partial: the share of the tensor that a rank at least sends, the least
-        seconds per byte, those of the calls, and the share of it that a rank copies."""
+    def exchanges(self) -> tuple[Seconds, Seconds]:
+        """Between all states that are not partial: the least seconds of an exchange per byte of the tensor, of which a
+        rank at least sends what it wants and has not; and the least of the calls."""
         states = self.states[self.total, :-1]
         bits = states * np.log2(self.sizes)
         have, want = bits.sum(2)[:, None], bits.sum(2)[None]
@@ -240,7 +220,7 @@ class Ways:
         share = np.maximum(target[None] - 2.0**-kept, 0.0)
         differ = np.abs(states[:, None] - states[None]).max(2, initial=0)
         place = tuple(differ[..., level] for level in range(len(self.levels)))
-        return share, self._direct[0][place], self._direct[1][place], target[:, None] + target[None]
+        return share * self._direct[0][place], self._direct[1][place]
 
     @cached_property
     def _direct(self) -> tuple[Seconds, Seconds]:
