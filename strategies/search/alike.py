@@ -17,8 +17,8 @@ from strategies.cost.cluster import Cluster
 from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.search.ways import Ways
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
+from strategies.search.ways import Ways
 
 MOST_PAIRS = 400
 """Layouts of one class times those of another, up to which all are priced."""
@@ -36,27 +36,21 @@ def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
 
 
 @dataclass(frozen=True, eq=False)
-class ClassRows:
+class ClassRows(Rows):
     """Classes of layouts of one tensor: `dims` [classes, dims * levels] and `partial` [classes, levels + 1] count axes;
     the last column of `partial` is the number of levels that are known."""
 
-    dims: Integers
-    partial: Integers
 
-    def __len__(self) -> int:
-        return len(self.partial)
-
-    @property
-    def known(self) -> Integers:
-        return np.asarray(self.partial[:, -1])
+def _known(rows: Rows) -> Integers:
+    return np.asarray(rows.partial[:, -1])
 
 
 @dataclass(eq=False)
 class _Priced:
     """A table of prices, and how often some were settled."""
 
-    before: ClassRows
-    after: ClassRows
+    before: Rows
+    after: Rows
     values: Seconds
     changes: int = 0
 
@@ -128,16 +122,16 @@ class Alike:
         rows = self.single.rows_of(layouts)
         return self.classes(rows, np.full(len(rows), len(self.levels)))
 
-    def whole(self, rows: ClassRows) -> ClassRows:
+    def whole(self, rows: Rows) -> ClassRows:
         partial = np.zeros_like(rows.partial)
-        partial[:, -1] = rows.known
+        partial[:, -1] = _known(rows)
         return self._once(rows.dims, partial)
 
     def _once(self, dims: Integers, partial: Integers) -> ClassRows:
         key = (dims.shape, dims.tobytes(), partial.tobytes())
         return self.made.setdefault(key, ClassRows(dims, partial))
 
-    def seconds(self, before: ClassRows, after: ClassRows, spec: TensorSpec, few: int | None = None) -> Seconds:
+    def seconds(self, before: Rows, after: Rows, spec: TensorSpec, few: int | None = None) -> Seconds:
         """[before, after]: at least so long a redistribution of a tensor like `spec` takes."""
         key = self._key(before, after, spec)
         if key not in self.tables:
@@ -149,7 +143,7 @@ class Alike:
                 self._raise(made, group.ways, start, found)
         return self.tables[key].values
 
-    def _key(self, before: ClassRows, after: ClassRows, spec: TensorSpec) -> tuple[object, ...]:
+    def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
         return id(before), id(after), spec.elements * spec.item_bytes
 
     def _group(self, spec: TensorSpec) -> _Sized:
@@ -171,19 +165,19 @@ class Alike:
                 table.changes += 1
                 table.values[rows] = new
 
-    def _states(self, rows: ClassRows, ways: Ways) -> Integers:
+    def _states(self, rows: Rows, ways: Ways) -> Integers:
         """The state of every class; of one that is not known in all levels, the place of its group behind them."""
         if id(rows) not in self.placed:
             dims = rows.dims.reshape(len(rows), -1, len(self.levels))
-            self.placed[id(rows)] = ways.places(dims, rows.partial[:, :-1], rows.known)
+            self.placed[id(rows)] = ways.places(dims, rows.partial[:, :-1], _known(rows))
         return self.placed[id(rows)]
 
-    def changes(self, before: ClassRows, after: ClassRows, spec: TensorSpec) -> int:
+    def changes(self, before: Rows, after: Rows, spec: TensorSpec) -> int:
         return self.tables[self._key(before, after, spec)].changes
 
-    def settle(self, before: ClassRows, after: ClassRows, spec: TensorSpec, row: int, column: int) -> None:
+    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Finds the least prices of all ways from a class that is known in all levels."""
-        if before.known[row] < len(self.levels):
+        if _known(before)[row] < len(self.levels):
             return
         group = self._group(spec)
         start = int(self._states(before, group.ways)[row])
@@ -192,9 +186,9 @@ class Alike:
             for one in group.tables:
                 self._raise(one, group.ways, start, found)
 
-    def settle_all(self, before: ClassRows, after: ClassRows, spec: TensorSpec, row: int, column: int) -> None:
+    def settle_all(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Finds the least price of all pairs of layouts of two classes; too many pairs stay as they are."""
-        if min(before.known[row], after.known[column]) < len(self.levels):
+        if min(_known(before)[row], _known(after)[column]) < len(self.levels):
             return
         group = self._group(spec)
         start = int(self._states(before, group.ways)[row])
@@ -222,7 +216,7 @@ class Alike:
             if self.single.raised == raised:
                 return float(seconds.min())
 
-    def _members(self, rows: ClassRows, index: int) -> Rows:
+    def _members(self, rows: Rows, index: int) -> Rows:
         """All layouts of a class, their axes in the order of the mesh."""
         dims = rows.dims.shape[1] // len(self.levels)
         counts = rows.dims[index].reshape(dims, len(self.levels))
@@ -234,12 +228,12 @@ class Alike:
         bits = np.array(found, dtype=np.int64).reshape(len(found), dims + 1)
         return self.single._once(bits[:, :-1].copy(), bits[:, -1].copy())
 
-    def _bounds(self, before: ClassRows, after: ClassRows, size: float) -> Seconds:
+    def _bounds(self, before: Rows, after: Rows, size: float) -> Seconds:
         levels, dims = len(self.levels), before.dims.shape[1] // len(self.levels)
         have = before.dims.reshape(len(before), dims, levels) * self.weights
         want = after.dims.reshape(len(after), dims, levels) * self.weights
         partial = before.partial[:, :-1] * self.weights
-        known = np.minimum(before.known[:, None], after.known)
+        known = np.minimum(_known(before)[:, None], _known(after))
         found = np.zeros((len(before), len(after)))
         for outer, bandwidth, ranks in self.views:
             a, b, p = have[:, :, :outer].sum(2), want[:, :, :outer].sum(2), partial[:, :outer].sum(1)

@@ -1,11 +1,11 @@
-"""Exact search on meshes of many axes, from coarse to fine.
+"""Search on meshes of many axes, from coarse to fine.
 
 Axes of one level and size are alike. First every operator chooses among groups of classes: how many axes of the slowest
 level slice each of its loops. What a solution picks is looked into: groups become classes (how many axes of every
 level), and the ways from the classes that are used are priced. Each solution of that network is a lower bound, because
-its tables hold the least of all members. Where nothing is left to look into, the layouts of the classes that were picked
-are searched exactly, which gives a plan; where it costs more than the bound, the pairs of classes that it uses are
-priced layout by layout, and the search goes on.
+its tables hold the least of all members. Where nothing is left to look into, the layouts of the classes that were
+picked are searched exactly, which gives a plan; where it costs more than the bound, the pairs of classes that it uses
+are priced layout by layout, and the search goes on.
 Source of the idea: C. Raphael, "Coarse-to-fine dynamic programming" (2001).
 """
 
@@ -13,146 +13,77 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from strategies.graph import Operator, Ref
-from strategies.rules.sharding import Sharding
-from strategies.search.alike import Alike
+from strategies.graph import Ref
+from strategies.search.alike import Alike, levels_of
+from strategies.search.finding import Finding, Found, uncollected
+from strategies.search.folding import Folded
+from strategies.search.groups import Classes, Groups, Within
 from strategies.search.network import Building, Pair
-from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
-from strategies.search.transfers import Integers, Rows, Seconds, Transfers
+from strategies.search.transfers import Transfers
 
-Name = tuple[int, bytes]
-"""Of a group: how many levels are known, and where their axes are."""
-
-
-class Classes(Menu):
-    """One option per class of assignments."""
-
-    def __init__(self, problem: Problem, transfers: Transfers, alike: Alike) -> None:
-        super().__init__(problem, transfers)
-        self.alike = alike
-        self.placed: dict[int, Integers] = {}
-        """By choices: where the axes of every option are, [options, axes]."""
-
-    def _places(self, sharding: Sharding) -> Integers:
-        found = super()._places(sharding)
-        for places in self.alike.places:
-            found = found[(np.diff(found[:, places], axis=1) >= 0).all(1)]
-        self._last = found
-        return found
-
-    def _choices(self, operator: Operator) -> Choices:
-        self._last = np.zeros((1, len(self.axes)), dtype=np.int64)
-        found = super()._choices(operator)
-        self.placed[id(found)] = self._last
-        return found
+MOST_SOLUTIONS = 40
+"""Of the network of a few layouts, until its best one is taken."""
+PRECISE = 1e-3
+"""Of a plan of a few layouts: how much more than their best one it costs at most."""
+NEGLIGIBLE = 0.02
+"""Of what a plan may cost more than the bound: what a pair of classes may be told too low."""
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """Groups as options, the name of each that is more than one class, and a class of each."""
+class Coarse:
+    """The search on one problem; what was looked into and priced stays for the next price of memory."""
 
-    choices: Choices
-    names: tuple[Name | None, ...]
-    heads: Integers
+    def __init__(self, problem: Problem, transfers: Transfers, tolerance: float) -> None:
+        self.problem, self.transfers, self.tolerance = problem, transfers, tolerance
+        self.alike = Alike(transfers, levels_of(problem.mesh, transfers.cluster))
+        self.groups = Groups(Classes(problem, transfers, self.alike))
 
-
-class Groups:
-    """A menu of groups: classes that agree in the outer levels, as far as nobody looked into them. Its prices are those
-    of `Alike`."""
-
-    def __init__(self, classes: Classes) -> None:
-        self.classes, self.problem, self.transfers = classes, classes.problem, classes.alike
-        self.looked: dict[int, set[Name]] = {}
-        self.known: dict[int, Grouped] = {}
-        self.every = {operator.id: classes.of(operator) for operator in self.problem.graph.operators}
-        self.pressure = 0.0
-
-    def of(self, operator: Operator) -> Choices:
-        return self.group(operator).choices
-
-    def group(self, operator: Operator) -> Grouped:
-        every = self.every[operator.id]
-        if id(every) not in self.known:
-            self.known[id(every)] = self._grouped(every)
-        return self.known[id(every)]
-
-    def look(self, picks: Mapping[str, int]) -> bool:
-        """Looks into the groups that operators picked; whether there were any."""
-        found = set()
-        for operator in self.problem.graph.operators:
-            name = self.group(operator).names[picks[operator.id]]
-            if name is not None:
-                every = id(self.every[operator.id])
-                self.looked.setdefault(every, set()).add(name)
-                found.add(every)
-        for one in found:
-            del self.known[one]
-        return bool(found)
-
-    def _grouped(self, every: Choices) -> Grouped:
-        places, alike, looked = self.classes.placed[id(every)], self.transfers, self.looked.get(id(every), set())
-        levels = len(alike.levels)
-        numbers: dict[Name, int] = {}
-        group_of, heads = np.zeros(len(places), dtype=np.int64), []
-        prefixes = [np.concatenate(alike.places[: depth + 1]) for depth in range(levels)]
-        for number, row in enumerate(places):
-            for depth in range(levels):
-                name = depth + 1, row[prefixes[depth]].tobytes()
-                if name not in looked:
+    def cheapest(self, pressure: float = 0.0) -> Found:
+        """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price. Raises
+        TooWide."""
+        best: Found | None = None
+        least = lower = 0.0
+        while True:
+            with uncollected():
+                building = Building(self.problem, self.groups)
+                folded = Folded(building.network)
+            building.press(pressure)
+            while True:
+                picks, bound = folded.solve()
+                lower = max(lower, bound)
+                if best is not None and least - lower <= self.tolerance * lower:
+                    return replace(best, lower_bound=min(lower, least))
+                raised = building.settle(picks)
+                named = {id: picks[variable] for id, variable in building.variables.items()}
+                if self.groups.look(named):
                     break
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                heads.append(number)
-            group_of[number] = numbers[name]
-        first, depths = np.array(heads), np.array([depth for depth, _ in numbers])
+                if raised:
+                    continue
+                found = self._within(named, pressure, lower * (1 + self.tolerance))
+                if best is None or found.cost + pressure * found.bytes < least:
+                    best, least = found, found.cost + pressure * found.bytes
+                price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
+                if least - lower <= self.tolerance * lower or not building.renew():
+                    return replace(best, lower_bound=min(lower, least))
 
-        def least(seconds: Seconds) -> Seconds:
-            found = np.full(len(numbers), np.inf)
-            np.minimum.at(found, group_of, seconds)
-            return found
-
-        def side(one: Side) -> Side:
-            numbered = one.of_option[first] * (levels + 1) + depths
-            _, at, of_group = np.unique(numbered, return_index=True, return_inverse=True)
-            chosen = one.of_option[first][at]
-            rows, again = alike.grouped(Rows(one.rows.dims[chosen], one.rows.partial[chosen]), depths[at])
-            return Side(rows, again[of_group])
-
-        choices = Choices(
-            tuple(every.assignments[i] for i in heads),
-            least(every.own),
-            least(every.bytes),
-            *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
-        )
-        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first)
-
-
-class Within(Menu):
-    """The layouts of a few classes per operator: `chosen` tells where their axes are."""
-
-    def __init__(self, problem: Problem, transfers: Transfers, alike: Alike, chosen: Mapping[str, Integers]) -> None:
-        super().__init__(problem, transfers)
-        self.alike, self.chosen = alike, chosen
-
-    def _signature(self, operator: Operator) -> tuple[Any, ...]:
-        return (*super()._signature(operator), self.chosen[operator.id].tobytes())
-
-    def _choices(self, operator: Operator) -> Choices:
-        self._now = self.chosen[operator.id]
-        return super()._choices(operator)
-
-    def _places(self, sharding: Sharding) -> Integers:
-        places = super()._places(sharding)
-        canonical = places.copy()
-        for level in self.alike.places:
-            canonical[:, level] = np.sort(places[:, level], axis=1)
-        return places[(canonical[:, None] == self._now).all(2).any(1)]
+    def _within(self, picks: Mapping[str, int], pressure: float, enough: float) -> Found:
+        """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
+        axes that are alike, too."""
+        chosen, often = {}, Counter(map(id, self.groups.every.values()))
+        for operator in self.problem.graph.operators:
+            every = self.groups.every[operator.id]
+            placed = self.groups.classes.placed[id(every)]
+            pick = placed[[self.groups.group(operator).heads[picks[operator.id]]]]
+            runs = [placed[:, level[:1]] == placed[:, level] for level in self.alike.places]
+            joined = placed[np.concatenate(runs, 1).all(1)] if often[id(every)] == 1 else placed[:0]
+            chosen[operator.id] = np.concatenate([pick, joined])
+        menu = Within(self.problem, self.transfers, self.alike, chosen)
+        finding = Finding(self.problem, menu, min(self.tolerance, PRECISE))
+        return finding.cheapest(pressure, enough, MOST_SOLUTIONS)
 
 
 def price_pairs(building: Building, alike: Alike, picks: list[int], least: float) -> None:

@@ -59,8 +59,6 @@ class Ways:
         self.prices: dict[tuple[int, float], Seconds] = {}
         self.groups: dict[bytes, int] = {}
         self.members: list[Integers] = []
-        self.groups: dict[bytes, int] = {}
-        self.members: list[Integers] = []
 
     def places(self, dims: Integers, partial: Integers, known: Integers) -> Integers:
         """The states with `dims` [classes, dims, levels] and `partial` [classes, levels]; of classes of which only so
