@@ -24,8 +24,10 @@ from strategies.search.folding import Folded
 from strategies.search.groups import Classes, Groups, Within
 from strategies.search.network import Building, Pair
 from strategies.search.problem import Problem
-from strategies.search.transfers import Transfers
+from strategies.search.transfers import Integers, Transfers
 
+PRICES = 8
+"""Of memory that are tried."""
 MOST_SOLUTIONS = 40
 """Of the network of a few layouts, until its best one is taken."""
 PRECISE = 1e-3
@@ -70,17 +72,44 @@ class Coarse:
                 if least - lower <= self.tolerance * lower or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
+    def within(self, limit: float, free: Found) -> Found:
+        """A plan that keeps the limit: the best of the classes that are picked at two prices of memory, between which
+        plans begin to keep it. Raises StrategyError where there is none, and TooWide."""
+        lower, low, high = free.lower_bound, 0.0, free.cost / limit
+        over = under = self._classes(self.last)
+        price, fits = high, False
+        for _ in range(PRICES):
+            found = self.cheapest(price)
+            lower = max(lower, found.lower_bound - price * limit)
+            if found.bytes <= limit:
+                under, high, fits = self._classes(self.last), price, True
+            else:
+                over, low = self._classes(self.last), price
+            price = (low + high) / 2 if fits else price * 8
+        chosen = {id: np.concatenate([over[id], under[id]]) for id in over}
+        menu = Within(self.problem, self.transfers, self.alike, chosen)
+        finding = Finding(self.problem, menu, max(self.tolerance, PRECISE))
+        best = finding.within(limit, finding.cheapest(0.0, most=MOST_SOLUTIONS), MOST_SOLUTIONS)
+        return replace(best, lower_bound=min(lower, best.cost))
+
+    def _classes(self, picks: Mapping[str, int]) -> dict[str, Integers]:
+        """Where the axes of the classes are that were picked, [1, axes] by operator."""
+        found = {}
+        for operator in self.problem.graph.operators:
+            placed = self.groups.classes.placed[id(self.groups.every[operator.id])]
+            found[operator.id] = placed[[self.groups.group(operator).heads[picks[operator.id]]]]
+        return found
+
     def _within(self, picks: Mapping[str, int], pressure: float, enough: float) -> Found:
         """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
         axes that are alike, too."""
-        chosen, often = {}, Counter(map(id, self.groups.every.values()))
-        for operator in self.problem.graph.operators:
-            every = self.groups.every[operator.id]
-            placed = self.groups.classes.placed[id(every)]
-            pick = placed[[self.groups.group(operator).heads[picks[operator.id]]]]
-            runs = [placed[:, level[:1]] == placed[:, level] for level in self.alike.places]
-            joined = placed[np.concatenate(runs, 1).all(1)] if often[id(every)] == 1 else placed[:0]
-            chosen[operator.id] = np.concatenate([pick, joined])
+        self.last = picks
+        chosen, often = self._classes(picks), Counter(map(id, self.groups.every.values()))
+        for id_, every in self.groups.every.items():
+            if often[id(every)] == 1:
+                placed = self.groups.classes.placed[id(every)]
+                runs = [placed[:, level[:1]] == placed[:, level] for level in self.alike.places]
+                chosen[id_] = np.concatenate([chosen[id_], placed[np.concatenate(runs, 1).all(1)]])
         menu = Within(self.problem, self.transfers, self.alike, chosen)
         finding = Finding(self.problem, menu, min(self.tolerance, PRECISE))
         return finding.cheapest(pressure, enough, MOST_SOLUTIONS)

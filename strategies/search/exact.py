@@ -50,14 +50,9 @@ def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found 
         free = coarse.cheapest()
         if problem.memory is None or free.bytes <= problem.memory:
             return free
-        best = _on_joined(problem, transfers, tolerance)
-        if best is None:
-            return None
-        price = max(best.cost - free.cost, 0.0) / (free.bytes - problem.memory)  # what a byte costs between the two
-        bound = coarse.cheapest(price).lower_bound - price * problem.memory
+        return coarse.within(problem.memory, free)
     except TooWide:
         return _on_joined(problem, transfers, tolerance)
-    return replace(best, lower_bound=min(max(best.lower_bound, free.lower_bound, bound), best.cost))
 
 
 def _on_joined(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:

@@ -86,14 +86,14 @@ class Finding:
                 self._build(self.building.split | split)
         return replace(best, lower_bound=min(lower, least))
 
-    def within(self, limit: float, free: Found) -> Found:
-        """The cheapest plan found that keeps the limit."""
+    def within(self, limit: float, free: Found, most: int | None = None) -> Found:
+        """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""
         lower, best, low = free.lower_bound, None, 0.0
         high = free.cost / limit
         over, under, building = self.picks, self.picks, self.building
         for _ in range(ROUNDS):
             price = (low + high) / 2 if best is not None else high
-            found = self.cheapest(price)
+            found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
             if self.building is not building:  # its variables have other numbers
                 over = under = self.picks

@@ -16,12 +16,12 @@ from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import chain
-from strategies.search import exact
 from strategies.search.alike import Alike, levels_of
 from strategies.search.coarse import Coarse, shared
 from strategies.search.exact import search
 from strategies.search.finding import Finding
 from strategies.search.groups import Classes, Groups
+from strategies.search.joining import joinings
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
@@ -134,14 +134,19 @@ def test_many_small_graphs_from_coarse_to_fine() -> None:
     assert compared >= 150 and best >= 0.8 * compared
 
 
-def test_six_axes_are_certified() -> None:
-    """Llama 3 in two layers on 8 nodes: the gap is told, and no joined mesh has a better plan."""
-    mesh, cluster = MESHES[0]
-    asked = problem(llama(2, batch=64), mesh)
+def test_many_axes_are_certified_and_no_joined_mesh_is_better() -> None:
+    mesh, cluster = prime_mesh(16), node(16)
+    asked = problem(llama(2), mesh)
     found = search(asked, cluster)
     assert found.gap <= 0.01
-    joined = exact._on_joined(asked, Transfers(mesh, cluster), 0.01)
-    assert joined is not None and found.cost <= joined.cost * 1.01
+    joined = [search(one.problem, cluster) for one in joinings(asked, cluster) if len(one.runs) < 3]
+    assert len(joined) >= 3 and all(found.cost <= one.cost * 1.01 for one in joined)
+
+
+@pytest.mark.slow
+def test_six_axes_are_certified() -> None:
+    mesh, cluster = MESHES[0]
+    assert search(problem(llama(2, batch=64), mesh), cluster).gap <= 0.01
 
 
 def test_a_limit_of_memory_on_many_axes_is_kept_and_bounded() -> None:
@@ -150,6 +155,6 @@ def test_a_limit_of_memory_on_many_axes_is_kept_and_bounded() -> None:
     free = search(asked, cluster)
     found = search(replace(asked, memory=0.8 * free.bytes), cluster)
     assert found.bytes <= 0.8 * free.bytes and free.cost <= found.cost
-    assert found.lower_bound <= found.cost and found.gap < 0.25
+    assert found.lower_bound <= found.cost and found.gap < 0.05
     with pytest.raises(StrategyError, match="memory_limit"):
         search(replace(asked, memory=1.0), cluster)
