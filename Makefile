@@ -11,18 +11,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 TORCH := torch==2.13.0
+# Two processes, whatever the machine: a test may start eight ranks of its own.
+PARALLEL := -n 2 --dist loadfile
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-slow lint format coverage fuzz clean
+.PHONY: run test test-slow launchers lint format coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
-test-slow: lint
-	$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
+test-slow: lint launchers
+	$(BIN)/python -m pytest -q -m "slow or not slow" $(PARALLEL) $(ARGS)
+
+# What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.
+launchers:
+	@for program in mpirun pdsh ip; do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get install -y -q openmpi-bin pdsh iproute2; \
+	elif [ -n "$$missing" ]; then \
+	    echo "the slow tests of launchers need$$missing, and root: apt-get install openmpi-bin pdsh iproute2"; exit 1; \
+	fi
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -139,7 +139,7 @@ def updating(task: Task) -> Any:
     return Updating(task.stage, factory, overlap=True)
 
 
-class _Plan:
+class Built:
     """One plan, built on one rank."""
 
     def __init__(self, task: Task, rank: int) -> None:
@@ -191,7 +191,7 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    plans = [_Plan(Task(*task), rank.rank) for task in payload["tasks"]]
+    plans = [Built(Task(*task), rank.rank) for task in payload["tasks"]]
     for plan in plans:
         for _ in range(WARM):
             plan.step()

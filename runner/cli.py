@@ -2,8 +2,8 @@
 
 Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
 before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
-130 interrupted. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt` in the run folder, or
-to the terminal with MESHWRIGHT_TRACEBACK=1.
+130 interrupted, 143 stopped by SIGTERM. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
+in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import copy
 import os
 import secrets
 import sys
+import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -30,11 +31,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner import config, recipes, words
-from runner.errors import ConfigError, RunFailed
+from runner import config, recipes, stopping, words
+from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.folders import CONFIG_FILE, remove_if_unused
 from runner.origins import Origins, given
 from runner.rewording import reword
+from runner.sweeps.job import Job, folder_of, records, typed
+from runner.sweeps.results import Sweep, mark_of
 from runner.verbs import VERBS
 
 ERROR_FILE = "error.txt"
@@ -43,7 +46,7 @@ TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 
 class SweepFailed(Exception):
-    """A job of a sweep failed and has said so; the other jobs go on."""
+    """Jobs of a sweep failed and have said so, and all others have run."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def main() -> None:
         _command(typed)
     except SweepFailed:
         sys.exit(1)
+    except Terminated:
+        _leave(("terminated.",), stopping.EXIT_CODE)
     except KeyboardInterrupt:
         _leave(("interrupted.",), 130)
     except COMPOSITION_ERRORS as error:
@@ -110,13 +115,26 @@ def _command(typed: Sequence[str]) -> None:
     sys.argv[1:] = words.for_hydra(verb, rest)
     _register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
-    _job()
+    CheckConfig.sweep = None
+    try:
+        _job()
+    except KeyboardInterrupt:
+        if CheckConfig.sweep is not None:
+            CheckConfig.sweep.end()
+        raise
+    except Exception as error:
+        if CheckConfig.sweep is None or CheckConfig.sweep.end():
+            raise
+        raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
+    if CheckConfig.sweep is not None and not CheckConfig.sweep.end():
+        raise SweepFailed
 
 
 def _register() -> None:
     """What Hydra and the files in `conf/` need to know of this package."""
     recipes.register()
     OmegaConf.register_new_resolver("run.unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("run.folder", folder_of, replace=True)
     OmegaConf.register_new_resolver("run.recipes", recipes.table, replace=True)
     OmegaConf.register_new_resolver("run.verbs", _verb_table, replace=True)
 
@@ -126,20 +144,19 @@ def _job(composed: DictConfig) -> float | None:
     """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
     context = HydraConfig.get()
     run_dir, overrides = Path(context.runtime.output_dir), _overrides()
+    if context.mode == RunMode.MULTIRUN:
+        return _swept(composed, Path(context.sweep.dir), run_dir, context.job.num, overrides)
     before = (run_dir / CONFIG_FILE).read_text(encoding="utf-8") if (run_dir / CONFIG_FILE).exists() else None
     try:
         checked = config.load(composed, Origins(overrides))
         (run_dir / CONFIG_FILE).write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
         result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
         return result
+    except Stopped as stopped:
+        _leave((str(stopped),), stopping.EXIT_CODE)
     except Exception as error:
         _tell_traceback(error)
         failure = Failure.of(error)
-        if context.mode == RunMode.MULTIRUN:
-            job = f"job #{context.job.num} ({_shown(overrides)})"
-            _record(failure, run_dir)
-            _tell([f"{job}: {paragraph}" for paragraph in failure.paragraphs])
-            raise SweepFailed(job) from error
         if failure.code == 2:
             if before is None:
                 remove_if_unused(run_dir)
@@ -151,21 +168,54 @@ def _job(composed: DictConfig) -> float | None:
         _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
 
 
+def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
+    """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails says so,
+    leaves it in its folder and returns nothing, so that the others run whatever the launcher does with exceptions."""
+    job = Job(number, typed(overrides), str(composed.job.name), mark_of(sweep))
+    name = f"job #{number} ({' '.join(job.overrides)})"
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        checked = config.load(composed, Origins(overrides))
+        text = checked.model_dump_json(indent=2) + "\n"
+        if (done := job.finished_before(run_dir, text)) is not None:
+            done.write(run_dir)
+            print(f"{name}: done before", flush=True)
+            return done.value
+        job.write(run_dir)
+        (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+        value: float | None = VERBS[job.verb].function()(checked, run_dir)
+    except Exception as error:
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        _record(failure, run_dir)
+        _tell([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
+        seconds = time.monotonic() - start
+        replace(job, status="failed", error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
+        return None
+    measured = [one["evaluation"] for one in records(run_dir) if "evaluation" in one]
+    evaluation = measured[-1] if measured else None
+    replace(job, status="done", value=value, evaluation=evaluation, seconds=time.monotonic() - start).write(run_dir)
+    return value
+
+
 def _overrides() -> tuple[str, ...]:
     composed = HydraConfig.instance().cfg
     return given(composed) if isinstance(composed, DictConfig) else ()
 
 
-def _shown(overrides: Sequence[str]) -> str:
-    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings."""
-    return " ".join(override.removeprefix("++") for override in overrides)
-
-
 class CheckConfig(Callback):
     """Validates before anything is created: the config of a run, or of every job of a grid sweep.
 
-    Hydra turns the exceptions of callbacks into warnings, so this one leaves the process instead.
+    Hydra turns the exceptions of callbacks into warnings, so this one leaves the process instead. A launcher sends the
+    callbacks to the processes where its jobs run, and with this one arrives what the files in `conf/` need there.
     """
+
+    sweep: ClassVar[Sweep | None] = None
+    """The sweep that this process has started."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, ()
 
     def on_run_start(self, config: DictConfig, **_: object) -> None:
         HydraConfig.instance().set_config(config)
@@ -173,8 +223,12 @@ class CheckConfig(Callback):
             _leave(faults, 2)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        if not config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
-            return  # other sweepers choose the values one by one; each job checks its own
+        # other sweepers choose the values one by one; each job checks its own
+        if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
+            self._check_grid(config)
+        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute())
+
+    def _check_grid(self, config: DictConfig) -> None:
         loader = GlobalHydra.instance().config_loader()
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         swept += given(config)
@@ -185,9 +239,14 @@ class CheckConfig(Callback):
                 found = _faults(loader.load_sweep_config(config, list(overrides)))
             except COMPOSITION_ERRORS as error:
                 found = tuple(map(str, reword(error, list(overrides)).args))
-            faults += [f"job #{number} ({_shown(overrides)}): {fault}" for fault in found]
+            faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
         if faults:
             _leave(faults, 2)
+
+
+def _arrived() -> CheckConfig:
+    _register()
+    return CheckConfig()
 
 
 def _faults(composed: DictConfig) -> tuple[str, ...]:

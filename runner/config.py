@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from runner.errors import ConfigError, allowed
+from runner.launchers import table
 from runner.origins import Origins
 from runner.schema import Config
 from runner.sections.cluster import from_file
@@ -66,7 +67,11 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     assert isinstance(values, dict)
     if isinstance(cluster := values.get("cluster"), Mapping):
         values |= {"cluster": from_file(cluster)}
+    if isinstance(launch := values.get("launch"), Mapping):
+        values |= {"launch": table.from_files(launch)}
     config = _validate(values, origins)
+    if config.world_size is None and config.launch.ranks is not None:
+        config = _validate(values | {"world_size": config.launch.ranks}, origins)
     chosen = origins.choice("parallel")
     if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
         raise ConfigError(

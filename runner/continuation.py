@@ -1,47 +1,83 @@
-"""Whether a run may continue a checkpoint: plan, model and optimizer must be those of the run that was saved. How long
-it trains, what it reports, its data, seed and clipping may be others from here on.
+"""What a run may take over from a checkpoint, and what changes by that.
 
-Invariant: a difference that would change what the saved states mean, or that they would silently win over, is refused
-and named with both values.
+Weights, states and scheduler fit any plan: strategies, mode, mesh, number of ranks, ZeRO stage, pipeline and precision
+may be others. Invariant: what would make the stored states mean something else, or what they would silently win over,
+is refused and named with both values; what cannot be carried over is told.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strategies.errors import StrategyError
 
-SAME = ("world_size", "parallel.mode", "parallel.zero.stage", "train.precision", "optimizer")
-"""Config keys that must be as they were."""
+SAME = ("optimizer",)
+"""Config keys that must be as they were: the states are those of this optimizer."""
 
-DECIDES = ("mesh", "inputs", "tensors", "operators")
+PROGRAM = ("world_size", "parallel.mode", "parallel.zero.stage", "train.precision")
+"""Config keys that, beside the plan, determine what the ranks run."""
+
+DECIDES = ("mesh", "inputs", "tensors", "assignments")
 """Entries of a plan that determine the program; who chose them and how does not matter."""
+
+DATA = ("data.batch_size", "train.seed", "data.target", "data.args")
+"""Config keys from which the rows of a step follow."""
+
+MODEL = ("model", "loss", "data", "train.accumulate", "train.random", "parallel")
+"""Config keys that may change what the captured model computes, or how."""
 
 Difference = tuple[str, Any, Any]
 """(dotted key, before, after)."""
 
 
-def check_same(
+@dataclass(frozen=True)
+class Continuation:
+    """`moved` are the differences between the programs, none if the run goes on bit for bit; `data` those between the
+    rows that steps read."""
+
+    moved: tuple[Difference, ...]
+    data: tuple[Difference, ...]
+
+    def told(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
+        """Lines for the user: what is other, and what that means. `draws`: the model draws random numbers."""
+        if self.moved:
+            yield f"moved to another plan: {'; '.join(_change(one) for one in self.moved[:3])}"
+            if draws and _at(config, "train.random") == "fast":
+                yield "random numbers (dropout) will be others than without the move; train.random=exact keeps them"
+        if self.data:
+            yield (
+                f"the data changes: {'; '.join(_change(one) for one in self.data)}. It goes on at the same place of "
+                "the epoch, to whole batches, in the order that follows from the new values"
+            )
+
+
+def compare(
     path: Path, saved: Mapping[str, Any], *, plan: Mapping[str, Any], config: Mapping[str, Any], fingerprint: str
-) -> None:
+) -> Continuation:
     """`saved` has "plan", "config" and "fingerprint" of the checkpoint `path`; the others are those of this run.
 
-    Raises StrategyError, naming the first difference.
+    Raises StrategyError, naming the first difference that cannot be carried over.
     """
-    before, after = saved["config"], _as_json(config)
-    found = [one for key in SAME for one in differences(_at(before, key), _at(after, key), key)]
-    found += differences(_deciding(saved["plan"]), _deciding(_as_json(plan)), "plan")
-    if not found and saved["fingerprint"] != fingerprint:
-        found = [("the captured model (hash of graph and plan)", saved["fingerprint"], fingerprint)]
-    if found:
-        key, was, now = found[0]
+    before, after, now = saved["config"], _as_json(config), _as_json(plan)
+    refused = [one for key in SAME for one in differences(_at(before, key), _at(after, key), key)]
+    programs = [one for key in PROGRAM for one in differences(_at(before, key), _at(after, key), key)]
+    programs += differences(_deciding(saved["plan"]), _deciding(now), "plan")
+    model = [one for key in MODEL for one in differences(_at(before, key), _at(after, key), key)]
+    if not refused and not programs and not model and saved["fingerprint"] != fingerprint:
+        refused = [("the captured model (hash of graph and plan)", saved["fingerprint"], fingerprint)]
+    if refused:
+        key, was, is_now = refused[0]
         raise StrategyError(
-            f"The checkpoint {path} cannot be continued by this run: {key} was {_shown(was)} and is now {_shown(now)}. "
-            "A run is resumed with the plan, mode, world size, ZeRO stage, precision and optimizer of its checkpoint."
+            f"The checkpoint {path} cannot be continued by this run: {key} was {_shown(was)} and is now "
+            f"{_shown(is_now)}. Plan, mode, number of ranks, ZeRO stage and precision may be others; the model's "
+            "parameters and the optimizer must be those of the checkpoint."
         )
+    data = [one for key in DATA for one in differences(_at(before, key), _at(after, key), key)]
+    return Continuation(tuple(programs), tuple(data))
 
 
 def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
@@ -56,9 +92,9 @@ def differences(before: Any, after: Any, where: str) -> Iterator[Difference]:
 def _deciding(plan: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: plan.get(key) for key in DECIDES}
     found["mesh"] = [list(item) for item in plan.get("mesh", {}).items()]  # the order of the axes matters
-    found["operators"] = {
+    found["assignments"] = {
         name: {key: value for key, value in entry.items() if key != "origin"}
-        for name, entry in plan.get("operators", {}).items()
+        for name, entry in plan.get("assignments", {}).items()
     }
     return found
 
@@ -72,6 +108,11 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
+
+
+def _change(difference: Difference) -> str:
+    key, was, is_now = difference
+    return f"{key} was {_shown(was)} and is now {_shown(is_now)}"
 
 
 def _shown(value: Any) -> str:

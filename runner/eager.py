@@ -39,13 +39,14 @@ class Eager(nn.Module):
             self.add_module("loss", step.loss)
         self.step = (step,)  # in a tuple, so that it is not registered a second time
 
-    def forward(self, *entries: Tensor, key: int, outputs: bool = False) -> Any:
-        """The loss with the random numbers of `key`; with `outputs`, what the model alone returns in evaluation."""
+    def forward(self, *entries: Tensor, key: int, outputs: Sequence[str] = ()) -> Any:
+        """The loss with the random numbers of `key`; with `outputs`, the names of the entries, what the model alone
+        returns in evaluation."""
         (step,) = self.step
         with ExactRandom(key):
             if not outputs:
                 return loss_of(step(*entries))
-            pairs = zip(step.names, entries, strict=True)
+            pairs = zip(outputs, entries, strict=True)
             kept = {name: tensor for name, tensor in pairs if name not in step.targets}
             step.model.eval()
             found = Objective(step.model, None, tuple(kept), (), step.autocast)(*kept.values())

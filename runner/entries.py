@@ -1,4 +1,4 @@
-"""What forks of the warm server run for `runner.start`: the preparation, and each rank's training."""
+"""What forks of the warm server run for `runner.start`: the preparation, and each rank's training or prediction."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoint, report
+from runner import checkpoints, faults, report
+from runner.checkpoints import rescue
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
+from runner.launchers.sharing import require_shared
+from runner.predictions import weights
+from runner.predictions.predictor import predict
 from runner.prepare import Prepared
 from runner.schema import Config
 from runner.trainer import Job, train
@@ -20,12 +24,27 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
     prepared = prepare_decided(config, Path(payload["folder"]))
-    resume = checkpoint.to_continue(config.train.resume, rank.run_dir / "checkpoints")
-    if resume is not None and (done := checkpoint.check(resume, **prepared.identity())) >= prepared.steps:
-        raise ConfigError(
-            f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; ask "
-            "for more."
-        )
+    if config.job.name == "train":
+        faults.check(config, prepared.world_size, prepared.steps)
+    if config.train.resume == "auto":
+        rescue.collect(rank.run_dir / "checkpoints")
+    resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
+    if resume is not None:
+        continuation = checkpoints.check(resume, **prepared.identity())
+        opened = checkpoints.read(resume)
+        if prepared.graph is not None:
+            checkpoints.check_model(opened, prepared.graph.sources, prepared.published)
+        done = opened.step
+        if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
+            raise ConfigError(
+                f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
+                "ask for more."
+            )
+    if config.job.name == "predict" and config.predict.checkpoint is not None:
+        trained = weights.open_checkpoint(config.predict.checkpoint)
+        checkpoints.verify(trained.path)
+        if prepared.graph is not None:
+            weights.check(trained, prepared.graph.sources)
     report.write_plan(prepared, rank.run_dir)
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
@@ -43,6 +62,23 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     """Train on one rank from a pickled preparation."""
     resume = payload["resume"]
     prepared: Prepared = pickle.loads(payload["prepared"])
+    if prepared.config.launch.by_hand:
+        require_shared(prepared.config, rank.run_dir)
     continued = None if resume is None else Path(resume)
     job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)
+
+
+def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict on one rank from a pickled preparation."""
+    return predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
+
+
+def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
+    """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    rescue.collect(rank.run_dir / "checkpoints")
+    try:
+        found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
+    except ConfigError:  # each of them is damaged, which is told; the run itself is not lost
+        found = None
+    return {"resume": None if found is None else str(found.absolute())}

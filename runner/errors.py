@@ -1,8 +1,8 @@
 """The errors that end a run with a message instead of a traceback.
 
 Invariant: the text of these exceptions is all that the user needs to see. It says what is wrong, where, and what would
-be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1. Nothing is imported here but the standard
-library, so parents, ranks and readers of data files can all raise them.
+be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with 143. Nothing is imported
+here but the standard library, so parents, ranks and readers of data files can all raise them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,22 @@ class ConfigError(Exception):
 
 
 class RunFailed(Exception):
-    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where."""
+    """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
+    `rank` is that one, `hung` are those that hang, `hosts` those that no longer answer."""
+
+    def __init__(
+        self, text: str, *, rank: int | None = None, hung: tuple[int, ...] = (), hosts: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(text)
+        self.rank, self.hung, self.hosts = rank, hung, hosts
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived, and nothing could be stopped in an orderly way."""
+
+
+class Stopped(Exception):
+    """A run that SIGTERM has stopped between two steps. The text says after which, and how it goes on."""
 
 
 def allowed(value: str, options: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ last batch of a hybrid module, whose slices need a size that the mesh divides, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,15 +52,26 @@ class Evaluator:
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Averages over all samples by name: `loss`, and the metric under its own name."""
-        self._update_loss()
         totals: dict[str, float] = {}
+        for rows, output in self.outputs():
+            for name, value in self.measured(rows, output).items():
+                totals[name] = totals.get(name, 0.0) + value * len(rows)
+        return {name: total / len(self.dataset) for name, total in totals.items()}
+
+    @torch.no_grad()
+    def outputs(self) -> Iterator[tuple[list[int], Any]]:
+        """Every batch in order: its rows, and what the model returns for them, whole on rank 0."""
+        self._update_loss()
         for number, rows in enumerate(eval_rows(len(self.dataset), self.size)):
             # training steps count from 1, so these random numbers are nobody else's
-            output = self._output(rows, mix(self.prepared.config.train.seed, 0, number))
-            if self.rank.rank == 0:
-                for name, value in self.scores.of(output, self._target(rows)).items():
-                    totals[name] = totals.get(name, 0.0) + value * len(rows)
-        return {name: total / len(self.dataset) for name, total in totals.items()}
+            yield rows, self._output(rows, mix(self.prepared.config.train.seed, 0, number))
+
+    @torch.no_grad()
+    def measured(self, rows: list[int], output: Any) -> dict[str, float]:
+        """The scores of a batch on rank 0; none elsewhere, and where entries of training are missing."""
+        if self.rank.rank or not set(self.prepared.names) <= set(self.prepared.evaluated):
+            return {}
+        return self.scores.of(output, self._target(rows))
 
     def _update_loss(self) -> None:
         """Give the loss the trained values of its own parameters and buffers."""
@@ -83,12 +94,13 @@ class Evaluator:
     def _output(self, rows: list[int], key: int) -> Any:
         """What the model returns for `rows`."""
         if self.prepared.config.parallel.mode == "stand_alone":
-            return self.execution.module(*self._whole_batch(rows), key=key, outputs=True)
+            names = tuple(self.prepared.evaluated)
+            return self.execution.module(*self._whole_batch(rows), key=key, outputs=names)
         if self.prepared.config.parallel.mode == "hybrid":
             return self._hybrid(rows, key)
         size, runner = len(rows), self.execution.runner
         program = self.execution.evaluations[size][1] if runner is None else runner.evaluations[size][0].program
-        wanted = [name for name in self.prepared.names if name not in self.prepared.targets]
+        wanted = [name for name in self.prepared.evaluated if name not in self.prepared.targets]
         if size not in self._batches:
             rank = self.execution.communicator.rank
             sources = [source for source in program.sources if source.kind == "input" and source.name in wanted]
@@ -116,12 +128,12 @@ class Evaluator:
     def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
         """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""
         span = next(iter(blocks.values()))[0]
-        shapes = zip(self.prepared.names, self.prepared.shapes, strict=True)
-        every = [blocks.get(name, (span, *((0, size) for size in shape[1:]))) for name, shape in shapes]
-        return LocalBatches(self.dataset, self.collate, every, names=self.prepared.names)
+        shapes = self.prepared.evaluated
+        every = [blocks.get(name, (span, *((0, size) for size in shape))) for name, shape in shapes.items()]
+        return LocalBatches(self.dataset, self.collate, every, names=tuple(shapes))
 
     def _entries(self, batches: LocalBatches, rows: Sequence[int], wanted: Sequence[str]) -> list[Tensor]:
-        loaded = dict(zip(self.prepared.names, batches.load(rows), strict=True))
+        loaded = dict(zip(self.prepared.evaluated, batches.load(rows), strict=True))
         return self._here([loaded[name] for name in wanted])
 
     def _whole_batch(self, rows: Sequence[int]) -> list[Tensor]:
@@ -133,8 +145,8 @@ class Evaluator:
 
     def _target(self, rows: list[int]) -> list[Tensor]:
         """Whole targets of `rows`."""
-        pairs = zip(self.prepared.names, self._whole_batch(rows), strict=True)
-        return [tensor for name, tensor in pairs if name in self.prepared.targets]
+        values = dict(zip(self.prepared.evaluated, self._whole_batch(rows), strict=True))
+        return [values[name] for name in self.prepared.targets]
 
     def _hybrid(self, rows: list[int], key: int) -> Any:
         """The module computes its loss from local outputs and local targets, so outputs lie as the first target does;
@@ -143,12 +155,12 @@ class Evaluator:
         filled, valid = padded(rows, self.size)
         layouts = hybrid_inputs(self.prepared, program.mesh, self.size)
         if self.size not in self._batches:
-            shapes = zip(self.prepared.names, self.prepared.shapes, strict=True)
-            whole_shapes = {name: (self.size, *sizes) for name, (_, *sizes) in shapes}
+            whole_shapes = {name: (self.size, *sizes) for name, sizes in self.prepared.evaluated.items()}
             blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in whole_shapes.items()}
             self._batches[self.size] = self._loader(blocks)
-        entries = self._entries(self._batches[self.size], filled, self.prepared.names)
-        found = self.execution.module(*entries, key=key, outputs=True)
+        names = tuple(self.prepared.evaluated)
+        entries = self._entries(self._batches[self.size], filled, names)
+        found = self.execution.module(*entries, key=key, outputs=names)
         if self.scores.loss is None:
             if valid < self.size:
                 raise ConfigError(

@@ -29,6 +29,7 @@ from strategies.engine.partition import MODULE, OPERATORS, build
 from strategies.engine.peers import Peers
 from strategies.engine.program import Program
 from strategies.engine.stages import StageRunner, Unit
+from strategies.engine.whereabouts import here
 from strategies.graph import OperatorGraph, Source
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
@@ -86,6 +87,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     if prepared.config.train.compile:
         compiled.compile_units(module, prepared.device, leaves=prepared.config.parallel.zero.stage == 3)
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
+    here.explain({operator.name: operator.where for operator in prepared.step[0].operators})
     blocks = _blocks(program, rank.rank)
 
     forward = _calling(program, prepared.step[0], prepared.config.train.compile)
@@ -130,10 +132,13 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         rows: pipelining.programs_of(config, one.stages, evaluation_options(config))
         for rows, one in prepared.evaluations.items()
     }
-    program = joined([prepared.stages[k] for k in mine], [programs[k] for k in mine])
-    used = [*_axes_used(program), program.loss_axes, *axes(program)]
+    held = [range(group, len(prepared.stages), count) for group in range(count)]
+    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in held]
+    program, used = by_group[number], []
+    for one in by_group:  # a group of ranks across the stages is named by how many each rank has made before
+        used += [*_axes_used(one), one.loss_axes, *axes(one)]
     for evaluation in tried.values():
-        used += [names for k in mine for names in _axes_used(evaluation[k])]
+        used += [names for one in evaluation for names in _axes_used(one)]
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
     for evaluation in tried.values():
@@ -154,6 +159,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         rows: [unit(one.stages[k], tried[rows][k], False)[0] for k in mine]
         for rows, one in prepared.evaluations.items()
     }
+    here.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
     modules = [module for _, module in units]
     peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
     actions = pipelining.schedule_of(config)[number]

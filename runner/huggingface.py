@@ -8,6 +8,7 @@ it for an attribute and go on with its default. Any class that has a `config_cla
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -77,6 +78,15 @@ def load(module: nn.Module, folder: Path) -> bool:
         return False
     module.load_state_dict(found.state_dict())
     return True
+
+
+def described(module: nn.Module) -> str | None:
+    """The config.json from which the library makes a model such as `module`; None for other modules."""
+    library = sys.modules.get(LIBRARY)
+    if library is None or not isinstance(module, library.PreTrainedModel):
+        return None
+    content = json.loads(module.config.to_json_string()) | {"architectures": [type(module).__name__]}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _automatic(function: Any, model: Model) -> Any:

@@ -13,12 +13,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from runner.errors import ConfigError
 from runner.logs import console
+from runner.schema import Config
 from strategies.engine.scaling import LossScale
 
 FILE = "metrics.jsonl"
@@ -194,6 +196,23 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             end += len(line)
             if line.endswith(b"\n"):
                 yield end, json.loads(line)
+
+
+def metrics_of(
+    config: Config, rank: int, run_dir: Path, first: int, last: int
+) -> AbstractContextManager[Metrics | None]:
+    """The record that `rank` keeps of the steps from `first` to `last`: rank 0 keeps one, others none."""
+    if rank > 0:
+        return nullcontext()
+    report = config.report
+    return Metrics(
+        run_dir,
+        log_every=config.train.log_every,
+        total_steps=last,
+        first_step=first,
+        progress=report.progress,
+        tensorboard=report.tensorboard,
+    )
 
 
 def _drop_from(path: Path, step: int) -> None:

@@ -7,8 +7,10 @@ when the next run there starts.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +38,16 @@ def offload_folder(config: Config, run_dir: Path) -> Iterator[Path | None]:
 def own_folder(place: Path, what: str) -> Iterator[Path]:
     """A fresh folder in `place`, for `what`. Those of processes that are no more are removed."""
     for left in place.glob(f".{what}-*-*"):
-        owner = left.name.split("-")[1]
-        if owner.isdigit() and not _alive(int(owner)):
+        owner, *rest = left.name.split("-")[1:]
+        if owner.isdigit() and rest[0] == _machine() and not _alive(int(owner)):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f".{what}-{os.getpid()}-", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{what}-{os.getpid()}-{_machine()}-", dir=place) as folder:
         yield Path(folder).absolute()
+
+
+def _machine() -> str:
+    """A short name of this machine: others may share the place, and number their processes anew."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 
 
 def _alive(process: int) -> bool:

@@ -20,7 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from runner.errors import ConfigError
 from runner.schema import Optimizer, Scheduler
 from runner.targets import call, resolve
-from strategies.engine.updates import OptimizerFactory
+from strategies.cost.optimizer import needed
+from strategies.cost.step import MASTER
+from strategies.engine.updates import OptimizerFactory, check_kind
 from strategies.errors import closest
 
 
@@ -86,6 +88,15 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
     for number, group in enumerate(config.groups):
         probe({**config.args, **group.args}, f"optimizer.groups[{number}]")
     return lambda groups: make(groups, config.args)
+
+
+def states(config: Optimizer) -> float:
+    """How many numbers the optimizer keeps per element of a parameter (SGD 0, with momentum 1, Adam 2), as a step of it
+    on a small matrix shows. Raises ConfigError as `optimizer_factory` does, and StrategyError for one that no plan can
+    use."""
+    make = optimizer_factory(config)
+    check_kind(make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]))
+    return needed(make, torch.float32).kept / MASTER
 
 
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:

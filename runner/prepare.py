@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner import communication, copies, optimizers, pipelining, pretrained, targets
+from runner import communication, copies, huggingface, optimizers, pipelining, pretrained, targets
 from runner.building import captured_from_shapes, objective
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
@@ -28,6 +28,7 @@ from runner.memory_limit import check_stages, within_limit
 from runner.offloading import check_modules
 from runner.planning import planned
 from runner.precision import DTYPES, cast, check_half
+from runner.predictions import rows as predicted
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute
@@ -85,9 +86,16 @@ class Prepared:
     """Those of a pipeline, made from the step; none without one."""
     step: tuple[OperatorGraph, Plan] | None = None
     """What a training step computes: graph and plan, with an operator per copy of the batch where there are several."""
+    evaluated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The entries of an evaluated batch, with their shapes but for the rows: those of training, or of what is
+    predicted."""
+    published: frozenset[str] | None = None
+    """The names in the model's state dict."""
+    described: str | None = None
+    """The config.json of a model of transformers."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
+        """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
         plan = {} if self.plan is None else self.plan.to_json()
         return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
 
@@ -110,7 +118,9 @@ def micro_rows(config: Config) -> int:
 
 
 def evaluation_rows(config: Config) -> int:
-    return config.evaluate.batch_size or micro_rows(config)
+    """Rows of one batch of an evaluation, or of a prediction."""
+    wanted = config.predict.batch_size if config.job.name == "predict" else None
+    return wanted or config.evaluate.batch_size or micro_rows(config)
 
 
 def device_of(config: Config) -> tuple[str, int]:
@@ -121,14 +131,16 @@ def device_of(config: Config) -> tuple[str, int]:
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     alone = config.parallel.mode == "stand_alone"
     wanted = 1 if alone else config.world_size
+    if config.launch.hosts:  # this machine has a part of the ranks
+        wanted = max(len(host.ranks) for host in config.launch.hosts)
     if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
         if gpus < (wanted or 1):
             raise ConfigError(
                 f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
                 f"world_size={max(gpus, 1)} or device=cpu."
             )
-        return "cuda", wanted or gpus
-    return "cpu", wanted or 8
+        return "cuda", config.launch.ranks or wanted or gpus
+    return "cpu", config.launch.ranks or wanted or 8
 
 
 def request_of(config: Config, world_size: int) -> Request:
@@ -153,6 +165,7 @@ def request_of(config: Config, world_size: int) -> Request:
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
         stage=parallel.zero.known,
+        states=optimizers.states(config.optimizer),
         memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
     )
 
@@ -176,6 +189,9 @@ def prepare(
     if config.train.compile:
         compiled.check(device)
     training, evaluating, collate = datasets(config)
+    evaluated_with = collate
+    if config.job.name == "predict":
+        evaluating, evaluated_with = predicted.dataset(config)
     order = Order(len(training), config.data.batch_size, config.train.seed)
     rows = micro_rows(config)
     names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
@@ -200,7 +216,14 @@ def prepare(
     stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
     told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
     steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
+    evaluated = names, tensors
+    if config.job.name == "predict" and evaluating is not None:
+        evaluated = flatten_batch(whole_batch(evaluating, evaluated_with, range(1)))
+        predicted.check_names(evaluated[0], names, targeted)
+    entries = {name: tuple(tensor.shape[1:]) for name, tensor in zip(*evaluated, strict=True)}
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
+    held = frozenset(step.model.state_dict())
+    prepared = replace(prepared, published=held, described=huggingface.described(step.model), evaluated=entries)
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
         if folder is not None:
@@ -237,7 +260,7 @@ def prepare(
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
     if evaluating is not None:
-        evaluations, more = _evaluations(config, step, plan, stages, evaluating, collate)
+        evaluations, more = _evaluations(config, step, plan, stages, evaluating, evaluated_with)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
@@ -289,20 +312,20 @@ def _evaluations(
     """
     rows = min(evaluation_rows(config), len(dataset))
     sizes = {rows, len(dataset) % rows} - {0}
-    wanted = [name for name in step.names if name not in step.targets]
-    model = Objective(step.model, None, wanted, (), step.autocast)
     tensors: dict[str, Tensor] = {}
     found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
         names, batch = flatten_batch(whole_batch(dataset, collate, range(size)))
-        if names != step.names:
+        if config.job.name != "predict" and names != step.names:
             raise ConfigError(
                 f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
                 f"{', '.join(step.names)}."
             )
         entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
+        wanted = [name for name in names if name not in step.targets]
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
         if plan is not None:
+            model = Objective(step.model, None, wanted, (), step.autocast)
             seen = capture(model, [entries[name] for name in wanted], training=False)
             own, options = follow(plan, seen.graph), evaluation_options(config)
             parts = pipelining.evaluation_stages(stages, seen.graph, own, options)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from runner import huggingface
+from runner import checkpoints, huggingface
 from runner.errors import ConfigError
 from runner.schema import Model
 from strategies.engine.stored import Reader, Stored, index
@@ -45,8 +45,9 @@ def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
     """
     assert model.weights is not None
     where = f"model.weights = {model.weights!r}"
+    path = Path(model.weights).expanduser()
     try:
-        files = index(Path(model.weights).expanduser())
+        files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
     except StrategyError as error:
         raise ConfigError(f"{where}: {error}") from error
     held = _renamed(files, model.rename, where)

@@ -13,7 +13,7 @@ from runner import pipelining
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
 from runner.memory_limit import updating_of
-from runner.page import page
+from runner.page.document import page
 from runner.prediction import Part, predict
 from runner.prepare import Prepared, lowered, options_of
 from strategies.cost.cluster import Cluster

@@ -15,30 +15,24 @@ from pydantic import AfterValidator, Field, StrictBool, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import check_counts
+from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
 from runner.sections.cluster import ClusterForm
 from runner.sections.launch import Launch
 from runner.sections.parallel import Parallel
-from runner.sections.section import Arguments, Count, Glob, Positive, Section, refusal
-
-
-def _dotted(name: str) -> str:
-    words = name.split(".")
-    if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ValueError("is not a dotted name; write package.module.Name")
-    return name
+from runner.sections.predict import Predict
+from runner.sections.section import Arguments, Count, Dotted, Glob, Positive, Section, dotted, refusal
 
 
 def _metric(name: str) -> str:
     if name != "accuracy" and "." not in name:
         raise ValueError(f"is neither accuracy nor a dotted name.{allowed(name, ['accuracy', 'package.module.Name'])}")
-    return name if name == "accuracy" else _dotted(name)
+    return name if name == "accuracy" else dotted(name)
 
 
-Dotted = Annotated[str, AfterValidator(_dotted)]
 Metric = Annotated[str, AfterValidator(_metric)]
 
-Verb = Literal["train", "plan", "verify", "explain", "calibrate"]
+Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
 
 
 class OptionallyBuilt(Section):
@@ -170,15 +164,6 @@ class Verify(Section):
     reference: OptionallyBuilt
 
 
-class Calibrate(Section):
-    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[Positive, Field(description="How long to measure.")]
-
-
-class Explain(Section):
-    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
-
-
 class Report(Section):
     tensorboard: StrictBool
     progress: Literal["auto", True, False]
@@ -200,6 +185,7 @@ class Config(Section):
     train: Train
     evaluate: Evaluate
     checkpoint: Checkpoint
+    predict: Predict
     parallel: Parallel
     cluster: ClusterForm
     launch: Launch
@@ -211,11 +197,44 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _training_ends(self) -> Config:
-        if self.job.name == "train" and self.train.steps is None and self.train.epochs is None:
+        if self.job.name in ("train", "launch") and self.train.steps is None and self.train.epochs is None:
             raise refusal(
                 "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
                 "train.epochs=10.",
                 "train.steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_predict_with(self) -> Config:
+        if self.job.name == "predict" and self.predict.checkpoint is None and self.model.weights is None:
+            raise refusal(
+                "predict.checkpoint is null and so is model.weights, so there are no trained weights to predict with; "
+                "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run.",
+                "predict.checkpoint",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _launched(self) -> Config:
+        wanted = self.launch.ranks
+        if wanted is not None and self.world_size not in (None, wanted):
+            raise refusal(
+                f"world_size = {self.world_size}, but the hosts of the launch have {wanted} ranks; they must be equal "
+                "(world_size=null takes those of the hosts).",
+                "world_size",
+                "launch.hosts",
+            )
+        if self.launch.dry_run and self.job.name not in ("train", "launch"):
+            raise refusal(
+                f"launch.dry_run = true prints how training would be started; {self.job.name} has no such thing.",
+                "launch.dry_run",
+            )
+        if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
+            raise refusal(
+                f"launch = {self.launch.launcher!r} starts training, but {self.job.name} runs on this machine; use "
+                "launch=local.",
+                "launch.launcher",
             )
         return self
 

@@ -80,11 +80,12 @@ def accuracy(output: Any, target: Tensor) -> float:
 
 
 def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
-    """Evaluate one whole batch on this process; how the model's output is put together.
+    """Evaluate one whole batch on this process; how the model's output is put together. A batch that lacks entries of
+    training is not measured.
 
     Raises ConfigError for a model, loss or metric that cannot be evaluated.
     """
-    kept = [name for name in step.names if name not in step.targets]
+    kept = [name for name in batch if name not in step.targets]
     buffers = [(buffer, buffer.clone()) for buffer in step.buffers()]  # which forward may write, also in evaluation
     step.eval()
     try:
@@ -95,7 +96,8 @@ def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Str
                     f"evaluate: the model returns a {type(output).__name__}, which cannot be handed to the loss in "
                     "pieces; return a tensor, a tuple or a dict, or let the model return its loss (loss.target=null)."
                 )
-            measured.of(output, [batch[name] for name in step.names if name in step.targets])
+            if set(step.names) <= set(batch):
+                measured.of(output, [batch[name] for name in step.names if name in step.targets])
     except ConfigError:
         raise
     except Exception as error:

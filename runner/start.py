@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
+from runner.launchers.placing import part_by_hand
+from runner.launchers.start import check, started
 from runner.schema import Config
 
 
@@ -32,6 +34,7 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
+    check(config.launch)
     payload = {"config": config.model_dump_json(), "folder": str(folder)}
     found = launch.run_ranks(
         "runner.entries:prepare_alone",
@@ -46,13 +49,28 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
 
 
 def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
-    """Run `entry` on all ranks with `payload` and the pickled preparation; returns what rank 0 returns."""
+    """Run `entry` on all ranks with `payload` and the pickled preparation; returns what rank 0 returns, None where it
+    was started by another command."""
+    content = payload | {"prepared": ready.prepared, "resume": ready.resume}
+    if config.launch.launcher != "local" and not config.launch.by_hand:
+        return started(
+            entry,
+            content,
+            config.launch,
+            world_size=ready.world_size,
+            run_dir=run_dir,
+            device=ready.device,
+            stoppable=config.job.name == "train",
+        )
     return launch.run_ranks(
         entry,
-        payload | {"prepared": ready.prepared, "resume": ready.resume},
+        content,
         world_size=ready.world_size,
         run_dir=run_dir,
         device=ready.device,
         timeout=config.launch.timeout,
         threads=config.launch.threads,
+        stoppable=config.job.name == "train",
+        rescue=config.launch.rescue and config.job.name == "train",
+        part=part_by_hand(config.launch),
     )

@@ -20,23 +20,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner import checkpoint, communication, optimizers
+from runner import checkpoints, communication, optimizers
+from runner.agreement import agree, agree_on_code, agree_on_program
+from runner.checkpoints.keeping import Keeper
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
+from runner.faults import Faults
 from runner.metering import Meter
-from runner.metrics import Metrics
+from runner.metrics import metrics_of
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
 from runner.precision import DTYPES, cast
 from runner.prepare import WEIGHTS, Prepared, datasets
+from runner.stopping import begun
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights
 from strategies.engine.offload import Moved
 from strategies.engine.partition import COPIED
 from strategies.engine.updates import Updates, axes_needed, make_updates
+from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
 from strategies.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
 
@@ -65,13 +70,14 @@ class Trainer:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         self.marks = marked(job.marks, "ranks")
-        program = int(self.prepared.digest[:15], 16)
-        _agree(program, "The ranks were given different programs; start them from one run folder.")
+        agree_on_program(self.prepared, job.folder)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
         extra = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
+        if (mesh := self.execution.communicator.mesh).size > 1:
+            agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
         self.batches = LocalBatches(
             training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
         )
@@ -83,7 +89,10 @@ class Trainer:
             self.evaluator = evaluator(
                 self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
             )
+        self.faults = Faults(self.config, rank, self.execution)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
+        self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
+        self.keeper = Keeper(self.config, rank, self.order, self._saving)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
 
@@ -131,10 +140,18 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
+        stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
         self.marks = marked(self.marks, "program and data")
-        loss, results = float("nan"), {}
-        with _metrics(self, first) as metrics, _found_in_training():
+        loss, results, stopped = float("nan"), {}, None
+        record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
+        with record as metrics, _found_in_training(), self.keeper.rescuing(self._content):
             for step in range(first, self.prepared.steps + 1):
+                if stopping is not None and not stopping.begin(step):
+                    stopped = step - 1
+                    break
+                here.begin(step)
+                self.keeper.whole(step - 1)
+                self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
@@ -152,11 +169,14 @@ class Trainer:
                     self._record(step, loss)
                 if self.job.follow is not None:
                     self._follow(step)
+                self.faults.at("optimizer")
+                self.keeper.before_update()
                 with self._phase("update"):
                     norm = self.updates.update(
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
                     )
                 self._schedule(step)
+                self.keeper.whole(step)
                 if metrics is not None:
                     seconds = time.perf_counter() - started
                     if step == first and self.job.marks:
@@ -171,11 +191,17 @@ class Trainer:
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,
                     )
-                if self.evaluator is not None and self._due(step):
+                evaluated = self.evaluator is not None and self._due(step)
+                if self.evaluator is not None and evaluated:
+                    here.at(EVALUATION)
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
-                self._save(step)
+                self.keeper.after(step, self.prepared.steps, results if evaluated else None, self._content)
+            if stopped is not None:
+                self.keeper.stop(stopped, self._content)
+            self.keeper.finish()
+            self.faults.end()
             if metrics is not None and (moved := self._moved()):
                 metrics.say(told_moved(moved, self.offload))
         if self.job.record is not None:
@@ -185,6 +211,7 @@ class Trainer:
             "evaluation": results,
             "sent": dict(self.execution.communicator.sent),
             "steps": self.prepared.steps,
+            "stopped": stopped,
             "offload": change({}, self._moved()),
             "memory": None if self.meter is None else self._measured(),
         }
@@ -200,26 +227,31 @@ class Trainer:
         """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
         communicator = self.execution.communicator
         if communicator.mesh.size > 1:
-            _agree(
-                compiled.order(),
-                "The ranks' compiled programs communicate in different orders; set train.compile=false.",
+            agree(
+                {"the order in which its compiled program communicates": f"{compiled.order():x}"},
+                "Set train.compile=false.",
                 communicator.group(communicator.mesh.names),
             )
 
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         with self._aside():
-            rows = self.order.rows(step - 1)
+            rows = self.order.rows(step - 1 + self.keeper.ahead)
         total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             micro = first + number
+            here.at(DATA)
+            self.faults.at("data")
             part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
             with self._aside():
                 entries = [
                     _placed(tensor, self.rank.device)
                     for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
                 ]
+            here.at(FORWARD)
+            if self.writes:
+                self.keeper.changing()
             return entries, mix(self.config.train.seed, step, micro)
 
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
@@ -234,8 +266,10 @@ class Trainer:
                 with self._phase("backward"):
                     total += runner.step(partial(load, turn * parts), self.updates)
         axes, communicator = self.execution.program.loss_axes, self.execution.communicator
+        self.faults.at("collective")  # where the program itself has none
         if axes:
-            dist.all_reduce(total, group=communicator.group(axes))
+            here.cells[PLACE] = here.place("the loss")
+            communicator.sum(total, communicator.group(axes))
             ranks = communicator.mesh.product(axes)
             communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
         if runner is not None:
@@ -243,6 +277,7 @@ class Trainer:
         return float(total) / self.config.parts / self.execution.loss_divisor
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
+        here.at(PHASES.index(name))
         return nullcontext() if self.meter is None else self.meter.phase(name)
 
     def _aside(self) -> AbstractContextManager[None]:
@@ -251,22 +286,26 @@ class Trainer:
     def _schedule(self, step: int) -> None:
         if self.scheduler is None:
             return
-        if self.config.optimizer.scheduler.per == "step" or step % self.order.steps_per_epoch == 0:
+        if self.config.optimizer.scheduler.per == "step" or self._ends_epoch(step):
             self.scheduler.step()
 
     def _due(self, step: int) -> bool:
         every = self.config.evaluate.every
-        if every is None and self.config.train.epochs is not None:
-            every = self.order.steps_per_epoch
-        return step == self.prepared.steps or (every is not None and step % every == 0)
+        due = self.config.train.epochs is not None and self._ends_epoch(step) if every is None else step % every == 0
+        return due or step == self.prepared.steps
 
-    def _content(self) -> checkpoint.Content:
-        return checkpoint.Content(
+    def _ends_epoch(self, step: int) -> bool:
+        return (step + self.keeper.ahead) % self.order.steps_per_epoch == 0
+
+    def _content(self) -> checkpoints.Content:
+        return checkpoints.Content(
             program=self.execution.program,
             communicator=self.execution.communicator,
             tensors=self.execution.tensors,
             updates=self.updates,
             scheduler=self.scheduler,
+            published=self.prepared.published,
+            described=self.prepared.described,
             **self.prepared.identity(),
         )
 
@@ -274,13 +313,14 @@ class Trainer:
         """The first step to run, after loading the checkpoint that the job names."""
         if self.job.resume is None:
             return 1
-        return checkpoint.load(self.job.resume, self._content()) + 1
+        done = self.keeper.restore(self.job.resume, self._content())
+        if self.config.train.epochs is not None:
+            self.prepared = replace(self.prepared, steps=self.prepared.steps - self.keeper.ahead)
+        return done + 1
 
-    def _save(self, step: int) -> None:
-        wanted = self.config.checkpoint
-        due = wanted.every is not None and step % wanted.every == 0
-        if due or (wanted.at_end and step == self.prepared.steps):
-            checkpoint.save(self.rank.run_dir / "checkpoints", step, self._content(), keep=wanted.keep)
+    def _saving(self) -> None:
+        here.at(SAVING)
+        self.faults.saving()
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter and buffer of the model, whole (collective)."""
@@ -342,46 +382,9 @@ def _found_in_training() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
-def _metrics(trainer: Trainer, first: int) -> Any:
-    if trainer.rank.rank > 0:
-        return _Nothing()
-    report = trainer.config.report
-    return Metrics(
-        trainer.rank.run_dir,
-        log_every=trainer.config.train.log_every,
-        total_steps=trainer.prepared.steps,
-        first_step=first,
-        progress=report.progress,
-        tensorboard=report.tensorboard,
-    )
-
-
-class _Nothing:
-    """The metrics of ranks other than 0."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 def _placed(tensor: Tensor, device: str) -> Tensor:
     """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _agree(number: int, otherwise: str, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of a group, by default all, proves that they have the same number (collective). Raises RuntimeError
-    with the text `otherwise`."""
-    mine = torch.tensor([number])
-    if dist.get_backend() == "nccl":
-        mine = mine.cuda()
-    lowest, highest = mine.clone(), mine.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    if lowest.item() != highest.item():
-        raise RuntimeError(otherwise)
 
 
 def train(rank: RankContext, job: Job) -> dict[str, Any]:

@@ -44,6 +44,11 @@ VERBS = {
         "run train +recipe=ffn_auto parallel.search=sharding_propagation",
         "runner.jobs.train:run",
     ),
+    "launch": Verb(
+        "train with a launcher of your site, or print its commands (--dry-run)",
+        "run launch --dry-run +recipe=quickstart launch=torchrun",
+        "runner.jobs.launch:run",
+    ),
     "plan": Verb(
         "find the parallel plan and write plan.json, without training",
         "run plan +recipe=quickstart",
@@ -60,6 +65,12 @@ VERBS = {
         "runner.jobs.explain:run",
         argument="explain.operator",
     ),
+    "predict": Verb(
+        "run a trained model on rows of a dataset or a file and write what it returns",
+        "run predict +recipe=quickstart checkpoint=runs/mine",
+        "runner.jobs.predict:run",
+        argument="predict.checkpoint",
+    ),
     "calibrate": Verb(
         "measure this machine and write it down as a cluster",
         "run calibrate cluster.yaml",
@@ -72,8 +83,14 @@ VERBS = {
         "runner.jobs.diff:run",
         composed=False,
     ),
+    "convert": Verb(
+        "write a checkpoint in another form or for another plan; also weights of torch and DeepSpeed",
+        "run convert runs/mine merged",
+        "runner.jobs.convert:run",
+        composed=False,
+    ),
     "doctor": Verb(
-        "check that this machine and installation can run",
+        "check that this machine and installation can run; or every file of a checkpoint",
         "run doctor",
         "runner.jobs.doctor:run",
         composed=False,

@@ -29,6 +29,7 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",
 }
+DRY_RUN = "launch.dry_run=true"
 
 
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -52,6 +53,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
         else:
             verb = word
+    if verb == "launch":
+        rest = [DRY_RUN if word == "--dry-run" else word for word in rest]
     return verb, rest
 
 
@@ -59,7 +62,7 @@ def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
     """The words as Hydra understands them."""
     chosen = [] if verb is None else [f"job={verb}"]
     mappings = tuple(open_mappings())
-    return chosen + [_opened(word, mappings) for word in words]
+    return chosen + [_opened(_meant(verb, word), mappings) for word in words]
 
 
 def check_options(words: Sequence[str]) -> None:
@@ -93,6 +96,13 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
                 f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
                 f"sweeps (-m) too, or unset {rank} if it is a leftover."
             )
+
+
+def _meant(verb: str | None, word: str) -> str:
+    """`run predict checkpoint=PATH` names the checkpoint to predict with, not how training saves them."""
+    key, _, value = word.partition("=")
+    named = verb == "predict" and key == "checkpoint" and not value.startswith("{")
+    return f"predict.{word}" if named else word
 
 
 def _opened(word: str, mappings: tuple[str, ...]) -> str:

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.launch.rank import LOOPBACK, Orders
+from runner.launch.rank import Orders, whereabouts_of
+from runner.launchers import network
+from strategies.engine.whereabouts import here
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ def work(orders: Orders) -> Any:
         Exception: whatever the entry raises; the process group is then left as it is.
     """
     _announce(orders)
+    here.attach(whereabouts_of(orders.run_dir, orders.rank))
     torch.set_num_threads(orders.threads)
     _join(orders)
-    context = RankContext(orders.rank, orders.world_size, orders.rank, orders.device, orders.run_dir)
+    context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)
     value = _entry(orders.entry)(context, _payload(orders.payload.number))
     _leave()
     return value
@@ -60,23 +63,23 @@ def work(orders: Orders) -> Any:
 
 def _announce(orders: Orders) -> None:
     """Set the variables by which libraries recognise a rank."""
-    count = str(orders.world_size)
+    here = str(orders.local_world_size)
     os.environ.update(
         RANK=str(orders.rank),
-        LOCAL_RANK=str(orders.rank),
-        WORLD_SIZE=count,
-        LOCAL_WORLD_SIZE=count,
-        LOCAL_SIZE=count,
-        MASTER_ADDR=LOOPBACK,
+        LOCAL_RANK=str(orders.local_rank),
+        WORLD_SIZE=str(orders.world_size),
+        LOCAL_WORLD_SIZE=here,
+        LOCAL_SIZE=here,
+        MASTER_ADDR=orders.address,
         MASTER_PORT=str(orders.port),
     )
 
 
 def _join(orders: Orders) -> None:
     timeout = timedelta(seconds=orders.timeout)
-    # The parent found the port and has been listening on it ever since: two runs can never choose the same one.
+    # Whoever found the port has been listening on it ever since: two runs can never choose the same one.
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
+        orders.address,
         orders.port,
         orders.world_size,
         is_master=orders.listener is not None,
@@ -88,9 +91,8 @@ def _join(orders: Orders) -> None:
     if orders.device != "cpu":
         backend = "nccl"
         torch.cuda.set_device(orders.device)
-    elif os.uname().sysname == "Linux":
-        # All ranks are on this machine. By itself gloo looks up the host name, which laptops often cannot resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name, value in network.variables(orders.address).items():
+        os.environ.setdefault(name, value)
     dist.init_process_group(backend, store=store, rank=orders.rank, world_size=orders.world_size, timeout=timeout)
 
 

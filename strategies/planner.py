@@ -22,6 +22,7 @@ from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.exact import search
+from strategies.search.kept import plan_bytes
 from strategies.search.meshes import choose
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
@@ -304,6 +305,7 @@ class _Planning:
         else:
             chosen = choose(problem, self.cluster)
             found, told = chosen.assignments, chosen.to_json()
+        told |= {"bytes": plan_bytes(problem, found)}
         return {id: (assignment, True) for id, assignment in found.items()}, told
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:

@@ -33,9 +33,14 @@ class CheckFailed(Exception):
 
 
 def run(words: Sequence[str]) -> int:
-    """Print every check. Returns the exit code: 0 if all are ok, else 1. Raises ConfigError if words are given."""
+    """Print every check. Returns the exit code: 0 if all are ok, else 1. A word is a checkpoint, which is checked
+    instead. Raises ConfigError for more words and for what is no checkpoint."""
+    if len(words) > 1:
+        raise ConfigError(f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
     if words:
-        raise ConfigError(f"doctor takes no arguments, but got {' '.join(words)!r}.")
+        from runner.jobs import examination  # imports torch, which is one of the things to be checked
+
+        return examination.run(Path(words[0]))
     checks: list[tuple[str, Callable[[], str]]] = [("python", _python)]
     checks += [(name, _importer(name)) for name in LIBRARIES]
     checks += [(name, _optional(name, use)) for name, use in OPTIONAL.items()]

@@ -11,6 +11,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     """Print the table, or what is to be said of the operators of `explain.operator`. Returns None."""
     from runner import report
     from runner.deciding import prepare_decided
+    from runner.decision_table import decision_table
     from runner.explanation import explanations
 
     prepared, wanted = prepare_decided(config, None), config.explain.operator
@@ -20,6 +21,8 @@ def run(config: Config, run_dir: Path) -> float | None:
     if content is None:
         return None
     report.write_page(content, prepared, run_dir)
+    if content["search"].get("decided") is not None:
+        print(decision_table(content["search"]["decided"]))
     if told is not None:
         print(told)
         return None

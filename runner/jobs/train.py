@@ -6,20 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runner import launch
+from runner import launch, recovery
+from runner.errors import Stopped
+from runner.launchers.dry_run import dry_run
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
 from runner.refusal import without_trace
 from runner.schema import Config
-from runner.start import make_ready, start
+from runner.start import make_ready
 from runner.timeline import begin, marked
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input) and RunFailed (a rank failed)."""
+    """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input), RunFailed (a rank failed)
+    and Stopped (SIGTERM)."""
     marks = marked(begin(), "config")
     if config.report.tensorboard:
         require_tensorboard()
+    if config.launch.dry_run:
+        dry_run(config, run_dir)
+        return None
     launch.warm()
     with (
         without_trace(run_dir),
@@ -29,7 +35,12 @@ def run(config: Config, run_dir: Path) -> float | None:
         ready = make_ready(config, run_dir, folder)
         marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
-        result = start("runner.entries:train_prepared", ready, config, run_dir, payload)
+        result = recovery.train(ready, config, run_dir, payload)
+    if result is None:
+        print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
+        return None
+    if result["stopped"] is not None:
+        raise Stopped(stopped(result["stopped"], run_dir))
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     print(ending(result, run_dir), flush=True)
@@ -43,6 +54,16 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
     here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"
+
+
+def stopped(step: int, run_dir: Path) -> str:
+    """What to say of a run that SIGTERM has stopped after `step`."""
+    if not step:
+        return "stopped by SIGTERM before the first step; nothing was trained, so the same command begins anew."
+    return (
+        f"stopped by SIGTERM after step {step}, which is saved; the same command with hydra.run.dir={run_dir} and "
+        "train.resume=auto goes on."
+    )
 
 
 def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:

@@ -132,7 +132,7 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config:
     content = config.model_dump(mode="json")
     content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
     content["evaluate"] |= {"metric": None, "every": None, "args": {}, "batch_size": None}
-    content["checkpoint"] |= {"every": None, "at_end": False}
+    content["checkpoint"] |= {"every": None, "minutes": None, "best": None, "best_mode": None, "at_end": False}
     content["report"] |= {"tensorboard": False, "progress": False}
     for name, values in sections.items():
         content[name] |= values

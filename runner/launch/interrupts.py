@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM while ranks run: they end the work at once, but never the clean-up after it.
+"""Ctrl-C and SIGTERM while ranks run: they end the work at once, but never the clean-up after it. Ranks that can stop
+between two steps are told to at the first SIGTERM.
 
 Invariant: afterwards the handlers are those of before, and a signal that arrived during the clean-up still ends the
 program, unless an error already does. Outside the main thread, where handlers cannot be set, nothing changes.
@@ -8,22 +9,27 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from runner.errors import Terminated
+
 
 class Interrupts:
-    """SIGINT and SIGTERM raise KeyboardInterrupt inside the block; from `hold` on, they wait for its end.
+    """SIGINT raises KeyboardInterrupt inside the block and SIGTERM Terminated, unless it is the first one and there is
+    `stop` to call; from `hold` on, they wait for its end.
 
     Signals that were ignored before (background jobs of a script) stay ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop: Callable[[], None] | None = None) -> None:
+        self._stop = stop
+        self.stopping = False
         self._before: dict[signal.Signals, Any] = {}
         self._holding = False
-        self._held = False
+        self._held: int | None = None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -37,9 +43,13 @@ class Interrupts:
         self._holding = True
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if not self._holding:
-            raise KeyboardInterrupt
-        self._held = True
+        if self._holding:
+            self._held = number
+        elif number == signal.SIGTERM and self._stop is not None and not self.stopping:
+            self.stopping = True
+            self._stop()
+        else:
+            raise _kind(number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -47,8 +57,12 @@ class Interrupts:
         self._holding = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._held and error is None:
-            raise KeyboardInterrupt
+        if self._held is not None and error is None:
+            raise _kind(self._held)
+
+
+def _kind(number: int) -> type[KeyboardInterrupt]:
+    return Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextmanager

@@ -12,24 +12,34 @@ import atexit
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import (
+    connection,
+    forkserver,
+    get_all_start_methods,
+    get_context,
+    get_start_method,
+    set_start_method,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed
+from runner.errors import RunFailed, Terminated
 from runner.launch import failure
 from runner.launch.failure import Failure, Order
+from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, ignoring
-from runner.launch.rank import LOOPBACK, Descriptor, Done, Orders, enter, log_of
+from runner.launch.rank import STOP as STOP_ORDER
+from runner.launch.rank import Descriptor, Done, Orders, enter, log_of, whereabouts_of
+from runner.launch.telling import tell
+from runner.launchers import network
+from runner.launchers.placing import Part
 from runner.logs import read_since
-from strategies.errors import StrategyError
 
 PRELOAD: tuple[str, ...] = (
     "torch",
@@ -49,9 +59,9 @@ SERVER_ENVIRONMENT = {
 # Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
 CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
 ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
-DUMP = 0.5  # for a hung rank to write where it is
 STOP = 1.0  # between asking a rank to end and killing it
-LOG_LINES = 15
+RESCUE = 10.0  # for the others to write what they have in memory
+LOOK = 1.0  # between two looks at where the ranks are
 
 _context = get_context("forkserver")
 
@@ -94,8 +104,33 @@ def _end_server(owner: int) -> None:
             return  # it has ended before
 
 
+def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Any:
+    """A new process of the fork server that calls `function`. Raises RunFailed if the server has ended."""
+    # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
+    process = _context.Process(target=function, args=arguments, name=name, daemon=False)
+    try:
+        with _without_main():
+            process.start()
+    except (EOFError, ConnectionError) as error:
+        raise RunFailed(
+            f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
+            "words are above."
+        ) from error
+    return process
+
+
 def run_ranks(
-    entry: str, payload: object, *, world_size: int, run_dir: Path, device: str, timeout: float, threads: int
+    entry: str,
+    payload: object,
+    *,
+    world_size: int,
+    run_dir: Path,
+    device: str,
+    timeout: float,
+    threads: int,
+    stoppable: bool = False,
+    rescue: bool = False,
+    part: Part | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -106,61 +141,86 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
+        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
+        rescue: after a failure the other ranks are given time to save what they have in memory.
+        part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
+            result is None.
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
     """
+    part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm(PRELOAD)
-    with Interrupts() as interrupts, ExitStack() as resources:
+    ranks = [_Rank(rank, run_dir) for rank in part.ranks]
+
+    def stop() -> None:
+        for rank in ranks:
+            rank.tell_to_stop()
+
+    with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
-        listener = resources.enter_context(socket.create_server((LOOPBACK, 0), backlog=max(128, world_size)))
-        ranks = [_Rank(rank, log_of(run_dir, rank)) for rank in range(world_size)]
+        listener = resources.enter_context(network.listener(part.address, part.port)) if 0 in part.ranks else None
+        port = part.port if listener is None else listener.getsockname()[1]
         try:
-            for rank in ranks:
+            for local_rank, rank in enumerate(ranks):
                 first = rank.number == 0
                 orders = Orders(
                     entry=entry,
                     rank=rank.number,
                     world_size=world_size,
+                    local_rank=local_rank,
+                    local_world_size=len(ranks),
                     run_dir=run_dir,
-                    device="cpu" if device == "cpu" else f"cuda:{rank.number}",
+                    device="cpu" if device == "cpu" else f"cuda:{part.devices[local_rank]}",
                     timeout=timeout,
                     threads=threads,
                     environment=dict(os.environ),
                     payload=Descriptor(content.fileno()),
-                    port=listener.getsockname()[1],
-                    listener=Descriptor(listener.fileno()) if first else None,
+                    address=part.address,
+                    port=port,
+                    listener=Descriptor(listener.fileno()) if first and listener is not None else None,
                     console=Descriptor(1) if first else None,
                     connection=rank.far_end,
                 )
                 rank.start(orders)
-            listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
-            _watch(ranks)
+            if listener is not None:
+                listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
+            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
-            if failures:
-                _tell(failures, ranks, timeout)
+            if failures and interrupts.stopping:
+                raise Terminated  # ranks that were not training yet end when a scheduler signals them too
+            if failures or hung:
+                try:
+                    tell(failures, ranks, run_dir, world_size, timeout)
+                except RunFailed as failed:
+                    if rescue:
+                        _let_rescue(ranks, failed.hung)
+                    raise
         finally:
             interrupts.hold()
             _stop(ranks)
+            for rank in ranks:
+                rank.whereabouts.unlink(missing_ok=True)
     result = ranks[0].report
-    assert isinstance(result, Done) and result.value is not None
-    return pickle.loads(result.value)
+    assert isinstance(result, Done)
+    return None if result.value is None else pickle.loads(result.value)
 
 
 class _Rank:
     """The parent's end of one rank. `report` is its last word, None until it has come."""
 
-    def __init__(self, number: int, log: Path) -> None:
+    def __init__(self, number: int, run_dir: Path) -> None:
         self.number = number
-        self.log = log
-        self.log_start = log.stat().st_size if log.exists() else 0
+        self.log, self.whereabouts = log_of(run_dir, number), whereabouts_of(run_dir, number)
+        self.whereabouts.unlink(missing_ok=True)
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.report: Done | Failure | None = None
         self.ended = False
         self.connection, self.far_end = _context.Pipe()
@@ -168,17 +228,7 @@ class _Rank:
 
     def start(self, orders: Orders) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
-        # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
-        process = _context.Process(target=enter, args=(orders,), name=f"rank {self.number}", daemon=False)
-        try:
-            with _without_main():
-                process.start()
-        except (EOFError, ConnectionError) as error:
-            raise RunFailed(
-                f"rank {self.number} could not be started: the fork server ended while it imported "
-                f"{', '.join(PRELOAD)}; its last words are above."
-            ) from error
-        self._process = process
+        self._process = fork(enter, (orders,), f"rank {self.number}")
         self.far_end.close()
 
     @property
@@ -202,6 +252,13 @@ class _Rank:
     def said(self) -> str:
         """What this rank has written to its log since it was started."""
         return read_since(self.log, self.log_start)
+
+    def tell_to_stop(self) -> None:
+        """Ask the rank to stop after the step at hand."""
+        try:
+            self.connection.send(STOP_ORDER)
+        except OSError:
+            return  # it has ended, which `listen` tells
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
@@ -233,8 +290,9 @@ class _Rank:
         self.far_end.close()
 
 
-def _watch(ranks: Sequence[_Rank]) -> None:
-    """Return when all ranks have ended well, or when one has failed and the others had time to say why."""
+def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
+    """Return when all ranks have ended well, or when one has failed and the others had time to say why; True where they
+    hang, and none has noticed."""
     deadline: float | None = None
     while True:
         for rank in ranks:
@@ -248,33 +306,22 @@ def _watch(ranks: Sequence[_Rank]) -> None:
             deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out
         sources = [source for rank in ranks for source in rank.sources]
         if failures and all(rank.report for rank in ranks):
-            return
+            return False
         if not sources or (deadline is not None and now >= deadline):
-            return
-        connection.wait(sources, None if deadline is None else deadline - now)
+            return False
+        if deadline is None and stall.found():
+            return True
+        connection.wait(sources, LOOK if deadline is None else deadline - now)
 
 
-def _tell(failures: Sequence[Failure], ranks: Sequence[_Rank], timeout: float) -> None:
-    """Raise what the user is to see of `failures`."""
-    cause = failure.root_cause(failures)
-    if cause.refusal == "config":
-        raise ConfigError(cause.text)
-    if cause.refusal == "strategy":
-        raise StrategyError(cause.text)
-    missing = next((rank for rank in ranks if rank.report is None), None)
-    if cause.order is Order.TIMEOUT and missing is not None:
-        named = missing
-        missing.send_signal(signal.SIGUSR1)
-        missing.wait(DUMP)
-        place = failure.dumped_place(missing.said())
-        sentence = failure.missing_message(cause, missing.number, place, timeout, len(ranks))
-    else:
-        named = ranks[cause.rank]
-        alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = failure.message(cause, alike, len(ranks))
-    lines = named.said().rstrip().splitlines()[-LOG_LINES:]
-    shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
-    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}")
+def _let_rescue(ranks: Sequence[_Rank], hung: Sequence[int]) -> None:
+    """End those that hang, upon which the others find their neighbours gone, and give these time to save."""
+    for rank in ranks:
+        if rank.number in hung:
+            rank.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + RESCUE
+    for rank in ranks:
+        rank.wait(deadline - time.monotonic())
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:
@@ -282,6 +329,7 @@ def _stop(ranks: Sequence[_Rank]) -> None:
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL)  # itself it may take SIGTERM for a wish
         deadline = time.monotonic() + STOP
         for rank in ranks:
             rank.wait(deadline - time.monotonic())
@@ -295,13 +343,17 @@ def _stop(ranks: Sequence[_Rank]) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the parent's script from multiprocessing, which would run it again in every rank.
+    """Hide the parent's script from multiprocessing, which would run it again in every rank, and a start method that
+    only the parent knows, as workers of joblib have one.
 
     Ranks find their function by its dotted name; running the command's own file would only import the front end.
     """
-    main = sys.modules["__main__"]
+    main, method = sys.modules["__main__"], get_start_method()
+    methods = get_all_start_methods()
     sys.modules["__main__"] = ModuleType("__main__")
+    set_start_method(method if method in methods else methods[0], force=True)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        set_start_method(method, force=True)

@@ -20,10 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner import logs
+from runner import logs, stopping
 from runner.launch.failure import from_exception
 
-LOOPBACK = "127.0.0.1"
+STOP = "stop"
+"""What a parent sends to ranks that shall stop after the step at hand."""
+WHERE = "where"
+"""What a command sends to ranks of any host that shall write their stack into their log."""
 
 
 class Descriptor:
@@ -47,25 +50,29 @@ class Orders:
     Attributes:
         entry: "package.module:function".
         run_dir: absolute; the log is `run_dir/ranks/RANK.log`.
+        local_rank, local_world_size: the rank among those of its host, and how many these are.
         device: the rank's own device, "cpu" or "cuda:1".
         timeout: seconds that a collective may wait.
         threads: torch's threads in this rank.
         environment: the parent's environment variables at this moment.
         payload: an open file that holds the pickled payload.
-        port: where the store of the rendezvous listens; `listener` is the listening socket, for rank 0 only.
+        address, port: where the store of the rendezvous listens; `listener` is the listening socket, for rank 0 only.
         console: where rank 0's stdout is shown.
-        connection: reports go out here; that the parent's end closes is the order to end.
+        connection: reports go out here, and STOP comes in; that the parent's end closes is the order to end.
     """
 
     entry: str
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
     run_dir: Path
     device: str
     timeout: float
     threads: int
     environment: dict[str, str]
     payload: Descriptor
+    address: str
     port: int
     listener: Descriptor | None
     console: Descriptor | None
@@ -84,10 +91,17 @@ def log_of(run_dir: Path, rank: int) -> Path:
     return run_dir / "ranks" / f"{rank}.log"
 
 
+def whereabouts_of(run_dir: Path, rank: int) -> Path:
+    """What rank `rank` of the run in `run_dir` says of where it is, while it runs."""
+    return run_dir / "ranks" / f"{rank}.where"
+
+
 def enter(orders: Orders) -> None:
     """Carry out `orders` in this process, report the outcome, and in case of failure end the process at once."""
     try:
-        os.setpgrp()  # what this rank starts can be ended with it, and Ctrl-C reaches the parent alone
+        # What this rank starts can be ended with it, and Ctrl-C reaches the parent alone.
+        if os.getpgrp() != os.getpid():  # a launcher may have seen to it
+            os.setpgrp()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(orders.connection,), daemon=True).start()
@@ -119,5 +133,11 @@ def _flush() -> None:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    connection.poll(None)  # the parent never sends: readable means that its end is closed
-    os.killpg(0, signal.SIGKILL)
+    try:
+        while order := connection.recv():
+            if order == STOP:
+                stopping.ask()
+            elif order == WHERE:
+                os.kill(os.getpid(), signal.SIGUSR1)
+    except (EOFError, OSError):  # the parent's end is closed
+        os.killpg(0, signal.SIGKILL)

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
+from runner.decision_table import HEAD, counted, decision_rows
 from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds
 from runner.layers import Kind, Row, Sums, kinds
 from runner.page.markup import Markup, element, joined
-from runner.page.pictures import COLOURS, bar, flow_picture, gauge, layer_picture, mesh_picture
-from runner.page.style import CSS
+from runner.page.pictures import bar, flow_picture, gauge, layer_picture, mesh_picture
+from runner.page.shell import section, shell
+from runner.page.style import COLOURS
 
 Content = Mapping[str, Any]
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -30,28 +32,18 @@ def page(content: Content, title: str) -> str:
         element("p", _subtitle(content), class_="note"),
         _tiles(content["prediction"]),
         *(element("p", line) for line in next_better(content["prediction"])),
-        _section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
-        _section("Memory of a rank", _memory(content)),
-        _section("Mesh", _mesh(content)),
-        _section(
+        *([section("Decided", _decided(content["search"]["decided"]))] if content["search"].get("decided") else []),
+        section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
+        section("Memory of a rank", _memory(content)),
+        section("Mesh", _mesh(content)),
+        section(
             "Layers",
             element("div", flow_picture(found), class_="wide"),
             *(_layer(kind, list(content["mesh"])) for kind in found),
         ),
-        _section("Operators", element("div", _table(found), class_="wide")),
+        section("Operators", element("div", _table(found), class_="wide")),
     )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"Plan of {title}"),
-        element("style", Markup(CSS)),
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
-
-
-def _section(title: str, *children: Markup) -> Markup:
-    return element("section", element("h2", title), *children)
+    return shell(f"Plan of {title}", *body)
 
 
 def _subtitle(content: Content) -> str:
@@ -107,6 +99,13 @@ def _mesh(content: Content) -> Markup:
         size = content["mesh"][axis]
         lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
     return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"))
+
+
+def _decided(told: Content) -> Markup:
+    """What auto decided beside the plan, its runner-up and the difference."""
+    heads = element("tr", *(element("th", name) for name in HEAD))
+    rows = [element("tr", *(element("td", cell) for cell in row)) for row in decision_rows(told)]
+    return joined(element("table", heads, *rows), element("p", counted(told), class_="note"))
 
 
 def _axes(axes: list[str]) -> Markup:

@@ -11,10 +11,11 @@ from typing import Any
 from runner.layer_table import shown_bytes
 from runner.layers import Kind, Row
 from runner.page.markup import Markup, element, joined
+from runner.page.shell import drawing
+from runner.page.style import COLOURS
 from strategies.cost.operators import VIEWS
 from strategies.redistribution import LOCAL
 
-COLOURS = ("#3b7dd8", "#e07b39", "#3a9e6f", "#b455c0", "#c9a227", "#d64562", "#4bb3c4", "#8a6d5a", "#7b7fd4", "#6a9a2d")
 BAR = 960
 CELL, GAP, MOST = 30, 10, 8
 """Of the mesh: the side of a rank in pixels, the gap between blocks, and how many ranks are drawn along an axis."""
@@ -48,10 +49,10 @@ def mesh_picture(mesh: Mapping[str, int]) -> Markup:
             cells.append(element("rect", x=x, y=y, width=CELL - 2, height=CELL - 2, rx=4, class_="rank"))
             cells.append(element("text", str(rank), x=x + CELL / 2 - 1, y=y + CELL / 2 + 3, class_="rank"))
     blocks = prod(outer)
-    drawing = _svg(min(blocks, per_row) * width, -(-blocks // per_row) * height, *cells, title="the mesh")
+    mesh_drawing = drawing(min(blocks, per_row) * width, -(-blocks // per_row) * height, *cells, title="the mesh")
     left_out = prod(sizes) - prod(shown)
     note = element("p", f"{left_out} more ranks are not drawn.", class_="note") if left_out else Markup("")
-    return joined(drawing, note)
+    return joined(mesh_drawing, note)
 
 
 def bar(parts: Mapping[str, tuple[float, str]], *, title: str) -> Markup:
@@ -66,7 +67,7 @@ def bar(parts: Mapping[str, tuple[float, str]], *, title: str) -> Markup:
         swatch = element("span", "", class_="swatch", style=f"background:{colour}")
         legend.append(element("li", swatch, f"{name} {text} ({amount / total:.0%})"))
         x += width
-    return joined(_svg(BAR, 30, *pieces, title=title), element("ul", *legend, class_="legend"))
+    return joined(drawing(BAR, 30, *pieces, title=title), element("ul", *legend, class_="legend"))
 
 
 def gauge(used: float, limit: float, title: str) -> Markup:
@@ -77,7 +78,7 @@ def gauge(used: float, limit: float, title: str) -> Markup:
     if used > limit:
         over = {"x": round(limit * scale, 2), "width": round((used - limit) * scale, 2)}
         parts.append(element("rect", y=2, height=10, fill=COLOURS[5], **over))
-    return _svg(BAR, 14, *parts, title=title)
+    return drawing(BAR, 14, *parts, title=title)
 
 
 def layer_picture(kind: Kind, axes: Sequence[str]) -> Markup:
@@ -99,7 +100,7 @@ def layer_picture(kind: Kind, axes: Sequence[str]) -> Markup:
             sent = "; ".join(_sends(row.first, operands))
             if other or sent:
                 edges.append(_edge(places[other] if other else (x, y - STEP), (x, y), sent))
-    return _svg(*size, *edges, *nodes, title=f"operators of {kind.name}")
+    return drawing(*size, *edges, *nodes, title=f"operators of {kind.name}")
 
 
 def flow_picture(found: Sequence[Kind]) -> Markup:
@@ -116,7 +117,7 @@ def flow_picture(found: Sequence[Kind]) -> Markup:
         box = element("rect", x=x, y=y, width=NODE_WIDTH, height=NODE_HEIGHT, rx=4, class_="holds")
         nodes.append(element("g", box, element("text", _short(label), x=x + 8, y=y + 15, class_="node")))
     edges = [_edge(places[other], places[name], "") for name, others in roots.items() for other in others]
-    return _svg(*size, *edges, *nodes, title="layers")
+    return drawing(*size, *edges, *nodes, title="layers")
 
 
 def _placed(roots: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
@@ -197,16 +198,3 @@ def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Markup:
         way = f"M{x1 + NODE_WIDTH / 2} {y1 + NODE_HEIGHT} L{x2 + NODE_WIDTH / 2} {y2}"
     line = element("path", d=way, class_="sent" if sent else "edge")
     return element("g", element("title", sent), line) if sent else line
-
-
-def _svg(width: float, height: float, *children: Markup, title: str) -> Markup:
-    return element(
-        "svg",
-        element("title", title),
-        *children,
-        viewBox=f"0 0 {max(width, 1):g} {max(height, 1):g}",
-        width=f"{max(width, 1):g}",
-        height=f"{max(height, 1):g}",
-        role="img",
-        class_="picture",
-    )

@@ -1,5 +1,7 @@
 """How the report looks: plain CSS, light and dark, with the fonts that are there."""
 
+COLOURS = ("#3b7dd8", "#e07b39", "#3a9e6f", "#b455c0", "#c9a227", "#d64562", "#4bb3c4", "#8a6d5a", "#7b7fd4", "#6a9a2d")
+
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fff; --soft: #f2f4f8; --line: #d5dae3; --dim: #667084;
   --hot: #d64562 }

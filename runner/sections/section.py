@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 Arguments = dict[str, Any]
 Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+def dotted(name: str) -> str:
+    """`name` if it is one such as package.module.Name. Raises ValueError."""
+    words = name.split(".")
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ValueError("is not a dotted name; write package.module.Name")
+    return name
+
+
+Dotted = Annotated[str, AfterValidator(dotted)]
 Glob = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

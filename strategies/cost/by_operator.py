@@ -147,7 +147,8 @@ class _Communication:
                     seconds = marginal_seconds(kind, sent, axes, self.mesh, self.cluster)
                     alone[operator.name] = alone.get(operator.name, 0.0) + seconds
                     crossed.append((operator.name, axes, seconds))
-        scale = total / sum(alone.values()) if total else 0.0
+        together = sum(alone.values())
+        scale = total / together if together else 0.0  # 0 where no parameter has replicas: only the norm is added
         for name, axes, seconds in crossed:
             self._cross(name, axes, scale * seconds)
         return {name: scale * seconds for name, seconds in alone.items()}

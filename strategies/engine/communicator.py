@@ -16,6 +16,8 @@ from torch import Tensor
 
 from strategies.engine import coalesced
 from strategies.engine.slices import padded, resized
+from strategies.engine.whereabouts import EXCHANGE as EXCHANGING
+from strategies.engine.whereabouts import GATHER, SCATTER, SUM, Awaited, here
 from strategies.layout import Block
 from strategies.mesh import Mesh
 from strategies.redistribution import (
@@ -68,14 +70,14 @@ class Communicator:
 
     def prepare(self, axes: Iterable[Sequence[str]]) -> None:
         """Create the groups along every given set of axes (collective; groups that exist are kept)."""
-        wanted = dict.fromkeys(
-            tuple(sorted(group))
+        wanted = {
+            tuple(sorted(group)): ", ".join(self.mesh.sorted(names))
             for names in axes
             if self.mesh.product(names) > 1
             for group in self.mesh.groups(self.mesh.sorted(names))
-        )
+        }
         first = self.world_rank - self.rank
-        for ranks in wanted:
+        for ranks, names in wanted.items():
             if ranks in self._groups or (self.stages > 1 and self.rank not in ranks):
                 continue
             if len(ranks) == dist.get_world_size():
@@ -83,6 +85,8 @@ class Communicator:
             else:
                 own = self.stages > 1  # other stages make other groups
                 self._groups[ranks] = dist.new_group([first + r for r in ranks], use_local_synchronization=own)
+            if self.rank in ranks:
+                here.know(self._groups[ranks], [first + r for r in ranks], names)
 
     def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
         """The process group of this rank along `axes` (more than one rank)."""
@@ -96,23 +100,30 @@ class Communicator:
             group = dist.new_group(sorted(ranks))
             if self.rank in ranks:
                 mine = group
+                here.know(group, ranks, ", ".join(self.mesh.sorted(axes)))
         assert mine is not None
         return mine
 
-    def sum(self, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
+    def sum(self, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Add up `tensor` over `group`, in place; `later`: begin to, and return what to wait for."""
-        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=later)
-        return work
+        number = here.enter(group, SUM)
+        work = dist.all_reduce(tensor, group=group, async_op=later)
+        here.leave()
+        return Awaited(work, group, SUM, number) if later else None
 
-    def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
+    def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Fill `into` with the `tensor`s of the ranks of `group`."""
-        work: dist.Work | None = all_gather(into, tensor, group=group, async_op=later)
-        return work
+        number = here.enter(group, GATHER)
+        work = all_gather(into, tensor, group=group, async_op=later)
+        here.leave()
+        return Awaited(work, group, GATHER, number) if later else None
 
-    def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
+    def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Add up `tensor` over `group`, and leave this rank's part in `into`."""
-        work: dist.Work | None = reduce_scatter(into, tensor, group=group, async_op=later)
-        return work
+        number = here.enter(group, SCATTER)
+        work = reduce_scatter(into, tensor, group=group, async_op=later)
+        here.leave()
+        return Awaited(work, group, SCATTER, number) if later else None
 
     def exchange(
         self,
@@ -122,10 +133,12 @@ class Communicator:
         give: list[int] | None,
         group: dist.ProcessGroup,
         later: bool = False,
-    ) -> dist.Work | None:
+    ) -> Awaited | None:
         """Give every rank of `group` its part of `tensor`, and get their parts; equal parts without sizes."""
-        work: dist.Work | None = dist.all_to_all_single(into, tensor, get, give, group=group, async_op=later)
-        return work
+        number = here.enter(group, EXCHANGING)
+        work = dist.all_to_all_single(into, tensor, get, give, group=group, async_op=later)
+        here.leave()
+        return Awaited(work, group, EXCHANGING, number) if later else None
 
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:
         self.sent[kind] += elements * tensor.element_size()
@@ -343,7 +356,7 @@ class Communicator:
         return run
 
 
-def _wait(work: dist.Work | None, held: Tensor) -> Tensor:
+def _wait(work: Awaited | None, held: Tensor) -> Tensor:
     """Wait for a call that was made for later; until then `held`, on which it works, must live."""
     if work is not None:
         work.wait()

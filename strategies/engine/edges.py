@@ -18,6 +18,7 @@ from strategies.engine.communicator import Carrier, CarrierOfAll, Communicator, 
 from strategies.engine.compiled import opaque, opaque_all
 from strategies.engine.program import Fused, Redistribute, Start, Wait
 from strategies.engine.recompute import carried_once
+from strategies.engine.whereabouts import PLACE, here
 from strategies.redistribution import Chain
 
 Edge = Callable[[Tensor], Tensor]
@@ -25,16 +26,18 @@ Edge = Callable[[Tensor], Tensor]
 
 class _Redistribution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float) -> Tensor:
-        ctx.carrier, ctx.scale = backward, scale
+    def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float, placed: bool) -> Tensor:
+        ctx.carrier, ctx.scale, ctx.place = backward, scale, here.cells[PLACE] if placed else 0
         result = forward(tensor)
         return result.view_as(result) if result is tensor else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if ctx.place:
+            here.cells[PLACE] = ctx.place
         if ctx.scale != 1:
             gradient = gradient * ctx.scale
-        return ctx.carrier(gradient), None, None, None
+        return ctx.carrier(gradient), None, None, None, None
 
 
 def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool = False) -> Edge:
@@ -50,7 +53,7 @@ def edge(instruction: Redistribute, communicator: Communicator, compiled: bool =
     if instruction.differentiable:
 
         def redistribute(tensor: Tensor) -> Tensor:
-            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale)  # type: ignore[no-untyped-call]
+            result: Tensor = _Redistribution.apply(tensor, forward, backward, scale, not compiled)  # type: ignore[no-untyped-call]
             return result
     else:
 
@@ -70,17 +73,24 @@ def _named(function: Callable[..., Any], steps: Chain, prefix: str = "") -> Call
 class _Redistributions(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, forward: CarrierOfAll, backward: CarrierOfAll, scales: tuple[float, ...], *tensors: Tensor
+        ctx: Any,
+        forward: CarrierOfAll,
+        backward: CarrierOfAll,
+        scales: tuple[float, ...],
+        placed: bool,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.scales = backward, scales
+        ctx.carrier, ctx.scales, ctx.place = backward, scales, here.cells[PLACE] if placed else 0
         results = zip(forward(tensors), tensors, strict=True)
         return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if ctx.place:
+            here.cells[PLACE] = ctx.place
         pairs = zip(gradients, ctx.scales, strict=True)
         found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
-        return (None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
@@ -96,7 +106,7 @@ def edges(instruction: Fused, communicator: Communicator, compiled: bool = False
     if instruction.differentiable:
 
         def redistribute(*tensors: Tensor) -> Sequence[Tensor]:
-            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, *tensors)  # type: ignore[no-untyped-call]
+            results: Sequence[Tensor] = _Redistributions.apply(forward, backward, scales, not compiled, *tensors)  # type: ignore[no-untyped-call]
             return results
     else:
 
@@ -129,23 +139,25 @@ Token = tuple[Tensor | None, Flight]
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
-        ctx.flight = flight
+        ctx.flight, ctx.place = flight, here.cells[PLACE]
         return tensors[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        here.cells[PLACE] = ctx.place
         return (None, *ctx.flight.land())
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, backward: Launcher, scales: tuple[float, ...], token: Tensor) -> Any:
-        ctx.flight, ctx.launcher, ctx.scales = flight, backward, scales
+        ctx.flight, ctx.launcher, ctx.scales, ctx.place = flight, backward, scales, here.cells[PLACE]
         results = tuple(result.detach() for result in flight.land())
         return results[0] if len(scales) == 1 else results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        here.cells[PLACE] = ctx.place
         pairs = zip(gradients, ctx.scales, strict=True)
         scaled = [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
         ctx.flight.launch(ctx.launcher(scaled))

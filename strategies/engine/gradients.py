@@ -15,14 +15,15 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import Moved
+from strategies.engine.optimizer_state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.engine.peers import Peers
+from strategies.engine.pieces import MODEL, OPTIMIZER, Pieces, of_slice, whole
 from strategies.engine.program import Program
 from strategies.engine.reduction import Reduction
 from strategies.engine.scaling import LossScale
@@ -31,16 +32,13 @@ from strategies.engine.updates import (
     Cut,
     Groups,
     OptimizerFactory,
-    UpdateState,
     check_optimizer,
     layout_of,
     learning,
     learning_groups,
-    options_of,
     parameters,
-    placed,
-    set_options,
 )
+from strategies.engine.whereabouts import PLACE, here
 from strategies.redistribution import ALL_REDUCE
 
 
@@ -75,9 +73,10 @@ class BucketedUpdates:
             if self._parameters[name].element_size() < 4
         }
         self._owned = {name: self._masters.get(name, self._parameters[name]) for name in learning(program)}
-        self._groups = learning_groups(program, groups)
+        grouped = learning_groups(program, groups)
+        self._members = [names for names, _ in grouped]
         self._optimizer = optimizer_factory(
-            [{"params": [self._owned[name] for name in names], **options} for names, options in self._groups]
+            [{"params": [self._owned[name] for name in names], **options} for names, options in grouped]
         )
         check_optimizer(self._optimizer, program, 0)
         self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
@@ -161,9 +160,7 @@ class BucketedUpdates:
                 torch._foreach_mul_(self._present(), scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                self._parameters[name].copy_(master)
+        self._refresh()
         return norm
 
     def step(self, measure: bool = True) -> float | None:
@@ -184,44 +181,62 @@ class BucketedUpdates:
         if self._peers is not None:
             self._peers.add_over_all(total)
         elif mesh.size > 1:
-            dist.all_reduce(total, group=self._communicator.group(mesh.names))
+            here.cells[PLACE] = here.place("the norm of the gradients")
+            self._communicator.sum(total, self._communicator.group(mesh.names))
             self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan
 
     def weight(self, name: str) -> Tensor:
         return self._parameters[name].detach()
 
-    def set_weight(self, name: str, value: Tensor) -> None:
-        with torch.no_grad():
-            self._parameters[name].copy_(value)
-            if name in self._masters:
-                self._masters[name].copy_(value)
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        found, mesh = {}, self._program.mesh
+        for source in parameters(self._program):
+            shape, name = source.spec.shape, source.name
+            if not write and self._peers is not None and name in self._peers.copies.keys() - self._peers.leads:
+                continue  # an earlier group of the pipeline saves it
+            block = self._program.layouts[source.id].block(shape, mesh, self._communicator.rank)
+            holder = self._owned.get(name, self._parameters[name])
+            found[MODEL + name] = [of_slice(shape, block, holder)]
+            for state, value in self._optimizer.state.get(holder, {}).items():
+                if not is_scalar(value, holder):
+                    fits = value.shape == holder.shape
+                    check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
+                    found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else whole(value)]
+        yield found
 
-    def state(self) -> UpdateState:
-        state = UpdateState(plain={"groups": options_of(self._optimizer), "other": {}})
+    def plain(self) -> Plain:
+        plain = Plain(groups_of(self._optimizer, self._members))
         for name, holder in self._owned.items():
-            for key, value in self._optimizer.state.get(holder, {}).items():
-                if isinstance(value, Tensor):
-                    state.sliced.setdefault(key, {})[name] = value
-                else:
-                    state.plain["other"].setdefault(name, {})[key] = value
+            state = self._optimizer.state.get(holder, {})
+            plain.scalars[name] = {key: value for key, value in state.items() if is_scalar(value, holder)}
         if self.loss_scale is not None:
-            state.plain["loss_scale"] = asdict(self.loss_scale)
-        if self._masters:
-            state.sliced["master"] = {name: master.detach() for name, master in self._masters.items()}
-        return state
+            plain.loss_scale = asdict(self.loss_scale)
+        return plain
 
-    def load(self, state: UpdateState) -> None:
-        with torch.no_grad():
-            for name, value in state.sliced.get("master", {}).items():
-                self._masters[name].copy_(value)
-        if self.loss_scale is not None and self.loss_scale.adapts:
-            self.loss_scale = LossScale(**state.plain["loss_scale"] | {"adapts": True})
-        set_options(self._optimizer, state.plain["groups"])
+    def begin(self, states: States, plain: Plain) -> None:
+        set_groups(self._optimizer, self._members, plain)
+        if self.loss_scale is not None and self.loss_scale.adapts and plain.loss_scale is not None:
+            self.loss_scale = LossScale(**plain.loss_scale | {"adapts": True})
+        shapes = {source.name: source.spec.shape for source in parameters(self._program)}
         for name, holder in self._owned.items():
-            found = {key: entries[name] for key, entries in state.sliced.items() if key != "master" and name in entries}
-            found |= state.plain["other"].get(name, {})
-            self._optimizer.state[holder] = {key: placed(value, holder) for key, value in found.items()}
+            found = {key: placed(key, value, holder) for key, value in plain.scalars.get(name, {}).items()}
+            for key, entries in states.items():
+                if name in entries:
+                    stored = entries[name]
+                    size = holder.shape if stored.shape == shapes[name] else stored.shape
+                    dtype = holder.dtype if stored.like_weights else stored.dtype
+                    found[key] = torch.zeros(size, dtype=dtype, device=holder.device)
+            self._optimizer.state[holder] = found
+
+    def loaded(self) -> None:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Weights below 32 bits follow from their masters."""
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._parameters[name].copy_(master)
 
     @property
     def moved(self) -> Mapping[str, Moved]:

@@ -27,6 +27,7 @@ from strategies.engine.edges import edge, edges, starting, waiting
 from strategies.engine.offload import Moved
 from strategies.engine.place import copier
 from strategies.engine.program import (
+    CARRYING,
     KEY,
     Compute,
     Copy,
@@ -41,6 +42,7 @@ from strategies.engine.program import (
 from strategies.engine.recompute import Hold, Part, parts_of, recomputing, watched
 from strategies.engine.reuse import Forms, Template, attach, constants_of, function_of, register, several, tensors_of
 from strategies.engine.units import owned, unit_path
+from strategies.engine.whereabouts import placed
 from strategies.graph import Ref, rewrite
 from strategies.rules.registry import resolve
 
@@ -138,7 +140,7 @@ class _Tree:
             content.append(self._child(part, depth, outputs, child_name, path, recomputed))
         children = [one for one in content if isinstance(one, _Child)]
         own = [one for one in content if not isinstance(one, _Child)]
-        constants = [one for step in own for one in constants_of(step, self.parts)]
+        constants = [one for step in own for one in constants_of(step, self.parts, not self.compiled)]
         if template is None:
             unit, template = self._written(content, inputs, outputs, name, path)
             self.templates[form] = template
@@ -254,7 +256,8 @@ class _Tree:
         else:
             args, kwargs = tuple(map(value, step.operands)), {}
         function = self._function(step, part)
-        node = graph.create_node("call_function", function, (*watching, *args), kwargs, step.id)
+        place = [constant() for _ in constants_of(step, {}, not self.compiled) if not isinstance(step, Compute)]
+        node = graph.create_node("call_function", function, (*watching, *place, *args), kwargs, step.id)
         if not several(step):
             values[Ref(step.id)] = node
         for index in self.taken.get(step.id, ()):
@@ -283,7 +286,8 @@ class _Tree:
         else:
             key = "wait", function_of(step.of)
             make = partial(waiting, step, self.communicator)
-        function = self._once(key, make)
+        placing = isinstance(step, CARRYING) and not self.compiled
+        function = self._once(key, (lambda: placed(make())) if placing else make)
         if part is None:
             return function
         name = "_".join(step.target.split(".")[:2]) if isinstance(step, Compute) else function.__name__

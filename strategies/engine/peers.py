@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.engine.communicator import Communicator
+from strategies.engine.whereabouts import RECEIVE as RECEIVING
+from strategies.engine.whereabouts import SEND as SENDING
+from strategies.engine.whereabouts import here
 from strategies.pipeline.cutting import Stage
 from strategies.redistribution import ALL_REDUCE
 
@@ -58,20 +61,27 @@ class Peers:
 
     def _link(self, first: int) -> dist.ProcessGroup:
         """A process group for one way between the groups `first` and `first + 1`."""
-        return self._group(sorted((first, (first + 1) % self.count)))
+        groups = sorted((first, (first + 1) % self.count))
+        link = self._group(groups)
+        here.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
+        return link
 
     def send(self, value: Tensor, ahead: bool) -> None:
         """Start sending to the next group, or to the one before."""
         group = self._forward_to if ahead else self._backward_to
         value = value.detach().contiguous()
+        here.enter(group, SENDING)
         work = dist.isend(value, self._rank(self.number + (1 if ahead else -1)), group=group)
+        here.leave()
         self._communicator.count(SEND, value.numel(), value)
         self._sending = [(one, held) for one, held in self._sending if not one.is_completed()] + [(work, value)]
 
     def receive(self, like: Tensor, ahead: bool) -> Tensor:
         """A value of the group before, or a gradient of the next one, written into `like`."""
         group = self._forward_from if ahead else self._backward_from
+        here.enter(group, RECEIVING)
         dist.recv(like, self._rank(self.number - (1 if ahead else -1)), group=group)
+        here.leave()
         return like
 
     def finish(self) -> None:

@@ -162,6 +162,8 @@ class Wait:
 
 
 Instruction = Compute | Redistribute | Fused | Copy | Start | Wait
+CARRYING = (Redistribute, Fused, Start, Wait)
+"""Instructions that communicate."""
 
 
 @dataclass(frozen=True)

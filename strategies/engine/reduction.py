@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.engine.buckets import Bucket, sent
 from strategies.engine.communicator import Communicator
+from strategies.engine.whereabouts import PLACE, Awaited, here
 from strategies.redistribution import ALL_REDUCE
 
 
@@ -28,12 +28,13 @@ class Reduction:
         self._buckets, self._holders, self._communicator = buckets, holders, communicator
         group = communicator.own_group if apart else communicator.group
         self._groups = {axes: group(axes) for axes in dict.fromkeys(bucket.axes for bucket in buckets)}
+        self._places = [here.place(f"the gradients of {', '.join(bucket.names)}") for bucket in buckets]
         self._number = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
         self._begin()
 
     def _begin(self) -> None:
         self._missing = [set(bucket.names) for bucket in self._buckets]
-        self._running: list[tuple[dist.Work | None, list[nn.Parameter], Tensor | None]] = []
+        self._running: list[tuple[Awaited | None, list[nn.Parameter], Tensor | None]] = []
 
     def ready(self, name: str) -> None:
         """The gradient of `name` is complete: launch what can be launched."""
@@ -68,6 +69,7 @@ class Reduction:
         flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
         for holder in holders:
             holder.grad = None  # the bucket has it now
+        here.cells[PLACE] = self._places[len(self._running)]
         work = self._communicator.sum(flat, self._groups[bucket.axes], later=True)
         elements = sent([piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes))
         self._communicator.count(ALL_REDUCE, elements, flat)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from strategies.engine.program import (
+    CARRYING,
     Compute,
     Copy,
     Fused,
@@ -29,6 +30,7 @@ from strategies.engine.program import (
 )
 from strategies.engine.recompute import Part
 from strategies.engine.units import use_of
+from strategies.engine.whereabouts import here
 from strategies.graph import Ref
 from strategies.redistribution import Chain
 
@@ -124,9 +126,12 @@ def several(step: Instruction) -> bool:
     return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
 
 
-def constants_of(step: Instruction, parts: Mapping[str, Part]) -> list[Part | Ordinal]:
-    """What an instruction takes that differs between layers that are alike, in the order of its arguments."""
-    found: list[Part | Ordinal] = [parts[step.id]] if step.id in parts else []
+def constants_of(step: Instruction, parts: Mapping[str, Part], placing: bool) -> list[Part | int]:
+    """What an instruction takes that differs between layers that are alike, in the order of its arguments; `placing`:
+    what communicates is told for which operator."""
+    found: list[Part | int] = [parts[step.id]] if step.id in parts else []
+    if placing and isinstance(step, CARRYING):
+        found.append(here.place(step.operator))
     if isinstance(step, Compute):
         found += _ordinals((step.args, dict(step.kwargs)))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +39,15 @@ DTYPES = {
 @dataclass(frozen=True)
 class Stored:
     """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name). In a
-    safetensors file it begins at byte `offset`; None in a torch file."""
+    safetensors file it begins at byte `offset`; None in a torch file. A tensor that is stored in `parts` has one file,
+    first byte and block for each of them."""
 
     file: str
     key: str
     shape: tuple[int, ...]
     dtype: str
     offset: int | None = None
+    parts: tuple[tuple[str, int, Block], ...] = ()
 
 
 class Reader:
@@ -62,6 +64,8 @@ class Reader:
 
         Raises StrategyError where the file is gone or damaged.
         """
+        if stored.parts:
+            return self._joined(stored, block)
         cut = tuple(slice(*bounds) for bounds in block)
         with _told(stored.file):
             if stored.offset is not None:
@@ -69,6 +73,22 @@ class Reader:
             if stored.file not in self._open:
                 self._open[stored.file] = _loaded(stored.file)
             return self._open[stored.file][stored.key][cut].clone(memory_format=torch.contiguous_format)
+
+    def _joined(self, stored: Stored, block: Block) -> Tensor:
+        found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, stored.dtype))
+        for file, offset, held in stored.parts:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, held, strict=True)]
+            if all(start < stop for start, stop in common):
+                shape = tuple(stop - start for start, stop in held)
+                inside = _from(common, held)
+                part = self.block(Stored(file, stored.key, shape, stored.dtype, offset), inside)
+                found[tuple(slice(*bounds) for bounds in _from(common, block))] = part
+        return found
+
+
+def _from(block: Iterable[tuple[int, int]], origin: Block) -> Block:
+    """`block` counted from the corner of `origin`."""
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(block, origin, strict=True))
 
 
 def _read(stored: Stored, offset: int, cut: tuple[slice, ...]) -> Tensor:

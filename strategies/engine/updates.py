@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.peers import Peers
+from strategies.engine.pieces import Pieces
 from strategies.engine.program import Compute, Instruction, Program
 from strategies.engine.scaling import LossScale, scale_of
 from strategies.errors import StrategyError
@@ -46,20 +48,6 @@ class Cut:
 
 
 CHOSEN = Cut()
-
-
-@dataclass(frozen=True)
-class UpdateState:
-    """What must be saved for a bit-identical continuation, besides the weights.
-
-    `sliced`: state -> parameter -> tensor that belongs to this rank's slice of the parameter and is the same on all
-    its replicas. `own`: tensors of this rank alone. `plain`: python numbers, strings, lists and dicts (options of the
-    groups).
-    """
-
-    sliced: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    own: dict[str, Tensor] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
 
 
 class Updates(Protocol):
@@ -102,14 +90,18 @@ class Updates(Protocol):
     def weight(self, name: str) -> Tensor:
         """This rank's slice of a parameter, not to be written. Collective over its replicas."""
 
-    def set_weight(self, name: str, value: Tensor) -> None:
-        """Overwrite this rank's slice of a parameter; every replica must be given the same. Optimizer states stay."""
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        """Everything of parameters and optimizer states that this rank holds, in batches: each is there until the next
+        is asked for. With `write` the views may be overwritten, after `begin` and before `loaded`."""
 
-    def state(self) -> UpdateState:
-        """The state of the optimizer, not copied."""
+    def plain(self) -> Plain:
+        """What is no tensor of the optimizer's state, of all parameters that this rank holds a slice of."""
 
-    def load(self, state: UpdateState) -> None:
-        """Take over a state that `state` gave under the same plan; after the weights were set."""
+    def begin(self, states: States, plain: Plain) -> None:
+        """Give the optimizer the states of a checkpoint, made of zeros, and its options and scalars."""
+
+    def loaded(self) -> None:
+        """All views were overwritten: make what follows from them. Collective."""
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -284,18 +276,3 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
                 f"{'them' if stage else sliced[0]}: the updates would differ from training on one device. "
                 "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0."
             )
-
-
-def placed(value: Any, holder: Tensor) -> Any:
-    """A saved state, beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
-    return value.to(holder.device) if isinstance(value, Tensor) and value.dim() else value
-
-
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of every parameter group (learning rate, ...), without the parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.update(values)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,9 @@ from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
 from strategies.engine.offload import NOTHING, Moved, Offload
+from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.peers import Peers
+from strategies.engine.pieces import Pieces
 from strategies.engine.program import Program
 from strategies.engine.scaling import LossScale
 from strategies.engine.swapping import SwapFiles, keep_gradients
@@ -31,14 +32,10 @@ from strategies.engine.updates import (
     Groups,
     OptimizerFactory,
     Precision,
-    UpdateState,
     check_optimizer,
     learning,
     learning_groups,
-    options_of,
     parameters,
-    placed,
-    set_options,
 )
 from strategies.engine.zero_counted import count_on
 from strategies.engine.zero_options import (
@@ -60,6 +57,7 @@ from strategies.engine.zero_start import (
     swapping_to,
     unrecognised,
 )
+from strategies.engine.zero_state import ZeroState
 from strategies.errors import StrategyError
 
 MARKER = "_replica_groups"
@@ -115,9 +113,8 @@ class ZeroUpdates:
         if stage == 3:
             look_up_parameters(module)
         names = replica_groups(self._parameters, program, communicator, stage)
-        optimizer = optimizer_factory(
-            [group for members, values in torch_groups for group in self._by_replicas(members, values, names)]
-        )
+        cut = [one for members, values in torch_groups for one in self._by_replicas(members, values, names)]
+        optimizer = optimizer_factory([options for _, options in cut])
         check_optimizer(optimizer, program, stage)
         if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
             raise StrategyError(
@@ -132,6 +129,16 @@ class ZeroUpdates:
         with unrecognised(optimizer), swapping_to(self._files):
             self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
+        self._state = ZeroState(
+            self._zero,
+            stage,
+            program,
+            communicator.rank,
+            self._parameters,
+            [members for members, _ in cut],
+            follows=frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads),
+            on_disk=offload.optimizer == "disk",
+        )
         self._stop_counting = count_on(backend(), communicator)
         if peers is not None:
             follows = frozenset(id(self._parameters[name]) for name in peers.copies.keys() - peers.leads)
@@ -148,36 +155,26 @@ class ZeroUpdates:
 
     def _by_replicas(
         self, members: list[str], options: dict[str, Any], names: dict[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """One torch group per replica group: DeepSpeed keeps one flat tensor for each."""
+    ) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """One torch group per replica group, with its members: DeepSpeed keeps one flat tensor for each."""
         for group in dict.fromkeys(names[name] for name in members):
-            found = [self._parameters[name] for name in members if names[name] == group]
-            yield {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
+            mine = [name for name in members if names[name] == group]
+            found = [self._parameters[name] for name in mine]
+            yield mine, {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
 
     def _begin_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
         """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
         optimizer.state.clear()
-        for index, flat in enumerate(self._masters()):
-            group = optimizer.param_groups[self._group_of(index)]
+        for index, flat in enumerate(self._state.masters()):
+            group = optimizer.param_groups[self._state.group_of(index)]
             initial = torch.full_like(flat, group["initial_accumulator_value"])
             optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32), "sum": initial}
-
-    def _masters(self) -> list[Tensor]:
-        """The flat fp32 tensors on which the optimizer works: this rank's part of every group."""
-        found: list[Tensor] = (
-            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
-        )
-        return found
-
-    def _group_of(self, index: int) -> int:
-        """The torch group of a flat tensor; stage 3 may cut a group into several."""
-        return int(self._zero.sub_group_to_group_id[index]) if self._stage == 3 else index
 
     def _check_swapped(self) -> None:
         """DeepSpeed would keep everything in memory without a word."""
         located: list[Any] = list(self._parameters.values())
         found = {
-            "optimizer": any(self._swapped(index) for index in range(len(self._masters()))),
+            "optimizer": any(self._state.swapped(index) for index in range(len(self._state.masters()))),
             "parameters": any(parameter.ds_tensor.final_location == "nvme" for parameter in located)
             if self._offload.parameters == "disk"
             else False,
@@ -189,20 +186,6 @@ class ZeroUpdates:
                     f" MiB, and all that this rank holds of the {name} are smaller. Use parallel.offload.{name}=host, "
                     "a larger model, or fewer ranks."
                 )
-
-    def _swapped(self, index: int) -> bool:
-        """Whether a flat tensor and its states are on the disk between updates."""
-        return self._offload.optimizer == "disk" and bool(self._zero._swappable_optimizer_subgroup(index))
-
-    @contextmanager
-    def _fetched(self, index: int, *, write: bool) -> Iterator[bool]:
-        """A flat tensor and its states, in buffers that are used again afterwards if the yielded value is true."""
-        if not self._swapped(index):
-            yield False
-            return
-        self._zero._optimizer_states_and_gradient_swap_in(index)
-        yield True
-        (self._zero._optimizer_states_and_gradient_swap_out if write else self._zero._release_swap_buffers)(index)
 
     def _start_of_evaluation(self, *_: Any) -> None:
         """DeepSpeed learns the order of the modules in one pass for the next. An evaluation is a pass of its own."""
@@ -279,71 +262,31 @@ class ZeroUpdates:
         with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    def set_weight(self, name: str, value: Tensor) -> None:
-        parameter: Any = self._parameters[name]
-        with torch.no_grad():
-            if self._stage < 3:
-                parameter.copy_(value)
-                if getattr(parameter, "_hp_mapping", None) is not None:
-                    parameter._hp_mapping.update_hp()
-                return
-            partition = parameter.ds_tensor
-            elements, on_disk = partition.ds_numel, partition.final_location == "nvme"
-            start = parameter.ds_zero_partition_rank * elements
-            part = torch.zeros(elements, dtype=torch.float32, device=partition.device)
-            piece = value.reshape(-1)[start : start + elements]
-            part[: piece.numel()].copy_(piece)
-            if on_disk:
-                parameter.nvme_swapper.swap_in([parameter], async_op=False)
-            partition.data.copy_(part)
-            if name in self._learning:
-                self._deepspeed.utils.safe_set_local_fp32_param(parameter, part)
-            if on_disk:
-                parameter.nvme_swapper.swap_out_and_release([parameter])
-            if parameter.numel() == value.numel():  # kept gathered, by the user's option
-                parameter.data.copy_(value)
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        return self._state.pieces(write)
 
-    def state(self) -> UpdateState:
-        state = UpdateState(plain={"groups": options_of(self.optimizer), "other": {}})
-        for index, flat in enumerate(self._masters()):
-            with self._fetched(index, write=False) as borrowed:
-                state.own[f"master/{index}"] = flat.detach().clone() if borrowed else flat.detach()
-                for key, value in self.optimizer.state.get(flat, {}).items():
-                    if isinstance(value, Tensor):
-                        state.own[f"state/{index}/{key}"] = value.clone() if borrowed else value
-                    else:
-                        state.plain["other"].setdefault(index, {})[key] = value
+    def plain(self) -> Plain:
+        plain = self._state.plain()
         if (scale := self.loss_scale) is not None:
-            state.plain["loss_scale"] = asdict(scale)
-        return state
+            plain.loss_scale = asdict(scale)
+        return plain
 
-    def load(self, state: UpdateState) -> None:
-        set_options(self.optimizer, state.plain["groups"])
-        if self._scaled and self._adapts:
-            saved, scaler = LossScale(**state.plain["loss_scale"]), self._zero.loss_scaler
+    def begin(self, states: States, plain: Plain) -> None:
+        if self._scaled and self._adapts and plain.loss_scale is not None:
+            saved, scaler = LossScale(**plain.loss_scale), self._zero.loss_scaler
             scaler.cur_scale, scaler.cur_iter = saved.value, scaler.last_overflow_iter + 1 + saved.good
             self._engine.skipped_steps = saved.skipped
-        for index, flat in enumerate(self._masters()):
-            with self._fetched(index, write=True):
-                flat.data.copy_(state.own[f"master/{index}"])
-                prefix = f"state/{index}/"
-                found = {key.removeprefix(prefix): value for key, value in state.own.items() if key.startswith(prefix)}
-                found |= state.plain["other"].get(index, {})
-                self.optimizer.state[flat] = {key: placed(value, flat) for key, value in found.items()}
-                if self._swapped(index):
-                    self._announce_states(flat)
+        self._state.begin(states, plain)
 
-    def _announce_states(self, flat: Any) -> None:
-        """The swapper notices new states of a flat tensor if it believes that there were none."""
-        info = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]
-        info.tensors, info.has_state_tensors = info.tensors[:1], False
+    def loaded(self) -> None:
+        self._state.loaded()
 
     @property
     def moved(self) -> Mapping[str, Moved]:
         held = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
         if self._offload.optimizer == "host":
-            states = [value for flat in self._masters() for value in self.optimizer.state.get(flat, {}).values()]
-            tensors = [*self._masters(), *(value for value in states if isinstance(value, Tensor))]
+            states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]
+            tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
             held["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
         if self._offload.parameters == "host":
             held["parameters"].held = sum(self._pieces())
@@ -353,7 +296,7 @@ class ZeroUpdates:
         found: list[Any] = []
         if self._offload.optimizer == "host":
             zero = self._zero
-            found += self._masters()
+            found += self._state.masters()
             found += [zero.grad_partitions_flat_buffer] if self._stage == 3 else [zero.temp_grad_buffer_for_cpu_offload]
             if self._stage < 3:
                 found += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
@@ -375,7 +318,7 @@ class ZeroUpdates:
         """What DeepSpeed has carried between host and device for one step: gradients out and weights back; parameters
         in for forward and backward of every micro-batch, and out when they are new."""
         if self._offload.optimizer == "host":
-            elements, moved = sum(flat.numel() for flat in self._masters()), self._moved["optimizer"]
+            elements, moved = sum(flat.numel() for flat in self._state.masters()), self._moved["optimizer"]
             moved.out += 4 * elements * (1 if self._stage == 3 else self._accumulate)
             moved.back += elements * next(iter(self._parameters.values())).element_size()
         if self._offload.parameters == "host":

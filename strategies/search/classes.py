@@ -9,7 +9,7 @@ counted. Cost: linear in the operators.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,17 +46,21 @@ class Classes:
         return tuple(members[0] for members in self.members)
 
 
-def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) -> Classes:
+def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None, *, apart: bool = False) -> Classes:
     """The classes of a problem's operators, in the order of their first members. With assignments `chosen` by id,
-    operators are alike only if these are equal too."""
+    operators are alike only if these are equal too; `apart`, every operator is alike only to itself."""
     graph = problem.graph
     numbers: dict[Hashable, int] = {}
 
     def number(key: Hashable) -> int:
         return numbers.setdefault(key, len(numbers))
 
+    leaving: dict[str, list[Hashable]] = {}
+    for ref, why in (*((ref, "output") for ref in graph.outputs), *((ref, "update") for _, ref in graph.updates)):
+        leaving.setdefault(ref.id, []).append((ref.index, why))
     colour = {
-        operator.id: number((_said(problem, operator), _slices(chosen, operator))) for operator in graph.operators
+        operator.id: number((_said(problem, operator, leaving), _slices(chosen, operator)))
+        for operator in graph.operators
     }
     sources = {source.id: number(_source(problem, source)) for source in graph.sources}
     uses = {
@@ -73,6 +77,8 @@ def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None) ->
             key: list[Hashable] = [seen[operator.id], *[(seen[ref.id], ref.index) for ref in operator.operands], None]
             key += sorted([(seen[id], index, position) for id, index, position in uses[operator.id]])
             colour[operator.id] = number(tuple(key))
+    if apart:
+        colour = {operator.id: place for place, operator in enumerate(graph.operators)}
     order: dict[int, list[Operator]] = {}
     for operator in graph.operators:
         order.setdefault(colour[operator.id], []).append(operator)
@@ -93,13 +99,14 @@ def repeats(problem: Problem) -> bool:
     return any(len(members) > 1 and problem.shardings[members[0].id].sums for members in classes(problem).members)
 
 
-def _said(problem: Problem, operator: Operator) -> Hashable:
-    """All that an operator's own price and choices depend on."""
+def _said(problem: Problem, operator: Operator, leaving: Mapping[str, Sequence[Hashable]]) -> Hashable:
+    """All that an operator's own price and choices depend on; `leaving` says which results leave the graph, and why."""
     sharding = problem.shardings[operator.id]
     fixed = problem.fixed.get(operator.id)
     return (
         operator.op,
         operator.id in problem.graph.returning,
+        tuple(Ref(operator.id, index) in problem.stored for index in range(len(operator.results))),
         sharding.operands,
         sharding.results,
         tuple(sharding.sizes.items()),
@@ -110,6 +117,7 @@ def _said(problem: Problem, operator: Operator) -> Hashable:
         tuple(map(problem.graph.specs.__getitem__, operator.operands)),
         None if fixed is None else tuple(fixed.items()),
         problem.outputs.get(operator.id),
+        tuple(leaving.get(operator.id, ())),
     )
 
 

@@ -142,9 +142,17 @@ def direct_seconds(
     before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
 ) -> float:
     """Seconds of that chain. What an exchange sends is what a rank receives, which is exact where no rank keeps more
-    than another. Padding is not counted."""
+    than another. A sum that `after` leaves open is not sent; a slice along its axes is filled up with zeros. Padding is
+    not counted."""
     size = math.prod(shape) * item_bytes
     seconds = 0.0
+    if after.partial:
+        if not after.partial.isdisjoint(before.axes):
+            seconds += (
+                cluster.launch + 2 * math.prod(after.local_shape(shape, mesh)) * item_bytes / cluster.memory_bandwidth
+            )
+        dims = tuple(tuple(axis for axis in dim if axis not in after.partial) for dim in before.dims)
+        before, after = Layout(dims, before.partial - after.partial), Layout(after.dims)
     for kind, axes, sent, copied in _shares(before, after, mesh):
         if copied:
             seconds += cluster.launch + 2 * copied * size / cluster.memory_bandwidth

@@ -2,8 +2,8 @@
 
 problem -> network of tables -> repeated layers folded -> elimination -> assignments, see `finding`. On meshes of more
 than `MOST_AXES` axes the search goes from classes of layouts to layouts (`coarse`). Where that can not be done (a
-parameter has several uses) neighbouring axes are joined: the best plan of all joined meshes is taken, and the gap is
-that to what work alone takes on the whole mesh.
+parameter has several uses, or a table would be too large) neighbouring axes are joined: the best plan of all joined
+meshes is taken, and the gap is that to what work alone takes on the whole mesh.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.search.coarse import Coarse, shared
-from strategies.search.elimination import TooWide
+from strategies.search.elimination import LARGEST, TooWide
 from strategies.search.finding import Finding, Found
 from strategies.search.joining import joinings, least
 from strategies.search.options import Menu
-from strategies.search.pricing import plan_seconds
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
 
@@ -35,7 +35,16 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
     if len(transfers.axes) > MOST_AXES and (best := _on_many(problem, transfers, tolerance)) is not None:
         return best
     finding = Finding(problem, Menu(problem, transfers), tolerance)
-    free = finding.cheapest(0.0)
+    try:
+        free = finding.cheapest(0.0)
+    except TooWide:
+        if (best := _on_joined(problem, cluster, tolerance)) is not None:
+            return best
+        raise StrategyError(
+            f"parallel.search = dynamic_programming would need a table of more than {LARGEST:,} entries on this mesh, "
+            "because some operator meets many others. Use parallel.search=recursive_programming, a mesh of fewer "
+            "axes, or configure some strategies."
+        ) from None
     if problem.memory is None or free.bytes <= problem.memory:
         return free
     return finding.within(problem.memory, free)
@@ -44,7 +53,7 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
 def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:
     """As `search` on a mesh of many axes; None where its axes can neither be told alike nor be joined."""
     if shared(problem):
-        return _on_joined(problem, transfers, tolerance)
+        return _on_joined(problem, transfers.cluster, tolerance)
     try:
         coarse = Coarse(problem, transfers, tolerance)
         free = coarse.cheapest()
@@ -52,12 +61,11 @@ def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found 
             return free
         return coarse.within(problem.memory, free)
     except TooWide:
-        return _on_joined(problem, transfers, tolerance)
+        return _on_joined(problem, transfers.cluster, tolerance)
 
 
-def _on_joined(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:
+def _on_joined(problem: Problem, cluster: Cluster, tolerance: float) -> Found | None:
     """The best plan of the joined meshes, and its seconds on the whole one; None where axes cannot be joined."""
-    cluster, menu = transfers.cluster, Menu(problem, transfers)
     best: Found | None = None
     refused: StrategyError | None = None
     for joined in joinings(problem, cluster):
@@ -74,5 +82,5 @@ def _on_joined(problem: Problem, transfers: Transfers, tolerance: float) -> Foun
         if refused is not None:
             raise refused
         return None
-    cost = plan_seconds(menu, best.assignments, best.tensors, problem)
+    cost = Pricing(problem, cluster).total(best.assignments, best.tensors)
     return replace(best, cost=cost, lower_bound=min(least(problem, cluster), cost))

@@ -19,7 +19,9 @@ from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
+from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
+from strategies.search.kept import too_large
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
@@ -50,6 +52,10 @@ class Finding:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
         self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
+        self.solved: frozenset[Ref] = frozenset()
+        """Values that were split when the network was last solved."""
+        self.refused: frozenset[Ref] = frozenset()
+        """Values that stay whole, because split they would make a table too large."""
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
@@ -60,13 +66,13 @@ class Finding:
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions."""
+        that costs `enough` is the last one, and the best of `most` solutions. Raises TooWide."""
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
         solutions = 0
         while True:
-            picks, bound = self.folded.solve()
+            picks, bound = self.solve()
             lower = max(lower, bound)
             raised = self.building.settle(picks)
             cost, kept = self.building.cost(picks), self.building.bytes(picks)
@@ -79,12 +85,32 @@ class Finding:
             solutions += 1
             if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
                 break
-            split = self.building.underpaid(picks) if not raised or self.many else frozenset()
+            split = self.building.underpaid(picks) - self.refused if not raised or self.many else frozenset()
             if not raised and not split:
                 break
             if split:
                 self._build(self.building.split | split)
         return replace(best, lower_bound=min(lower, least))
+
+    def solve(self) -> tuple[list[int], float]:
+        """The options and seconds of the optimum. Where a table would be too large, values of fewer kinds are split
+        (alike ones of repeated layers together), so a gap may stay. Raises TooWide where none helps."""
+        while True:
+            try:
+                found = self.folded.solve()
+                self.solved = self.building.split
+                return found
+            except TooWide:
+                more = self.building.split - self.solved
+                kinds: dict[tuple[int, int], set[Ref]] = {}
+                for ref in sorted(more, key=lambda ref: (ref.id, ref.index)):
+                    kinds.setdefault((id(self.building.choices.get(ref.id)), ref.index), set()).add(ref)
+                if not kinds:
+                    raise
+                kept = list(kinds.values())[: len(kinds) // 2]
+                if not kept:
+                    self.refused |= more
+                self._build(self.solved.union(*kept))
 
     def within(self, limit: float, free: Found, most: int | None = None) -> Found:
         """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""
@@ -108,11 +134,7 @@ class Finding:
             if best is not None and (best.cost - lower <= self.tolerance * lower or high - low <= 1e-6 * high):
                 break
         if best is None:
-            raise StrategyError(
-                f"parallel.memory_limit = {limit:.0f} bytes per rank, but no plan was found that keeps it: the "
-                f"smallest needs {found.bytes:.0f}. Use more ranks, a higher parallel.zero.stage, smaller batches, "
-                "or a larger limit."
-            )
+            raise StrategyError(too_large(limit, found.bytes))
         mixed = self.mixed(over, under, limit)
         best = mixed if mixed is not None and mixed.cost < best.cost else best
         return replace(best, lower_bound=min(lower, best.cost))

@@ -19,10 +19,9 @@ from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
-from strategies.search.direct import direct_seconds
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
-from strategies.search.recursive import MOST_AXES, in_rounds
+from strategies.search.recursive import MOST_AXES, Found, apart, checked, in_rounds, prices
 
 Factors = tuple[Axes, ...]
 MOST_RUNS = 3
@@ -54,24 +53,33 @@ class Chosen:
 
 
 def choose(problem: Problem, cluster: Cluster) -> Chosen:
-    """The cheapest plan on any factorisation of the problem's mesh of prime axes."""
-    pricing, alike = Pricing(problem, cluster, direct_seconds), classes(problem)
-    best: dict[tuple[int, ...], tuple[float, Mapping[str, Assignment]]] = {}
+    """The cheapest plan on any factorisation of the problem's mesh of prime axes. Raises StrategyError where none keeps
+    the problem's memory."""
+    pricing, alike = prices(problem, cluster), classes(problem)
+    best: dict[tuple[int, ...], Found] = {}
+    smallest: Found | None = None
     searched = left_out = 0
     finest, *coarser = factorisations(problem.mesh, cluster)
     bounds = {finest: 0.0} | {factors: least(pricing, alike, factors) for factors in coarser}
     for factors in sorted(bounds, key=bounds.__getitem__):
-        if len(best) > 1 and bounds[factors] >= sorted(seconds for seconds, _ in best.values())[1]:
+        if len(best) > 1 and bounds[factors] >= sorted(one.seconds for one in best.values())[1]:
             left_out += 1
             continue
-        assignments, seconds = in_rounds(pricing, alike, factors)
+        found = in_rounds(pricing, alike, factors)
         searched += 1
-        told = told_apart(problem.mesh, assignments)
-        if told not in best or seconds < best[told][0]:
-            best[told] = seconds, assignments
-    ranked = sorted(best, key=lambda sizes: best[sizes][0])
-    tried = [Tried(sizes, best[sizes][0]) for sizes in ranked[:2]]
-    return Chosen(best[ranked[0]][1], tried[0], tried[1] if len(tried) > 1 else None, searched, left_out)
+        if smallest is None or found.bytes < smallest.bytes:
+            smallest = found
+        if problem.memory is not None and found.bytes > problem.memory:
+            continue
+        told = told_apart(problem.mesh, found.assignments)
+        if told not in best or found.seconds < best[told].seconds:
+            best[told] = found
+    if not best and smallest is not None:
+        checked(problem, smallest)
+    ranked = sorted(best, key=lambda sizes: best[sizes].seconds)
+    tried = [Tried(sizes, best[sizes].seconds) for sizes in ranked[:2]]
+    first = apart(pricing, best[ranked[0]])
+    return Chosen(first.assignments, tried[0], tried[1] if len(tried) > 1 else None, searched, left_out)
 
 
 def factorisations(mesh: Mesh, cluster: Cluster) -> Iterator[Factors]:

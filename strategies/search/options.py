@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import VIEWS, operator_seconds
-from strategies.cost.step import MASTER
+from strategies.cost.operators import operator_seconds
 from strategies.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.search.kept import parameter_bytes
 from strategies.search.own import Own
 from strategies.search.problem import Problem
 from strategies.search.transfers import PARTIAL, WHOLE, Integers, Rows, Seconds, Transfers
@@ -82,6 +82,7 @@ class Menu:
             tuple(ref in trained for ref in operator.operands),
             tuple(ref in self.lone for ref in operator.operands),
             operator.id in graph.returning,
+            tuple(Ref(operator.id, index) in self.problem.stored for index in range(len(operator.results))),
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
         )
@@ -171,10 +172,10 @@ class Menu:
         return found
 
     def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
-        """What a rank keeps: results that backward may need, and the parameters that this operator alone uses."""
+        """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
         graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
-        if operator.id in graph.returning and operator.op not in VIEWS:
-            for side, spec in zip(given, operator.results, strict=True):
+        for index, (side, spec) in enumerate(zip(given, operator.results, strict=True)):
+            if Ref(operator.id, index) in self.problem.stored:
                 found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.lone:
@@ -192,14 +193,7 @@ class Menu:
 
     def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
         """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
-        problem, spec = self.problem, self.problem.graph.specs[ref]
-        replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
-        parts = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
-        if ref not in problem.graph.trained:
-            return spec.item_bytes / parts[0]
-        masters = MASTER if spec.item_bytes < MASTER else 0
-        gradient, states = max(spec.item_bytes, MASTER), max(spec.item_bytes, MASTER) * problem.states + masters
-        return spec.item_bytes / parts[0] + gradient / parts[1] + states / parts[2]
+        return parameter_bytes(self.problem, layout, ref)
 
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""
@@ -213,10 +207,3 @@ class Menu:
         """Seconds of one redistribution."""
         mesh = self.problem.mesh
         return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
-
-    def own_seconds(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds that an operator takes under an assignment, whatever its neighbours do."""
-        sharding = self.problem.shardings[operator.id]
-        one = np.zeros(1, dtype=np.int64)
-        returned = [Side(self.transfers.rows_of([x]), one) for x in sharding.gradient_layouts(assignment)]
-        return float(self._own(operator, sharding, [assignment], returned)[0])

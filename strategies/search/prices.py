@@ -1,8 +1,9 @@
 """What a choice costs in seconds: an operator by itself, a value on its way to a use, and a whole plan.
 
-A plan costs the work of every operator, every redistribution forward and backward (once per value and target, as the
-engine does it), and the update of every parameter. Invariant: with the engine's redistributions (`engine_seconds`) the
-total is `strategies.search.pricing`'s, except for what leaves the graph.
+A plan costs the work of every operator, every redistribution forward and backward (once per value and target, but of a
+parameter once per use that returns a gradient, as the engine does it), what leaves the graph made whole, and the update
+of every parameter. Invariant: with the engine's redistributions (`engine_seconds`) the total is what the lowered
+program costs, and what the exact search's tables add up to.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Pricing:
         self._rates: dict[tuple[frozenset[str], frozenset[str], int], float] = {}
         self._talks: dict[Hashable, bool] = {}
         self.own = Own(problem, cluster)
+        self._leaving: dict[str, list[tuple[int, bool]]] = {}
+        for ref in problem.graph.outputs:
+            self._leaving.setdefault(ref.id, []).append((ref.index, ref in problem.graph.trained))
+        for _, ref in problem.graph.updates:
+            self._leaving.setdefault(ref.id, []).append((ref.index, False))
 
     def moved(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
         """Seconds to carry a value of `spec` from one layout to another."""
@@ -58,10 +64,17 @@ class Pricing:
         return self.moved(have, wanted, spec) + back
 
     def worked(self, operator: Operator, assignment: Assignment) -> float:
-        """Seconds of an operator's own work, forward and backward, and of what its local program sends."""
+        """Seconds of an operator's own work, forward and backward, of what its local program sends, and of results that
+        are handed on in another layout."""
         problem, sharding = self.problem, self.problem.shardings[operator.id]
         trained = operator.id in problem.graph.returning
         seconds = operator_seconds(sharding, assignment, operator, problem.graph, self.mesh, self.cluster, trained)
+        natural = sharding.result_layouts(assignment)
+        for index, handed in enumerate(problem.outputs.get(operator.id, ())):
+            spec, have = operator.results[index], natural[index]
+            seconds += self.moved(have, handed, spec)
+            if trained and Ref(operator.id, index) in problem.graph.trained:
+                seconds += self.moved(handed.whole, have.whole, spec)
         if sharding.local is None or not assignment:
             return seconds
         key = operator.target, sharding.operands, tuple(sharding.sizes.items())
@@ -77,26 +90,40 @@ class Pricing:
             self._rates[key] = self.own.parameter_seconds(Layout(held.dims, left), spec) / max(elements, 1)
         return elements * self._rates[key]
 
-    def total(self, chosen: Mapping[str, Assignment]) -> float:
-        """Seconds of a step with these assignments (by operator)."""
-        work = sum(self.worked(operator, chosen[operator.id]) for operator in self.problem.graph.operators)
-        return work + sum(self.carried(ref, chosen) for ref in self.problem.graph.users)
+    def left(self, operator: Operator, results: Sequence[Layout]) -> float:
+        """Seconds to make those of an operator's results whole that leave the graph, and to cut their gradients again;
+        they lie as `results`."""
+        seconds = 0.0
+        for index, learns in self._leaving.get(operator.id, ()):
+            have, spec = results[index], operator.results[index]
+            whole = Layout.replicated(len(spec.shape))
+            seconds += self.used(have, whole, whole if learns else None, spec)
+        return seconds
 
-    def carried(self, ref: Ref, chosen: Mapping[str, Assignment]) -> float:
+    def total(self, chosen: Mapping[str, Assignment], tensors: Mapping[Ref, Layout] | None = None) -> float:
+        """Seconds of a step with these assignments (by operator). Parameters with several uses lie as `tensors` says,
+        else as their first use wants them."""
+        seconds = 0.0
+        for operator in self.problem.graph.operators:
+            results = [self.layout(Ref(operator.id, index), chosen) for index in range(len(operator.results))]
+            seconds += self.worked(operator, chosen[operator.id]) + self.left(operator, results)
+        return seconds + sum(self.carried(ref, chosen, (tensors or {}).get(ref)) for ref in self.problem.graph.users)
+
+    def carried(self, ref: Ref, chosen: Mapping[str, Assignment], held: Layout | None = None) -> float:
         """Seconds to carry a value to all of its uses and their gradients back; of a parameter, with its update."""
         graph, shardings = self.problem.graph, self.problem.shardings
         source, spec = graph.by_id[ref.id], graph.specs[ref]
-        ways = dict.fromkeys(
+        every = [
             (
                 shardings[user.id].operand_layouts(chosen[user.id])[position],
                 shardings[user.id].gradient_layouts(chosen[user.id])[position] if self.learns(ref, user) else None,
             )
             for user, position in graph.users[ref]
-        )
+        ]
         if isinstance(source, Source) and source.kind == "parameter":
-            return self.parameter(list(ways), spec)
+            return self.parameter(every, spec, held)
         have = self.layout(ref, chosen)
-        return sum(self.used(have, wanted, returned, spec) for wanted, returned in ways)
+        return sum(self.used(have, wanted, returned, spec) for wanted, returned in dict.fromkeys(every))
 
     def learns(self, ref: Ref, user: Operator) -> bool:
         """Whether a gradient comes back from this use of a value."""
@@ -111,18 +138,20 @@ class Pricing:
             return self.problem.inputs[source.name]
         return Layout.replicated(len(source.spec.shape))
 
-    def parameter(self, ways: Sequence[tuple[Layout, Layout | None]], spec: TensorSpec) -> float:
-        """Seconds of a parameter that is used in these ways: it lies as the first wants it; its gradient is added over
-        all axes that a use leaves."""
+    def parameter(
+        self, ways: Sequence[tuple[Layout, Layout | None]], spec: TensorSpec, held: Layout | None = None
+    ) -> float:
+        """Seconds of a parameter that is used in these ways: it lies like `held`, else as the first wants it. Uses
+        without a gradient share what they want in common; of the others each takes it and returns its gradient, which
+        is added over all axes that some use leaves."""
         if not ways:
             return 0.0
-        held, left, seconds = ways[0][0], frozenset[str](), 0.0
-        for wanted, returned in ways:
+        held, left, seconds = held or ways[0][0], frozenset[str](), 0.0
+        for wanted in dict.fromkeys(wanted for wanted, returned in ways if returned is None):
             seconds += self.moved(held, wanted, spec)
-            if returned is not None:
-                open_ = left_axes(held, returned, spec.shape, self.mesh)
-                left |= open_
-                dims = tuple(tuple(axis for axis in dim if axis not in open_) for dim in returned.dims)
-                seconds += self.moved(Layout(dims, returned.partial - open_), held, spec)
-        learns = any(returned is not None for _, returned in ways)
-        return seconds + (self.updated(held, left, spec) if learns else 0.0)
+        learning = [(wanted, returned) for wanted, returned in ways if returned is not None]
+        for wanted, returned in learning:
+            open_ = left_axes(held, returned, spec.shape, self.mesh)
+            left |= open_
+            seconds += self.moved(held, wanted, spec) + self.moved(returned, Layout(held.dims, open_), spec)
+        return seconds + (self.updated(held, left, spec) if learning else 0.0)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from strategies.cost.saved import saved
 from strategies.graph import OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -33,6 +34,11 @@ class Problem:
     def trained(self) -> frozenset[Ref]:
         """The values that have a gradient."""
         return self.graph.trained
+
+    @cached_property
+    def stored(self) -> frozenset[Ref]:
+        """The results that stay for backward."""
+        return saved(self.graph)
 
     @cached_property
     def batch_factors(self) -> dict[str, str]:

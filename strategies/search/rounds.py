@@ -16,6 +16,7 @@ from strategies.graph import Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.classes import Classes
+from strategies.search.kept import operator_bytes
 from strategies.search.minplus import Table, cheapest
 from strategies.search.prices import Pricing
 
@@ -24,10 +25,11 @@ Way = tuple[int, int]
 
 
 class Rounds:
-    """The assignments of all classes so far (`chosen`), over the axes decided so far."""
+    """The assignments of all classes so far (`chosen`), over the axes decided so far. A byte that a rank keeps costs
+    `pressure` seconds (a Lagrange multiplier)."""
 
-    def __init__(self, pricing: Pricing, classes: Classes) -> None:
-        self.pricing, self.problem, self.classes = pricing, pricing.problem, classes
+    def __init__(self, pricing: Pricing, classes: Classes, pressure: float = 0.0) -> None:
+        self.pricing, self.problem, self.classes, self.pressure = pricing, pricing.problem, classes, pressure
         self.mesh = pricing.mesh
         self.place = {axis: position for position, axis in enumerate(self.mesh.names)}
         self.decided: frozenset[str] = frozenset()
@@ -102,8 +104,10 @@ class Rounds:
         head = self.classes.heads[number]
         key = number, tuple(assignment.items())
         if key not in self._worked:
-            self._worked[key] = self.pricing.worked(head, assignment)
-        seconds = self._worked[key]
+            kept = operator_bytes(self.problem, head, assignment) if self.pressure else 0.0
+            self._worked[key] = self.pricing.worked(head, assignment) + self.pressure * kept
+        results = [self._result(number, index, assignment) for index in range(len(head.results))]
+        seconds = self._worked[key] + self.pricing.left(head, results)
         for position, ref in enumerate(head.operands):
             source = self.problem.graph.by_id[ref.id]
             if not isinstance(source, Source):

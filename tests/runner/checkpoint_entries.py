@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from sharded_training import ALONE, MESH, Case, Setup, Task
 
-from runner import checkpoint
-from runner.checkpoint import Content
+from runner import checkpoints
+from runner.checkpoints import Content
 from runner.errors import ConfigError
 from strategies.errors import StrategyError
 
@@ -51,7 +51,7 @@ def throughout(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[s
             setup.step(micro_batches)
             torch.rand(2)
             if step == HALF:
-                checkpoint.save(folder / str(number), step, content(setup, case))
+                checkpoints.save(folder / str(number), step, content(setup, case))
         found.append(finished(setup))
     return found
 
@@ -64,9 +64,9 @@ def continued(rank: Any, payload: tuple[Task, list[Case], Path]) -> list[dict[st
         torch.manual_seed(99)
         setup = Setup(task, case, rank.rank)
         setup.step(task.batches[-1])  # whatever there was before loading must not matter
-        found_path = checkpoint.newest(folder / str(number))
+        found_path = checkpoints.newest(folder / str(number))
         assert found_path is not None
-        done = checkpoint.load(found_path, content(setup, case))
+        done = checkpoints.load(found_path, content(setup, case)).step
         for micro_batches in task.batches[done:]:
             setup.step(micro_batches)
             torch.rand(2)
@@ -94,7 +94,7 @@ def refused(rank: Any, payload: tuple[Task, list[tuple[Case, str]], Path]) -> li
             key, _, value = change.partition("=")
             wanted = replace(wanted, **{key: value}) if key == "fingerprint" else changed(wanted, key, value)
         try:
-            checkpoint.load(folder / "0" / f"step-{HALF:08d}", wanted)
+            checkpoints.load(folder / "0" / f"step-{HALF:08d}", wanted)
             said.append("")
         except (StrategyError, ConfigError) as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -114,7 +114,7 @@ def killed(rank: Any, payload: tuple[Task, Case, Path, float]) -> None:
     step = 1
     while True:
         setup.step(task.batches[0])
-        checkpoint.save(folder, step, content(setup, case), keep=2)
+        checkpoints.save(folder, step, content(setup, case), checkpoints.Wanted(keep=2))
         if step == 1 and rank.rank == rank.world_size - 1:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         step += 1

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hydra
 import pytest
 
-from runner import config, launch, recipes, words
+from runner import launch
 from runner.cli import main
-from runner.origins import Origins
 from runner.verbs import VERBS, Verb
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for what lies in a user's folder
+
+from composing import compose_config  # noqa: E402
 
 # The fork server imports the project for all ranks at once; before python 3.12 it does not get this process's path.
 ROOT = str(HERE.parents[1])
@@ -126,13 +126,6 @@ class Ended:
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
         return {record["step"]: record["evaluation"] for record in self.records if "evaluation" in record}
-
-
-def compose_config(*overrides: str) -> config.Config:
-    given = words.for_hydra(None, overrides)
-    recipes.register()
-    with hydra.initialize_config_module("conf", version_base="1.3"):
-        return config.load(hydra.compose("config", given), Origins(given))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import compose_config
+from composing import compose_config
 
 from runner.building import captured_from_shapes, objective
 from runner.data.loader import flatten_batch, whole_batch

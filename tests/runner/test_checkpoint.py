@@ -13,11 +13,11 @@ import numpy
 import pytest
 import torch
 
-from runner import checkpoint
-from runner.continuation import check_same, differences
+from runner import checkpoints
+from runner.checkpoints import committing, folder, index, writing
+from runner.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
-from strategies.errors import StrategyError
 
 HERE = Path(__file__).parent
 
@@ -81,28 +81,24 @@ def test_continuing_gives_the_same_bits(ranks, task, cases, saved):
             assert torch.equal(one[name], other[name]), (case, name)
 
 
-def test_every_slice_is_stored_once(saved, cases):
+def test_every_element_is_stored_once(saved, cases):
     folder, expected = saved
     for number, _ in enumerate(cases):
-        stored = checkpoint._stored(folder / str(number) / "step-00000003")
-        elements = {}
-        for key, (size, _) in stored.items():
-            kind, _, place = key.partition("/")
-            if kind == "model":
-                name = place.partition("[")[0]
-                elements[name] = elements.get(name, 0) + torch.Size(size).numel()
-        assert elements == {name: expected[number][name].numel() for name in elements}
-        assert set(elements) == set(expected[number]) - {"learning rate", "random numbers"}
+        path = folder / str(number) / "step-00000003"
+        forms = json.loads((path / "index.json").read_text())
+        stored = index.from_json(forms[0])
+        for key, entry in stored.items():
+            assert sum(part.elements for part in entry.parts) == entry.elements, key
+        names = {key.removeprefix("model/") for key in stored if key.startswith("model/")}
+        assert names == set(expected[number]) - {"learning rate", "random numbers"}
+        for name in names:
+            assert stored[f"model/{name}"].shape == tuple(expected[number][name].shape)
 
 
 def test_other_runs_are_refused_with_what_differs(ranks, task, cases, saved):
     first = cases[0]
     others = [
-        (replace(first, seed=1), "", "plan."),
-        (replace(first, stage=1), "", "parallel.zero.stage was 0 and is now 1"),
         (replace(first, optimizer="adamw"), "", 'optimizer.target was "sgd" and is now "adamw"'),
-        (first, "train.precision=bf16", 'train.precision was "fp32" and is now "bf16"'),
-        (first, "parallel.mode=semi_auto", 'parallel.mode was "auto" and is now "semi_auto"'),
         (first, "fingerprint=another", 'was "a hash" and is now "another"'),
         (first, "", ""),
     ]
@@ -136,19 +132,21 @@ def test_an_interrupted_save_harms_nothing(alone, task, tmp_path, monkeypatch):
     """Interrupted at every point at which files or names change."""
     setup, content = alone()
     setup.step(task.batches[0])
-    checkpoint.save(tmp_path, 1, content)
+    checkpoints.save(tmp_path, 1, content)
     expected = weights_of(setup)
     setup.step(task.batches[1])
-    for name in ("_write", "_write_text", "_sync", "_put"):
+    steps = [(writing, "write"), (writing, "write_bytes"), (committing, "leave"), (committing, "commit")]
+    steps += [(folder, name) for name in ("write_text", "sync", "put")]
+    for module, name in steps:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, name, interrupted)
-            with pytest.raises(InterruptedError):
-                checkpoint.save(tmp_path, 2, content)
-        assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
-        checkpoint.clean(tmp_path)
+            patch.setattr(module, name, interrupted)
+            with pytest.raises((InterruptedError, checkpoints.SaveFailed)):
+                checkpoints.save(tmp_path, 2, content)
+        assert checkpoints.newest(tmp_path) == tmp_path / "step-00000001"
+        checkpoints.clean(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     fresh, target = alone()
-    assert checkpoint.load(checkpoint.locate(tmp_path), target) == 1
+    assert checkpoints.load(checkpoints.locate(tmp_path), target).step == 1
     assert same(fresh.weights(), expected)
 
 
@@ -159,7 +157,7 @@ def interrupted(*_, **__):
 def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task, tmp_path, monkeypatch):
     setup, content = alone()
     setup.step(task.batches[0])
-    path = checkpoint.save(tmp_path, 1, content)
+    path = checkpoints.save(tmp_path, 1, content)
     renames = []
 
     def rename(self, target, original=Path.rename):
@@ -171,32 +169,32 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(alone, task,
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
-        with pytest.raises(InterruptedError):
-            checkpoint.save(tmp_path, 1, content)
-    assert checkpoint.newest(tmp_path) is None
-    checkpoint.clean(tmp_path)
+        with pytest.raises(checkpoints.SaveFailed):
+            checkpoints.save(tmp_path, 1, content)
+    assert checkpoints.newest(tmp_path) is None
+    checkpoints.clean(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoint.load(path, alone()[1]) == 1
-    assert checkpoint.save(tmp_path, 1, content) == path
+    assert checkpoints.load(path, alone()[1]).step == 1
+    assert checkpoints.save(tmp_path, 1, content) == path
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_the_last_ones_are_kept(alone, tmp_path):
     _, content = alone()
     for step in (2, 10, 9):
-        checkpoint.save(tmp_path, step, content)
-    checkpoint.save(tmp_path, 11, content, keep=2)
+        checkpoints.save(tmp_path, step, content)
+    checkpoints.save(tmp_path, 11, content, checkpoints.Wanted(keep=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-    checkpoint.save(tmp_path, 3, content, keep=1)
+    checkpoints.save(tmp_path, 3, content, checkpoints.Wanted(keep=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010", "step-00000011"]
 
 
 def test_random_states_go_on(alone, tmp_path):
     _, content = alone()
-    path = checkpoint.save(tmp_path, 1, content)
+    path = checkpoints.save(tmp_path, 1, content)
     expected = (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random())
     random.seed(5)
-    checkpoint.load(path, content)
+    checkpoints.load(path, content)
     assert (torch.rand(3).tolist(), numpy.random.rand(3).tolist(), random.random()) == expected
 
 
@@ -213,10 +211,10 @@ def test_schedulers_with_counters_are_restored(alone, tmp_path):
     for _ in range(4):
         setup.updates.optimizer.step()
         one.step()
-    path = checkpoint.save(tmp_path, 1, replace(content, scheduler=one))
+    path = checkpoints.save(tmp_path, 1, replace(content, scheduler=one))
     fresh, target = alone()
     other = scheduler(fresh.updates.optimizer)
-    checkpoint.load(path, replace(target, scheduler=other))
+    checkpoints.load(path, replace(target, scheduler=other))
     for _ in range(3):
         for setup_, scheduler_ in ((setup, one), (fresh, other)):
             setup_.updates.optimizer.step()
@@ -228,71 +226,76 @@ def test_a_state_that_cannot_be_held_is_refused(alone, tmp_path):
     setup, content = alone()
     setup.updates.optimizer.param_groups[0]["odd"] = interrupted
     with pytest.raises(ConfigError, match="keeps something in its state that a checkpoint cannot hold"):
-        checkpoint.save(tmp_path, 1, content)
-    assert checkpoint.newest(tmp_path) is None
+        checkpoints.save(tmp_path, 1, content)
+    assert checkpoints.newest(tmp_path) is None
 
 
 def damage_header(path):
-    (path / checkpoint.HEADER).write_text("{")
+    (path / checkpoints.HEADER).write_text("{")
 
 
 def damage_header_entry(path):
-    header = json.loads((path / checkpoint.HEADER).read_text())
-    del header["plan"]
-    (path / checkpoint.HEADER).write_text(json.dumps(header))
+    header = json.loads((path / checkpoints.HEADER).read_text())
+    header["step"] = 7
+    (path / checkpoints.HEADER).write_text(json.dumps(header))
 
 
-def damage_metadata(path):
-    (path / ".metadata").write_bytes(b"nothing")
+def damage_index(path):
+    file = path / "index.json"
+    file.write_text(file.read_text().replace("0", "1", 1))
 
 
-def remove_metadata(path):
-    (path / ".metadata").unlink()
+def remove_index(path):
+    (path / "index.json").unlink()
 
 
 def cut_data(path):
-    data = next(path.glob("*.distcp"))
+    data = next(path.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:100])
 
 
 def remove_data(path):
-    next(path.glob("*.distcp")).unlink()
+    next(path.glob("*.safetensors")).unlink()
+
+
+def remove_plain(path):
+    next(path.glob("*.pt")).unlink()
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_header, damage_header_entry, damage_metadata, remove_metadata, cut_data, remove_data]
+    "damage", [damage_header, damage_header_entry, damage_index, remove_index, cut_data, remove_data, remove_plain]
 )
 def test_a_damaged_checkpoint_is_named_with_the_others(alone, tmp_path, damage):
     setup, content = alone()
-    path = checkpoint.save(tmp_path, 2, content)
-    checkpoint.save(tmp_path, 1, content)
+    path = checkpoints.save(tmp_path, 2, content)
+    checkpoints.save(tmp_path, 1, content)
     before = weights_of(setup)
     damage(path)
     with pytest.raises(ConfigError, match=r"step-00000002 is damaged .* Others beside it: step-00000001") as caught:
-        checkpoint.load(path, content)
+        checkpoints.load(path, content)
     assert "\n" not in str(caught.value)
     assert same(setup.weights(), before), "a failed load must not change anything"
 
 
 def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     with pytest.raises(ConfigError, match="missing': this folder does not exist"):
-        checkpoint.locate(tmp_path / "missing")
+        checkpoints.locate(tmp_path / "missing")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        checkpoint.locate(tmp_path)
+        checkpoints.locate(tmp_path)
     with pytest.raises(ConfigError, match=r"has no checkpoint\.json"):
-        checkpoint.load(tmp_path, alone()[1])
-    assert checkpoint.newest(tmp_path / "missing") is None
+        checkpoints.load(tmp_path, alone()[1])
+    assert checkpoints.newest(tmp_path / "missing") is None
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(alone, tmp_path):
     _, content = alone()
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
-        checkpoint.save(folder, step, content)
-    shutil.rmtree(folder / "step-00000002" / checkpoint.HEADER, ignore_errors=True)
+        checkpoints.save(folder, step, content)
+    shutil.rmtree(folder / "step-00000002" / checkpoints.HEADER, ignore_errors=True)
     for path in (tmp_path, folder, folder / "step-00000002"):
-        assert checkpoint.locate(path) == folder / "step-00000002"
-    assert checkpoint.locate(folder / "step-00000001") == folder / "step-00000001"
+        assert checkpoints.locate(path) == folder / "step-00000002"
+    assert checkpoints.locate(folder / "step-00000001") == folder / "step-00000001"
 
 
 def test_differences_name_the_first_entry():
@@ -308,23 +311,23 @@ def test_differences_name_the_first_entry():
 def test_who_chose_a_strategy_does_not_matter_but_the_order_of_axes_does():
     plan = {
         "mesh": {"a": 2, "b": 2},
-        "operators": {"x": {"assignment": {}, "origin": "default"}},
+        "assignments": {"x": {"assignment": {}, "origin": "default"}},
         "search": {"seconds": 1},
     }
     saved = {"plan": plan, "config": {}, "fingerprint": ""}
     other = copy.deepcopy(plan) | {"search": {"seconds": 2}}
-    other["operators"]["x"]["origin"] = "configured"
-    check_same(Path("p"), saved, plan=other, config={}, fingerprint="")
-    with pytest.raises(StrategyError, match=r"plan\.mesh was"):
-        check_same(Path("p"), saved, plan=plan | {"mesh": {"b": 2, "a": 2}}, config={}, fingerprint="")
+    other["assignments"]["x"]["origin"] = "configured"
+    assert not compare(Path("p"), saved, plan=other, config={}, fingerprint="").moved
+    moved = compare(Path("p"), saved, plan=plan | {"mesh": {"b": 2, "a": 2}}, config={}, fingerprint="").moved
+    assert moved == (("plan.mesh", [["a", 2], ["b", 2]], [["b", 2], ["a", 2]]),)
 
 
 def kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size):
     with pytest.raises(RunFailed, match="SIGKILL"):
         ranks("killed", (task, entries.Case(accumulate=1), folder, seconds), world_size=world_size)
-    checkpoint.clean(folder)
+    checkpoints.clean(folder)
     names = [path.name for path in folder.iterdir()]
-    assert all(checkpoint.NAME.fullmatch(name) for name in names)
+    assert all(checkpoints.NAME.fullmatch(name) for name in names)
     assert 1 <= len(names) <= 3
 
 
@@ -333,7 +336,7 @@ def test_a_rank_killed_while_saving_leaves_a_good_checkpoint(ranks, entries, alo
         folder = tmp_path / str(number)
         kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size=1)
         setup, content = alone()
-        done = checkpoint.load(checkpoint.locate(folder), content)
+        done = checkpoints.load(checkpoints.locate(folder), content).step
         after, _ = alone()
         for _ in range(done):
             after.step(task.batches[0])

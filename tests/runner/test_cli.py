@@ -103,7 +103,7 @@ BAD = [
     (["-m", QUICK, "train.steps=3,-1"], "job #1 (+recipe=quickstart train.steps=-1): train.steps = -1"),
     (["-m", "+recipe=quickstart,quikstart"], "job #1 (+recipe=quikstart): recipe = 'quikstart' does not exist"),
     (["recipes", "quikstart"], "Did you mean 'quickstart'?"),
-    (["doctor", "now"], "takes no arguments"),
+    (["doctor", "now"], "doctor = 'now': this folder does not exist"),
 ]
 
 

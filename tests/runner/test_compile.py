@@ -2,10 +2,9 @@
 process; where that cannot be done it is told."""
 
 import pytest
-import torch.distributed as dist
+from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
-from runner import trainer
 from strategies.engine import compiled
 from strategies.errors import StrategyError
 
@@ -42,16 +41,6 @@ def test_a_compiled_run_trains_and_evaluates_as_any_other(start):
     assert second.evaluations == {step: pytest.approx(values) for step, values in first.evaluations.items()}
 
 
-def test_orders_of_communication_that_differ_end_the_run(monkeypatch):
-    sums = {dist.ReduceOp.MIN: 1, dist.ReduceOp.MAX: 2}
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, kind, group: tensor.fill_(sums[kind]))
-    with pytest.raises(RuntimeError, match="in different orders"):
-        trainer._agree(1, "in different orders")
-    sums[dist.ReduceOp.MAX] = 1
-    trainer._agree(1, "in different orders")
-
-
 @pytest.mark.parametrize("words", [MODES["stand_alone"], HYBRID], ids=["stand_alone", "hybrid"])
 def test_modules_that_run_as_they_are_are_not_compiled(command, words):
     done = command(*SMALL, *words, COMPILED)
@@ -60,8 +49,6 @@ def test_modules_that_run_as_they_are_are_not_compiled(command, words):
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch):
-    from conftest import compose_config
-
     from runner.prepare import prepare
 
     monkeypatch.setattr(compiled, "missing", lambda device: f"no compiler for {device}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from conftest import compose_config
+from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from runner.deciding import Deciding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import compose_config
+from composing import compose_config
 
 from runner.differences import differences
 from runner.jobs import plan

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from runner.errors import ConfigError
-from runner.optimizers import frozen, optimizer_factory, parameter_groups, scheduler
+from runner.optimizers import frozen, optimizer_factory, parameter_groups, scheduler, states
 from runner.schema import Optimizer, Scheduler
+from strategies.errors import StrategyError
 
 NAMES = ("emb.weight", "layers.0.norm.weight", "layers.0.norm.bias", "layers.0.dense.weight", "head.bias")
 NO_SCHEDULER = {"target": None, "args": {}, "per": "step"}
@@ -116,3 +117,23 @@ def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):
     given = {"target": f"torch.optim.lr_scheduler.{target}", "args": args, "per": "step"}
     with pytest.raises(ConfigError, match=message):
         scheduler(Scheduler.model_validate(given), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kept"),
+    [
+        ("SGD", {"lr": 0.1}, 0),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 1),
+        ("RMSprop", {}, 1),
+        ("Adam", {}, 2),
+        ("Adam", {"amsgrad": True}, 3),
+        ("Adafactor", {}, 2 / 64),  # a number per row and one per column
+    ],
+)
+def test_how_many_numbers_an_optimizer_keeps(target, args, kept):
+    assert states(config(target=f"torch.optim.{target}", args=args)) == kept
+
+
+def test_an_optimizer_that_no_plan_can_use_is_told():
+    with pytest.raises(StrategyError, match="Optimizer LBFGS cannot be used here"):
+        states(config(target="torch.optim.LBFGS"))

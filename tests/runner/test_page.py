@@ -12,11 +12,11 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
-from conftest import compose_config
+from composing import compose_config
 
 from runner.jobs import plan as planning
 from runner.layers import kinds
-from runner.page import page
+from runner.page.document import page
 from runner.page.markup import Markup, element, joined
 from runner.page.pictures import bar, gauge, layer_picture, mesh_picture
 

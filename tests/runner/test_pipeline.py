@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from small import MODES, SMALL
 
-from runner import checkpoint
+from runner import checkpoints
 from runner.sections.pipeline import Pipeline
 
 TWO = (*SMALL, *MODES["data_parallel"], "parallel.pipeline.cuts={outer: 1}", "parallel.pipeline.stages=2")
@@ -104,9 +104,9 @@ def test_recompute_in_a_pipeline_stores_less(start):
 
 
 def stored(folder):
-    path = checkpoint.newest(folder / "checkpoints")
-    tensors = {key: torch.empty(size, dtype=dtype) for key, (size, dtype) in checkpoint._stored(path).items()}
-    checkpoint._read(path, tensors)
+    path = checkpoints.newest(folder / "checkpoints")
+    opened = checkpoints.read(path)
+    tensors = {key: opened.read(key) for key in opened.tensors}
     return tensors
 
 

@@ -2,6 +2,7 @@
 gradients overflow are left out by all ranks."""
 
 import pytest
+from composing import compose_config
 from small import MODES, SMALL
 
 from runner import precision
@@ -75,8 +76,6 @@ def test_a_scale_is_for_fp16(command):
 
 
 def test_where_there_is_no_fp16_it_is_told_before_anything_starts(monkeypatch):
-    from conftest import compose_config
-
     from runner.prepare import prepare
 
     with pytest.raises(ConfigError, match=r"train\.precision = fp16 cannot be used with this model on a CPU"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import compose_config
+from composing import compose_config
 from small import MODES, SMALL
 
 from runner.clusters import described, shipped

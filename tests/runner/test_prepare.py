@@ -2,12 +2,13 @@
 
 import hydra
 import pytest
+from conftest import compose_config
 from small import HYBRID, SMALL
 
 from runner import config, recipes
 from runner.errors import ConfigError
 from runner.origins import Origins
-from runner.prepare import prepare
+from runner.prepare import prepare, request_of
 
 
 def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
@@ -17,3 +18,9 @@ def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
         open_ended = config.load(hydra.compose("config", overrides), Origins(overrides))
     with pytest.raises(ConfigError, match=r"has 4 devices, but there are 8 ranks .*; set world_size=4 or another mesh"):
         prepare(open_ended, None)
+
+
+@pytest.mark.parametrize(("momentum", "kept"), [(0.0, 0), (0.9, 1)])
+def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
+    optimizer = ("optimizer.target=torch.optim.SGD", f"+optimizer.args.momentum={momentum}")
+    assert request_of(compose_config(*SMALL, "parallel=data_parallel", *optimizer), 4).states == kept

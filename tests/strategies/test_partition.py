@@ -183,7 +183,7 @@ def test_code_can_be_read() -> None:
     ]
     lines = module.get_submodule("dense1").code.strip().splitlines()
     assert lines[0] == "def forward(self, tensors_0):"
-    assert any("redistribute_all_gather_dim_0_over_d1(tensors_0)" in line for line in lines)
+    assert any("redistribute_all_gather_dim_0_over_d1(_own_0, tensors_0)" in line for line in lines)
     assert any("torch.ops.aten.linear.default(" in line for line in lines)
 
 

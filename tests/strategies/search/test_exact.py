@@ -7,12 +7,16 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
+from models.losses import NextTokenLoss
+from models.moe import MoE
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.operators import operator_seconds
 from strategies.engine.lowering import lower
 from strategies.engine.program import Redistribute
+from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -21,10 +25,12 @@ from strategies.rules import rule_of
 from strategies.search.exact import Found, search
 from strategies.search.network import Building
 from strategies.search.options import Menu
-from strategies.search.pricing import plan_seconds
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
+from strategies.search.recursive import bisect
 from strategies.search.transfers import Transfers
 from tests.fuzz.cases import random_case
+from tests.strategies.search.problems import node, problem, shaped, tokens
 
 CLUSTER = Cluster(
     "small",
@@ -103,8 +109,9 @@ def cheapest(problem: Problem) -> float | None:
     every = combinations(problem)
     if not every or len(every) * math.prod(len(found) for _, found in layouts) > 6000:
         return None
+    pricing = Pricing(problem, CLUSTER)
     return min(
-        plan_seconds(building.menu, one, dict(zip([ref for ref, _ in layouts], chosen, strict=True)), problem)
+        pricing.total(one, dict(zip([ref for ref, _ in layouts], chosen, strict=True)))
         for one in every
         for chosen in product(*(found for _, found in layouts))
     )
@@ -115,6 +122,7 @@ def test_costs_what_the_program_costs() -> None:
         problem = problem_of(seed, MESHES[seed % len(MESHES)], (3, 12))
         found = search(problem, CLUSTER)
         assert found.cost == pytest.approx(executed_seconds(problem, found, 0.0), rel=1e-9), seed
+        assert found.cost == pytest.approx(Pricing(problem, CLUSTER).total(found.assignments, found.tensors)), seed
         assert found.lower_bound <= found.cost * (1 + 1e-12)
 
 
@@ -134,6 +142,39 @@ def compare(seeds: range) -> int:
 
 def test_no_assignment_is_cheaper() -> None:
     assert compare(range(60)) >= 30
+
+
+@pytest.mark.parametrize("largest", [2**8, 2**6, 2**4, 2**2])
+def test_tables_that_would_be_too_large_leave_a_plan_and_a_bound(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are split less, then axes are joined; what is told of the best plan stays true."""
+    refused = planned = 0
+    for seed in range(20):
+        problem = problem_of(seed, MESHES[2], (4, 8))
+        best = search(problem, CLUSTER).cost
+        with monkeypatch.context() as patched:
+            patched.setattr("strategies.search.elimination.LARGEST", largest)
+            try:
+                found = search(problem, CLUSTER)
+            except StrategyError as error:
+                assert "recursive_programming" in str(error)
+                refused += 1
+                continue
+        planned += 1
+        assert found.lower_bound <= best * (1 + 1e-9) <= found.cost * (1 + 2e-9), seed
+        assert found.cost == pytest.approx(executed_seconds(problem, found, 0.0), rel=1e-9), seed
+    assert planned > 15 if largest > 2**6 else refused > 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+def test_a_mixture_of_experts_has_a_plan(sizes: tuple[int, ...]) -> None:
+    """Softmaxes of the router have three uses, and split together they are too many for one table."""
+    with torch.device("meta"):
+        net = MoE(256, 32, 32, 2, 4, 64, 8, 2)
+    made = problem(shaped(net, NextTokenLoss(), *tokens(16, 32)), Mesh(tuple(zip("abc", sizes, strict=False))))
+    found = search(made, node(8))
+    assert found.cost == pytest.approx(Pricing(made, node(8)).total(found.assignments, found.tensors))
+    assert found.cost <= Pricing(made, node(8)).total(bisect(made, node(8)))
+    assert found.gap <= 1e-9 if len(sizes) == 2 else found.lower_bound < found.cost
 
 
 @pytest.mark.slow

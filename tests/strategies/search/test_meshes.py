@@ -42,7 +42,7 @@ def test_the_bound_holds() -> None:
         made = problem(graph, prime_mesh(16))
         pricing, alike = Pricing(made, nodes(2), direct_seconds), classes(made)
         for factors in factorisations(made.mesh, nodes(2)):
-            assert 0 < least(pricing, alike, factors) <= in_rounds(pricing, alike, factors)[1]
+            assert 0 < least(pricing, alike, factors) <= in_rounds(pricing, alike, factors).seconds
 
 
 def test_the_best_and_its_runner_up() -> None:
@@ -52,7 +52,7 @@ def test_the_best_and_its_runner_up() -> None:
     assert found.best.seconds <= found.runner_up.seconds
     assert found.searched + found.left_out == len(list(factorisations(made.mesh, machine)))
     pricing, alike = Pricing(made, machine, direct_seconds), classes(made)
-    every = [in_rounds(pricing, alike, factors)[1] for factors in factorisations(made.mesh, machine)]
+    every = [in_rounds(pricing, alike, factors).seconds for factors in factorisations(made.mesh, machine)]
     assert math.isclose(found.best.seconds, min(every))
     assert found.best.mesh == told_apart(made.mesh, found.assignments)
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_among_the_best_two_is_left_out() -> None:
     found = choose(made, machine)
     assert found.left_out and found.runner_up is not None
     pricing, alike = Pricing(made, machine, direct_seconds), classes(made)
-    totals = sorted(in_rounds(pricing, alike, factors)[1] for factors in factorisations(made.mesh, machine))
+    totals = sorted(in_rounds(pricing, alike, factors).seconds for factors in factorisations(made.mesh, machine))
     assert [found.best.seconds, found.runner_up.seconds] == totals[:2]  # as if nothing had been left out
 
 

@@ -9,9 +9,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import Bounds as Range
-from scipy.optimize import LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import nn
 
 from models.gpt import GPT
@@ -31,6 +28,7 @@ from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
+from tests.strategies.search.integer_program import integer_optimum, settled
 
 NODES = Cluster(
     "nodes",
@@ -118,61 +116,18 @@ def test_folding_changes_nothing() -> None:
     assert folded_any > 40
 
 
-def integer_program(network: Network) -> float:
-    """The optimum by scipy.optimize.milp: a binary per option, and one per pair of options of every table over two."""
-    starts = np.cumsum([0, *network.sizes])
-    costs, rows, columns, entries, wanted = [np.zeros(starts[-1])], [], [], [], []
-    count = starts[-1]
-
-    def equation(places: list[int], values: list[float], right: float) -> None:
-        rows.extend([len(wanted)] * len(places))
-        columns.extend(places)
-        entries.extend(values)
-        wanted.append(right)
-
-    for variable, size in enumerate(network.sizes):
-        equation(list(range(starts[variable], starts[variable] + size)), [1.0] * size, 1.0)
-    for one in network.tables:
-        if len(one.variables) == 1:
-            costs[0][starts[one.variables[0]] :][: len(one.seconds)] += one.seconds
-            continue
-        a, b = one.variables
-        seconds = np.where(np.isfinite(one.seconds), one.seconds, 1e3)
-        costs.append(seconds.ravel())
-        index = np.arange(count, count + seconds.size).reshape(seconds.shape)
-        count += seconds.size
-        for option in range(seconds.shape[0]):
-            equation([*index[option], int(starts[a] + option)], [1.0] * seconds.shape[1] + [-1.0], 0.0)
-        for option in range(seconds.shape[1]):
-            equation([*index[:, option], int(starts[b] + option)], [1.0] * seconds.shape[0] + [-1.0], 0.0)
-    matrix = coo_array((entries, (rows, columns)), shape=(len(wanted), count)).tocsr()
-    scale = 1e3  # milliseconds: the solver's tolerances are absolute
-    kinds = np.zeros(count)
-    kinds[: starts[-1]] = 1
-    found = milp(
-        np.concatenate(costs) * scale,
-        constraints=LinearConstraint(matrix, wanted, wanted),
-        bounds=Range(0, 1),
-        integrality=kinds,
-        options={"mip_rel_gap": 0.0},
-    )
-    assert found.success
-    return float(found.fun / scale)
-
-
-@pytest.mark.parametrize(("make", "layers", "sizes"), [(llama, 2, (8,)), (llama, 2, (2, 4)), (gpt, 2, (8,))])
+@pytest.mark.parametrize(
+    ("make", "layers", "sizes"),
+    [
+        *((llama, layers, sizes) for layers in (2, 8) for sizes in ((8,), (2, 4))),
+        *((gpt, layers, sizes) for layers in (2, 12) for sizes in ((8,), (2, 4))),
+    ],
+)
 def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes: tuple[int, ...]) -> None:
-    """On the network as it is when the search is done: each iteration settles prices, so it is built once more."""
     problem = problem_of(make(layers), *sizes)
     found = search(problem, NODES)
     assert found.gap <= 1e-9
-    menu = Menu(problem, Transfers(problem.mesh, NODES))
-    building = Building(problem, menu)
-    folded = Folded(building.network)
-    while building.settle(folded.solve()[0]):
-        pass
-    assert integer_program(building.network) == pytest.approx(folded.solve()[1], rel=1e-6)
-    assert folded.solve()[1] == pytest.approx(found.cost, rel=1e-9)
+    assert integer_optimum(settled(problem, NODES)) == pytest.approx(found.cost, rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (8, 8), (2, 2, 2)])

@@ -1,0 +1,135 @@
+"""What a save costs the training beside it, as a ratio of one run: the time that steps take longer because of a save in
+the background, over the time of a save for which the ranks wait.
+
+    python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--rounds 9]
+        [--clock wall|cpu]
+
+Rounds of plain steps, a blocking save and a background save take turns in the same processes, so that other work on the
+machine reaches all of them; every figure is a median. Goal: at most 5 %. The memory that is needed for it is a copy, in
+the host's memory, of what a rank stores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner import checkpoints, launch
+from strategies.engine.communicator import Communicator
+from strategies.engine.program import Program
+from strategies.engine.updates import axes_needed, make_updates
+from strategies.graph import Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+
+PLAIN = 6
+"""Steps without a save per round."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+"""On a machine with more work than cores, the clock of the training thread: it counts neither waiting for a core nor
+for the disk, which makes a blocking save look cheaper than it is."""
+
+
+class Run:
+    """Data parallel training of square layers by AdamW."""
+
+    def __init__(self, rank: Any, width: int, layers: int, rows: int, clock: str) -> None:
+        self.device, self.clock = rank.device, CLOCKS[clock]
+        module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(self.device)
+        mesh = Mesh((("dp", rank.world_size),))
+        names = [name for name, _ in module.named_parameters()]
+        sources = tuple(Source(name, "parameter", name, TensorSpec((width, width), "float32"), True) for name in names)
+        axes = mesh.sorted(mesh.names)
+        layouts = {name: Layout.replicated(2) for name in names}
+        open_axes = dict.fromkeys(names, axes)
+        program = Program(mesh, sources, layouts, (), tuple(map(Ref, names)), open_axes, tuple(names), False)
+        communicator = Communicator(mesh, rank.rank, axes_needed(program))
+        groups = [{"names": names}]
+        updates = make_updates(0, module, program, communicator, lambda given: torch.optim.AdamW(given), groups)
+        config = {"world_size": mesh.size, "train": {"seed": 0}}
+        self.module, self.updates = module, updates
+        self.content = checkpoints.Content(program, communicator, {}, updates, None, {}, config)
+        self.saver = checkpoints.Saver()
+        self.batch = torch.randn(rows, width, device=self.device)
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        started = self.clock()
+        self.updates.backward(self.module(self.batch).square().mean())
+        self.updates.reduce()
+        self.saver.settle()
+        self.updates.update(measure=False)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return self.clock() - started
+
+
+def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """Medians over the rounds, and bytes, of this rank."""
+    run = Run(rank, payload["width"], payload["layers"], payload["rows"], payload["clock"])
+    saver, wanted = run.saver, checkpoints.Wanted(keep=2)
+    folder, number = Path(payload["folder"]), 0
+    found: dict[str, list[float]] = {"step": [], "blocking": [], "extra": [], "call": [], "under way": [], "ratio": []}
+    for round_ in range(payload["rounds"] + 1):
+        plain = statistics.median(run.step() for _ in range(PLAIN))
+        number += 1
+        started = run.clock()
+        checkpoints.save(folder, number, run.content, wanted)
+        blocking = run.clock() - started
+        run.step()
+        number += 1
+        started = run.clock()
+        saver.save(folder, number, run.content, wanted)
+        call = run.clock() - started
+        steps = 0
+        while saver.busy or not steps:
+            run.step()
+            steps += 1
+        under_way = run.clock() - started
+        saver.wait()
+        after = statistics.median(run.step() for _ in range(PLAIN))
+        plain = (plain + after) / 2
+        if round_:  # the first one makes buffers and imports
+            extra = under_way - steps * plain
+            values = (plain, blocking, extra, call, under_way, extra / blocking)
+            for name, value in zip(found, values, strict=True):
+                found[name].append(value)
+    medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
+    return medians | {"held": saver.held, "parameters": sum(one.numel() for one in run.module.parameters())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    for name, value in (("width", 1024), ("layers", 24), ("rows", 256), ("rounds", 9)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        told = launch.run_ranks(
+            "benchmarks.checkpoint:measure",
+            vars(options) | {"folder": folder},
+            world_size=options.ranks,
+            run_dir=Path(folder),
+            device=options.device,
+            timeout=600,
+            threads=1,
+        )
+    shown = {name: f"{1000 * told[name]:.0f} ms" for name in ("step", "blocking", "call", "under way", "extra")}
+    print(
+        f"{told['parameters']:,} parameters, {options.ranks} ranks on {options.device}, by the {options.clock} clock: "
+        f"step {shown['step']}; blocking save {shown['blocking']}; in the background {shown['under way']}, the "
+        f"call {shown['call']}; steps longer by {shown['extra']} together; ratio {told['ratio']:.3f}; "
+        f"{told['held']:,} bytes more in the host's memory"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Bytes that hand-written plans send, against those of the plans that the search finds in the same memory.
+
+    python -m benchmarks.hand_plans [--only WORD] [--out docs/hand_plans.md]
+
+Tiny models of real structure. A hand plan's memory is the predicted peak of its fullest rank (see docs/memory.md); the
+search (dynamic_programming, with ZeRO's stage open) gets that as its limit, and a machine whose links are all that
+costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose communicators count what
+they send. Goal: the search never sends more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.step_time import Built, Strategies, Task, program_of, updating
+from models.ffn import FFN
+from models.gpt import GPT
+from models.llama import Llama
+from models.losses import NextTokenLoss
+from models.moe import MoE
+from models.vocabulary import VocabularyFFN
+from runner import launch
+from strategies.capture import Captured, Objective, capture
+from strategies.cost.activations import trace
+from strategies.cost.cluster import RING, Cluster, Level, Link
+from strategies.cost.memory import memory
+from strategies.cost.step import step_cost
+from strategies.errors import StrategyError
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted
+from strategies.search.joint import Bound, Choice, Priced, decide
+
+FAST = 1e13
+"""Flops and bytes of memory per second: a step's work is a millionth of a second, its bytes are tenths."""
+NARROWER = 8
+"""How often a plan that is too large is searched anew with other room, at most."""
+Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
+
+
+def by_bytes(ranks: int) -> Cluster:
+    """A machine on which a step takes as long as its bytes are sent."""
+    return Cluster(
+        "bytes", (Level("rank", ranks, Link(1e6, 0.0)),), {"float32": FAST}, 2**50, FAST, 0.0, algorithms=(RING,)
+    )
+
+
+def _text(net: nn.Module, length: int = 32, rows: int = 8) -> Model:
+    tokens, labels = (torch.randint(64, (rows, length)) for _ in range(2))
+    return net, NextTokenLoss(), (tokens, labels)
+
+
+def gpt() -> Model:
+    return _text(GPT(64, 32, 64, 2, 4))
+
+
+def llama() -> Model:
+    return _text(Llama(64, 32, 64, 2, 4, 4, 128))
+
+
+def moe() -> Model:
+    return _text(MoE(64, 32, 32, 2, 4, 64, 4, 2))
+
+
+def vocabulary() -> Model:
+    return _text(VocabularyFFN(64, 32, 128))
+
+
+def ffn() -> Model:
+    return FFN([64, 256, 128, 256, 16]), nn.CrossEntropyLoss(), (torch.randn(64, 64), torch.randint(16, (64,)))
+
+
+def megatron(data: int, tensor: int, inner: Sequence[str], *, sequence: bool = False, tied: bool = True) -> Strategies:
+    """Column-then-row pairs, a vocabulary sliced from the head to the loss; with `sequence`, norms, dropouts and sums
+    between the pairs are sliced along the sequence."""
+    d, t = data, tensor
+    s = t if sequence else 1
+    weights = ((1,), (1,)) if tied else ((1,),)
+    between = (d, s, 1)
+    found: dict[str, tuple[tuple[int, ...], ...]] = {
+        "tokens": ((t, 1), (d, 1)),
+        "layers.*.*_norm": (between, *weights),
+        "layers.*.attention.[qkv]_proj.matmul": ((d, 1, 1), (1, t)),
+        "layers.*.attention.o_proj.matmul": ((d, 1, t), (t, 1)),
+        "layers.*.feed_forward.down_proj.matmul": ((d, 1, t), (t, 1)),
+        "layers.*.add": (between, between),
+        "norm": (between, *weights),
+        "head.matmul": ((d, 1, 1), (1, t)),
+        "loss.cross_entropy_loss": ((d, t, 1), (d, 1)),
+    }
+    found |= {f"layers.*.feed_forward.{name}.matmul": ((d, 1, 1), (1, t)) for name in inner}
+    return found
+
+
+EXPERTS: Strategies = {
+    "layers.*.feed_forward.experts.up_proj.einsum": ((1, 4, 1, 1), (4, 1, 1)),
+    "layers.*.feed_forward.experts.gelu": ((1, 4, 1, 1),),
+    "layers.*.feed_forward.experts.down_proj.einsum": ((1, 4, 1, 1), (4, 1, 1)),
+}
+HEAD: Strategies = {
+    "embedding": ((4, 1), (1, 1)),
+    "feed_forward.up_proj.matmul": ((1, 1, 1), (1, 4)),
+    "feed_forward.down_proj.matmul": ((1, 1, 4), (4, 1)),
+    "head.matmul": ((1, 1, 1), (1, 4)),
+    "loss.cross_entropy_loss": ((1, 4, 1), (1, 1)),
+}
+PAIRS: Strategies = {
+    "dense1.matmul": ((2, 1), (1, 2)),
+    "dense2.matmul": ((2, 2), (2, 1)),
+    "dense3.matmul": ((2, 1), (1, 2)),
+    "dense4.matmul": ((2, 2), (2, 1)),
+}
+CUBE: Strategies = {f"dense{number}.matmul": ((2, 2), (2, 2)) for number in (1, 2, 3, 4)}
+
+
+@dataclass(frozen=True)
+class Hand:
+    """A plan as people write it: `strategies` by path, else data parallel, at a ZeRO `stage`."""
+
+    name: str
+    model: Callable[[], Model]
+    strategies: Strategies = field(default_factory=dict)
+    mesh: tuple[int, ...] = (2, 2)
+    stage: int = 0
+    mode: str = "auto"
+    batch: str = "data_parallel"
+
+    @property
+    def ranks(self) -> int:
+        found = 1
+        for size in self.mesh:
+            found *= size
+        return found
+
+    @property
+    def request(self) -> Request:
+        if self.mode == "data_parallel":
+            return Request("data_parallel", self.ranks)
+        wanted: Mapping[str, Wanted] = {path: Wanted(form, None) for path, form in self.strategies.items()}
+        named = tuple(zip("abc", self.mesh, strict=False)) if self.mode == "auto" else None
+        mode: Any = self.mode
+        batch: Any = self.batch
+        return Request(mode, self.ranks, mesh=named, strategies=wanted, dataset_strategy=batch)
+
+
+HANDS = (
+    Hand("data parallel", gpt, mode="data_parallel"),
+    Hand("data parallel, ZeRO-1", gpt, mode="data_parallel", stage=1),
+    Hand("data parallel, ZeRO-2", gpt, mode="data_parallel", stage=2),
+    Hand("data parallel, ZeRO-3", gpt, mode="data_parallel", stage=3),
+    Hand("Megatron, tensor parallel", gpt, megatron(1, 4, ["up_proj"]), (4,), batch="full_batch"),
+    Hand("Megatron, with sequences", gpt, megatron(1, 4, ["up_proj"], sequence=True), (4,), batch="full_batch"),
+    Hand("2-D: data x Megatron", gpt, megatron(2, 2, ["up_proj"])),
+    Hand("2-D, ZeRO-1", gpt, megatron(2, 2, ["up_proj"]), stage=1),
+    Hand("Megatron on llama", llama, megatron(1, 4, ["gate_proj", "up_proj"], tied=False), (4,), batch="full_batch"),
+    Hand("pairs in a feed-forward net", ffn, PAIRS),
+    Hand("experts by expert", moe, EXPERTS, (4,), mode="semi_auto"),
+    Hand("sliced vocabulary", vocabulary, HEAD, (4,), batch="full_batch"),
+    Hand("3-D products", ffn, CUBE, (2, 2, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a task is predicted to need: bytes of memory, and seconds where bytes are all that takes any."""
+
+    peak: int
+    seconds: float
+
+
+def predicted(task: Task, ranks: int) -> Predicted:
+    program, how = program_of(task), updating(task)
+    cost = step_cost(task.graph, task.plan, program, by_bytes(ranks), how)
+    return Predicted(memory(trace(program, how), how).peak, cost.total)
+
+
+def pair(hand: Hand) -> tuple[Task, Task]:
+    """The hand plan, and the one that is found in its memory."""
+    torch.manual_seed(0)
+    net, loss, batch = hand.model()
+    captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
+    tensors = {name: tensor.detach() for name, tensor in captured.tensors.items()}
+    written = Task(captured.graph, make_plan(captured.graph, hand.request), hand.stage, tensors, batch)
+    plan, stage = found(hand, captured, predicted(written, hand.ranks).peak, written)
+    return written, replace(written, plan=plan, stage=stage)
+
+
+def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
+    """The plan that sends least within `limit` bytes of memory, and its ZeRO stage."""
+    asked = hand.request
+    mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
+    free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=asked.dataset_strategy)
+    machine = by_bytes(hand.ranks)
+
+    def price(choice: Choice, best: float) -> Priced:
+        """The least seconds within the limit; the search's own bytes are a model, so its room is found by bisection."""
+        fits: Priced | None = None
+        low, high, room = 0.0, 0.0, None
+        for _ in range(NARROWER):
+            try:
+                plan = make_plan(captured.graph, replace(free, stage=choice.zero, memory_limit=room), machine)
+            except StrategyError:  # nothing is so small
+                low = float(room or 0)
+            else:
+                one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
+                if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
+                    fits = Priced(plan, one.seconds, one.peak)
+                if room is None and fits is not None:
+                    return fits
+                if one.peak <= limit:
+                    low = float(room or 0)
+                else:
+                    high = float(plan.search["bytes"])
+                    if room is None:
+                        room = int(high) - (one.peak - limit)
+                        continue
+            room = int((low + high) / 2)
+        if fits is None:
+            raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
+        return fits
+
+    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in range(4)}
+    decision = decide(bounds, limit, price)
+    return decision.priced.plan, decision.choice.zero
+
+
+def count(rank: Any, payload: dict[str, Any]) -> list[int]:
+    """Bytes that the busiest rank sends in a step of every task, but for the loss."""
+    import torch.distributed as dist
+
+    found = []
+    for one in payload["tasks"]:
+        built = Built(Task(*one), rank.rank)
+        built.step()
+        before = built.communicator.sent.total()
+        built.step()
+        found.append(built.communicator.sent.total() - before)
+    sums = torch.tensor(found)
+    dist.all_reduce(sums, dist.ReduceOp.MAX)
+    return [int(value) for value in sums]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Bytes sent and of memory: of the hand plan, and of ours at `stage`."""
+
+    hand: Hand
+    sent: tuple[int, int]
+    peaks: tuple[int, int]
+    stage: int
+
+
+def run(hands: Sequence[Hand]) -> list[Result]:
+    """Plan all pairs, and count what they send on real ranks."""
+    pairs = [pair(hand) for hand in hands]
+    counted: dict[int, list[int]] = {}
+    for ranks in sorted({hand.ranks for hand in hands}):
+        tasks = [
+            tuple(vars(one).values())
+            for hand, both in zip(hands, pairs, strict=True)
+            for one in both
+            if hand.ranks == ranks
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            counted[ranks] = launch.run_ranks(
+                "benchmarks.hand_plans:count", {"tasks": tasks}, world_size=ranks, run_dir=Path(folder), device="cpu",
+                timeout=600, threads=1,
+            )  # fmt: skip
+    results = []
+    for hand, both in zip(hands, pairs, strict=True):
+        sent = counted[hand.ranks].pop(0), counted[hand.ranks].pop(0)
+        peaks = predicted(both[0], hand.ranks).peak, predicted(both[1], hand.ranks).peak
+        results.append(Result(hand, sent, peaks, both[1].stage))
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    """The page, in markdown."""
+    more = [one.hand.name for one in results if one.sent[1] > one.sent[0]]
+    lines = [
+        "# Plans by hand, and those that the search finds in their memory",
+        "",
+        "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
+        "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",
+        "search, for which time is bytes, and which may choose ZeRO's stage.",
+        f"{len(results)} hand plans; the search sends more than {len(more)}{': ' * bool(more)}{', '.join(more)}.",
+        "",
+        "| hand plan | ranks | bytes sent | memory | ours: bytes sent | memory | ZeRO | bytes, relative |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in results:
+        ratio = f"{one.sent[1] / one.sent[0]:.3f}" if one.sent[0] else ""
+        lines.append(
+            f"| {one.hand.name} | {one.hand.ranks} | {one.sent[0]:,} | {one.peaks[0]:,} | {one.sent[1]:,} | "
+            f"{one.peaks[1]:,} | {one.stage} | {ratio} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="hand plans whose name holds this text")
+    parser.add_argument("--out", type=Path, help="where to write the page")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    launch.warm()
+    page = table(run([hand for hand in HANDS if options.only in hand.name]))
+    print(page)
+    if options.out is not None:
+        options.out.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Checkpoints: what was trained, stored so that any plan can load it, and never half of one.
+
+A checkpoint is a folder `step-00000100`:
+
+    checkpoint.json          step, samples, form, world_size, plan, config, fingerprint; size and sha256 of every file
+    index.json               every tensor by key: shape, dtype, and where its parts lie (file, byte, block)
+    rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
+    rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
+                             tensor: options and scalars of the optimizer by parameter, scheduler, loss scale
+    model.safetensors        form merged: whole parameters and buffers by the model's own names
+    optimizer.safetensors    form merged: whole optimizer states, named STATE/NAME
+    config.json              form merged, for a model of transformers
+
+Keys do not depend on a plan: `model/NAME` (in fp32 where the program computes in less) and `optimizer/STATE/NAME`.
+The invariant: a folder with that name is complete, whatever happened, and reading it runs no code from it (JSON,
+safetensors, and torch files of plain data).
+
+`read(path)` opens one without a process group; see `Checkpoint` for reading any block of any tensor.
+"""
+
+from __future__ import annotations
+
+from runner.checkpoints.committing import SaveFailed, Wanted
+from runner.checkpoints.content import Content
+from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
+from runner.checkpoints.loading import Restored, check, check_model, load, to_continue, verify
+from runner.checkpoints.reading import Checkpoint, is_one, read, weights
+from runner.checkpoints.saving import Saver, save
+
+__all__ = [
+    "HEADER",
+    "NAME",
+    "Checkpoint",
+    "Content",
+    "Restored",
+    "SaveFailed",
+    "Saver",
+    "Wanted",
+    "check",
+    "check_model",
+    "clean",
+    "is_one",
+    "load",
+    "locate",
+    "newest",
+    "read",
+    "save",
+    "to_continue",
+    "verify",
+    "weights",
+]

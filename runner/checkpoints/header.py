@@ -1,0 +1,155 @@
+"""`checkpoint.json`: what was saved, of which run, and the size and checksum of every file beside it.
+
+Invariant: the header carries a checksum of itself, so that a changed byte anywhere in a checkpoint is found. What fails
+is told as one paragraph that names the checkpoint and those beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoints import folder
+from runner.checkpoints.folder import HEADER
+from runner.errors import ConfigError
+from strategies.errors import StrategyError
+
+VERSION = 2
+DAMAGED = "damaged.json"
+READING = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError)
+"""What torch and python raise when they read a damaged file."""
+BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Size and checksum of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files that hold what
+    is no tensor, for each group of a pipeline all that hold the same. `metric` is the value by which the best
+    checkpoint is chosen, where there is one."""
+
+    step: int
+    position: tuple[int, int]
+    form: str
+    world_size: int
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+    fingerprint: str
+    files: Mapping[str, Stamp]
+    plain: tuple[tuple[str, ...], ...]
+    metric: float | None = None
+    version: int = field(default=VERSION)
+
+
+def to_text(header: Header) -> str:
+    content = asdict(header)
+    return json.dumps(content | {"checksum": _sum_of(content)}, indent=1)
+
+
+def read_header(path: Path) -> Header:
+    """The header of the checkpoint `path`. Raises ConfigError if there is none, or a damaged one."""
+    if not (path / HEADER).is_file():
+        raise ConfigError(f"{path} is not a checkpoint: it has no {HEADER}. Give a folder that is called step-... .")
+    with damaged(path):
+        text = (path / HEADER).read_text(encoding="utf-8")
+        if (version := json.loads(text).get("version", 1)) != VERSION:
+            raise ConfigError(
+                f"The checkpoint {path} is of version {version}; this program reads version "
+                f"{VERSION}. Load it with the program that wrote it."
+            )
+        return from_text(text)
+
+
+def from_text(text: str) -> Header:
+    """What `to_text` has written. Raises ValueError where it was changed."""
+    content = json.loads(text)
+    if content.pop("checksum", None) != _sum_of(content):
+        raise ValueError(f"the checksum of {HEADER} is another")
+    files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
+    read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
+    return Header(**content | read)
+
+
+def stamp(file: Path) -> Stamp:
+    """Size and checksum of a file as it is now."""
+    found, size = hashlib.sha256(), 0
+    with file.open("rb") as content:
+        while block := content.read(BLOCK):
+            found.update(block)
+            size += len(block)
+    return Stamp(size, found.hexdigest())
+
+
+def faults(path: Path, header: Header) -> dict[str, str]:
+    """What is wrong with the files of a checkpoint, by name: nothing if all are as they were written. Reads all."""
+    found = missing(path, header)
+    for name, wanted in header.files.items():
+        if name not in found and (now := stamp(path / name)) != wanted:
+            found[name] = f"its checksum is {now.sha256[:12]}... and was {wanted.sha256[:12]}... when it was written"
+    return found
+
+
+def missing(path: Path, header: Header) -> dict[str, str]:
+    """As `faults`, as far as the sizes of the files tell."""
+    found = {}
+    for name, wanted in header.files.items():
+        file = path / name
+        if not file.is_file():
+            found[name] = "it is missing"
+        elif (size := file.stat().st_size) != wanted.bytes:
+            found[name] = f"it has {size:,} bytes and had {wanted.bytes:,} when it was written"
+    return found
+
+
+def mark(path: Path, found: Mapping[str, str]) -> None:
+    """Note in a checkpoint which of its files are damaged although their sizes are right, for all who read it."""
+    folder.write_text(path / DAMAGED, json.dumps(dict(found)))
+
+
+def unmark(path: Path) -> None:
+    """Forget what `mark` noted."""
+    (path / DAMAGED).unlink(missing_ok=True)
+
+
+def marked(path: Path) -> dict[str, str]:
+    """What `mark` noted."""
+    found: dict[str, str] = json.loads((path / DAMAGED).read_text()) if (path / DAMAGED).is_file() else {}
+    return found
+
+
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Tell anything that goes wrong while files are read as one paragraph."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (*READING, StrategyError) as error:
+        text = " ".join(str(error).split())[:300]
+        others = ", ".join(other.name for other in folder.complete(path.parent) if other != path)
+        raise ConfigError(
+            f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). "
+            + (
+                f"Others beside it: {others}; choose one with train.resume=PATH."
+                if others
+                else "There is no other beside it."
+            )
+        ) from error
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=list)
+    return hashlib.sha256(text.encode()).hexdigest()

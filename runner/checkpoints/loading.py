@@ -1,0 +1,175 @@
+"""Loading: every rank reads the blocks that it has under its own plan, whatever plan they were stored under.
+
+Nothing is changed before everything is known to be there. Invariant: under the plan of the checkpoint the run goes on
+bit for bit; under another one weights and states are the same numbers, cast where the precision is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.checkpoints import chance, folder
+from runner.checkpoints.content import Content, name_of
+from runner.checkpoints.header import faults, mark, read_header, unmark
+from runner.checkpoints.reading import Checkpoint, read
+from runner.checkpoints.schedules import regrouped
+from runner.continuation import Continuation, compare
+from runner.errors import ConfigError
+from strategies.engine.optimizer_state import Plain, States, Stored
+from strategies.engine.pieces import MODEL, OPTIMIZER
+from strategies.errors import StrategyError
+from strategies.graph import Source
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what is
+    other than it was, the bytes of tensors that this rank read, files that were lost, and whether the program draws
+    random numbers, as far as that is known."""
+
+    step: int
+    position: tuple[int, int]
+    continuation: Continuation
+    bytes_read: int
+    lost: Mapping[str, str]
+    draws: bool
+
+    def told(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Lines for the user of a run with `config`."""
+        yield from self.continuation.told(config, self.draws)
+        yield f"step {self.step}, {self.bytes_read:,} bytes read on rank 0"
+
+
+def load(path: Path, content: Content) -> Restored:
+    """Restore weights, buffers, optimizer, scheduler and random states in place. Collective.
+
+    Raises StrategyError if this run cannot continue the one that was saved (naming what differs), ConfigError if `path`
+    is no checkpoint or a damaged one.
+    """
+    continuation = check(path, plan=content.plan, config=content.config, fingerprint=content.fingerprint)
+    checkpoint = read(path)
+    parts = list(checkpoint.plain())
+    check_model(checkpoint, content.sources, content.published)
+    state = Plain(
+        [group for part in parts for group in part["groups"]],
+        {name: scalars for part in parts for name, scalars in part["scalars"].items()},
+        next((part["loss_scale"] for part in parts if part["loss_scale"] is not None), None),
+    )
+    own = f"rank-{content.rank:05d}.pt"
+    random = None if continuation.moved or own in checkpoint.lost else checkpoint.load(own)["random"]
+    content.updates.begin(_states(checkpoint), state)
+    for batch in content.updates.pieces(write=True):
+        checkpoint.fill({key: pieces for key, pieces in batch.items() if key in checkpoint.tensors})
+    checkpoint.fill({key: pieces for key, pieces in content.buffers().items() if key in checkpoint.tensors})
+    content.updates.loaded()
+    if content.scheduler is not None and parts[0]["scheduler"] is not None:
+        content.scheduler.load_state_dict(
+            regrouped(parts, [group["names"] for group in content.updates.plain().groups])
+        )
+    if random is not None:
+        chance.restore(random)
+    elif (seed := content.config["train"].get("seed")) is not None:
+        chance.begin(seed, checkpoint.step)
+    return Restored(
+        checkpoint.step,
+        checkpoint.header.position,
+        continuation,
+        sum(checkpoint.bytes_read.values()),
+        checkpoint.lost,
+        content.program.random or not content.program.instructions,
+    )
+
+
+def check(path: Path, *, plan: Mapping[str, Any], config: Mapping[str, Any], fingerprint: str) -> Continuation:
+    """What is other than it was, if the run with this plan, config and fingerprint may continue the checkpoint `path`;
+    nothing but the header is read. Raises as `load`."""
+    return compare(path, asdict(read_header(path)), plan=plan, config=config, fingerprint=fingerprint)
+
+
+def to_continue(resume: str | None, place: Path) -> Path | None:
+    """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
+    start afresh. All of its files are read: with auto, a damaged one is passed over with a warning.
+
+    Raises ConfigError for a path that leads to none or to a damaged one, and where all of `place` are damaged.
+    """
+    folder.clean(place)
+    if resume is None:
+        return None
+    if resume != "auto":
+        path = folder.locate(Path(resume))
+        verify(path)
+        return path
+    candidates = folder.complete(place)[::-1]
+    for path in candidates:
+        try:
+            verify(path)
+        except ConfigError as error:
+            print(f"warning: {error}", flush=True)
+        else:
+            return path
+    if candidates:
+        listed = ", ".join(path.name for path in candidates)
+        raise ConfigError(
+            f"train.resume = 'auto': every checkpoint in {place} is damaged ({listed}). "
+            "Remove them to start from the beginning, or give another with train.resume=PATH."
+        )
+    return None
+
+
+def verify(path: Path) -> Mapping[str, str]:
+    """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
+    printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
+    unmark(path)  # what was noted may have been repaired
+    found = faults(path, read_header(path))
+    if not found:
+        return {}
+    told = "; ".join(f"{name}: {what}" for name, what in found.items())
+    try:
+        read(path, found)
+    except ConfigError as error:
+        others = str(error).partition("). ")[2]
+        raise ConfigError(f"The checkpoint {path} is damaged: {told}. {others}") from error
+    mark(path, found)
+    print(f"warning: the checkpoint {path} is damaged ({told}), but other files hold the same", flush=True)
+    return found
+
+
+def _states(checkpoint: Checkpoint) -> States:
+    found: dict[str, dict[str, Stored]] = {}
+    for key, entry in checkpoint.tensors.items():
+        if key.startswith(OPTIMIZER):
+            state, name = key.split("/", 2)[1], name_of(key)
+            like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
+            found.setdefault(state, {})[name] = Stored(entry.shape, getattr(torch, entry.dtype), like)
+    return found
+
+
+def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
+    """Raises StrategyError unless everything in `sources` is in the checkpoint with its shape, and everything that was
+    trained is in the model, whose state dict holds `published`. A buffer that no state dict holds may be missing."""
+    known = set(published or ())
+    for source in sources:
+        if source.kind not in ("parameter", "buffer"):
+            continue
+        known.add(source.name)
+        entry = checkpoint.tensors.get(MODEL + source.name)
+        made_anew = source.kind == "buffer" and published is not None and source.name not in published
+        if entry is None and (0 in source.spec.shape or made_anew):
+            continue
+        if entry is None or entry.shape != source.spec.shape:
+            was = "not there" if entry is None else f"of shape {list(entry.shape)}"
+            raise StrategyError(
+                f"The checkpoint {checkpoint.path} cannot be continued by this run: {source.name} is {was} in it, and "
+                f"this model has it with shape {list(source.spec.shape)}."
+            )
+    strange = sorted({name for names in checkpoint.states.values() for name in names} - known)
+    if strange and published is not None:
+        raise StrategyError(
+            f"The checkpoint {checkpoint.path} cannot be continued by this run: it has trained {strange[0]}, which "
+            "this model does not have."
+        )

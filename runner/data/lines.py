@@ -1,0 +1,61 @@
+"""Rows from a file of JSON lines: numbers and nested lists of numbers become tensors.
+
+An object is a sample with keys, which are the names of the model's arguments; a list or a number is a sample of one
+entry. Whole numbers become int64, others float32. Invariant: the file is read line by line as rows are asked for; only
+the places of the lines are held.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.errors import ConfigError
+
+
+class Lines:
+    """The lines of the JSONL file `path`; empty ones are left out. Raises ConfigError if there is no such file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).expanduser().absolute()
+        self._places: list[tuple[int, int]] = []
+        try:
+            with self._path.open("rb") as file:
+                place = 0
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        self._places.append((number, place))
+                    place += len(line)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error.strerror}.") from error
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample of a line. Raises ConfigError, naming the line, where it holds something else."""
+        number, place = self._places[index]
+        with self._path.open("rb") as file:
+            file.seek(place)
+            text = file.readline()
+        where = f"{self._path}, line {number}"
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{where} is no JSON: {error}.") from error
+        if isinstance(value, dict):
+            return {name: _tensor(one, f"{where}, {name!r}") for name, one in value.items()}
+        return _tensor(value, where)
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    try:
+        return torch.tensor(value, dtype=None if isinstance(value, (int, list)) else torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{where}: a number, or lists of numbers of one length, are needed, but there is {str(value)[:60]}."
+        ) from error

@@ -1,0 +1,184 @@
+"""Faults that happen on purpose, so that recovery can be tried before it is needed (`launch.faults`).
+
+Each happens once per run folder: a mark is on the disk before it does, so the run that is started again goes on.
+Invariant: a rank without a fault at the step at hand runs what it would run without any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner import injuries
+from runner.checkpoints import folder
+from runner.errors import ConfigError
+from runner.execution import Execution
+from runner.schema import Config
+from runner.sections.faults import Fault, Phase
+from runner.worker import RankContext
+
+DAMAGE = ("corrupt", "truncate")
+SYNC = os.fsync  # as it is before a fault lies in wait there
+CALLS = ("sum", "gather", "scatter", "exchange")
+"""The calls of a communicator for which others wait."""
+
+
+def check(config: Config, world_size: int, steps: int) -> None:
+    """Raises ConfigError for a fault that could not happen in a run of `world_size` ranks and `steps` steps."""
+    for number, fault in enumerate(config.launch.faults):
+        where = f"launch.faults.{number} ({fault.kind} in {fault.phase} of step {fault.step} on rank {fault.rank})"
+        if fault.rank >= world_size:
+            raise ConfigError(f"{where}: there are {world_size} ranks; choose one from 0 to {world_size - 1}.")
+        if fault.step > steps:
+            raise ConfigError(f"{where}: the run has {steps} steps; choose one from 1 to {steps}.")
+        if fault.phase == "collective" and world_size == 1:
+            raise ConfigError(f"{where}: one rank alone joins no collective; choose another phase or more ranks.")
+        if fault.phase == "save" and not _saves(config, fault.step, steps):
+            raise ConfigError(
+                f"{where}: nothing is saved after that step with checkpoint.every = {config.checkpoint.every} and "
+                f"checkpoint.at_end = {config.checkpoint.at_end}; choose a step after which the run saves."
+            )
+
+
+def _saves(config: Config, step: int, steps: int) -> bool:
+    wanted = config.checkpoint
+    if wanted.minutes is not None or wanted.best is not None:
+        return True  # only the run itself knows
+    return (wanted.every is not None and step % wanted.every == 0) or (wanted.at_end and step == steps)
+
+
+class Faults:
+    """What goes wrong on `rank`, which runs `execution`; only training has faults."""
+
+    def __init__(self, config: Config, rank: RankContext, execution: Execution) -> None:
+        self._marks, self._saved = rank.run_dir / "faults", rank.run_dir / "checkpoints"
+        self._module, self._communicator = execution.module, execution.communicator
+        wanted = config.launch.faults if config.job.name == "train" else ()
+        mine = [(wanted[:place].count(fault), fault) for place, fault in enumerate(wanted) if fault.rank == rank.rank]
+        self._due = [(number, fault) for number, fault in mine if not self._mark(number, fault).exists()]
+        self._step = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def _mark(self, number: int, fault: Fault) -> Path:
+        """Where it is noted that a fault, the `number`-th of its like, has happened."""
+        return self._marks / f"{fault.kind}-in-{fault.phase}-of-{fault.step}-on-{fault.rank}-{number}"
+
+    def begin(self, step: int) -> None:
+        """A step begins: what is to happen inside of it is laid out."""
+        if not self._due:
+            return
+        self._late()
+        self._step = step
+        for number, fault in self._due:
+            if fault.step == step and fault.phase in ("forward", "backward"):
+                self._inside(number, fault)
+            elif fault.step == step and fault.phase == "collective":
+                for name in CALLS:
+                    self._before(self._communicator, name, number, fault)
+
+    def at(self, phase: Phase) -> None:
+        """This phase of the step is reached: here happens what is due in it."""
+        for number, fault in list(self._due):
+            if fault.step == self._step and fault.phase == phase:
+                self._happen(number, fault)
+
+    def saving(self) -> None:
+        """A checkpoint is about to be written."""
+        for number, fault in list(self._due):
+            if fault.step != self._step or fault.phase != "save":
+                continue
+            if fault.kind == "disk_full":
+                self._remember(number, fault)
+                self._undo.append(injuries.fill_disk(self._written(fault)))
+            elif fault.kind not in DAMAGE:
+                self._before(os, "fsync", number, fault)
+
+    def end(self) -> None:
+        """The last step is done, and saved."""
+        self._late()
+
+    def _written(self, fault: Fault) -> Path:
+        """What the checkpoint of a fault is called while it is written."""
+        return folder.hidden(folder.target(self._saved, fault.step))
+
+    def _is_written(self, fault: Fault) -> bool:
+        """Whether that is what is being written now, and not still the checkpoint before it."""
+        return [self._written(fault)] == list(self._saved.glob(".step-*.partial"))
+
+    def _late(self) -> None:
+        """What waits for a checkpoint that has its name, and what found no place inside of the step that was run."""
+        for number, fault in list(self._due):
+            saved = folder.target(self._saved, fault.step)
+            if fault.step > self._step or (fault.phase == "save" and not saved.is_dir()):
+                continue
+            if fault.kind in DAMAGE:
+                self._remember(number, fault)
+                injuries.damage(saved, cut=fault.kind == "truncate")
+            elif fault.step == self._step:
+                self._happen(number, fault)
+
+    def _inside(self, number: int, fault: Fault) -> None:
+        """Let it happen in the second half of the module's units, or else at the end of the module."""
+        units = [unit for unit in self._module.modules() if unit is not self._module]
+        half = units[len(units) // 2 :]
+
+        def reached(*_: Any) -> None:
+            self._happen(number, fault)
+
+        def left(unit: nn.Module, inputs: Any, output: Any) -> None:
+            learning = [one for one in _tensors(output) if one.requires_grad]
+            for tensor in learning[:1]:
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+        if fault.phase == "forward":
+            hooks = [unit.register_forward_pre_hook(reached) for unit in half]
+            hooks.append(self._module.register_forward_hook(reached))
+        else:
+            hooks = [unit.register_forward_hook(left) for unit in (*half, self._module)]
+        self._undo += [hook.remove for hook in hooks]
+
+    def _before(self, holder: Any, name: str, number: int, fault: Fault) -> None:
+        """Let it happen before the next call of `holder.name`."""
+        own, plain = name in vars(holder), getattr(holder, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            if fault.phase != "save" or self._is_written(fault):
+                self._happen(number, fault)
+            return plain(*args, **named)
+
+        setattr(holder, name, call)
+        self._undo.append((lambda: setattr(holder, name, plain)) if own else (lambda: delattr(holder, name)))
+
+    def _remember(self, number: int, fault: Fault) -> None:
+        self._due.remove((number, fault))
+        self._marks.mkdir(exist_ok=True)
+        with self._mark(number, fault).open("x") as mark:
+            mark.write(fault.model_dump_json() + "\n")
+            mark.flush()
+            SYNC(mark.fileno())
+        print(f"fault on purpose: {fault.kind} in {fault.phase} of step {fault.step}", flush=True)
+
+    def _happen(self, number: int, fault: Fault) -> None:
+        if (number, fault) not in self._due:
+            return
+        while self._undo:
+            self._undo.pop()()
+        self._remember(number, fault)
+        if fault.kind == "kill":
+            injuries.kill()
+        if fault.kind == "hang":
+            injuries.hang()
+        if fault.kind == "raise":
+            raise injuries.Injected(f"a fault on purpose, in {fault.phase} of step {fault.step}")
+        assert fault.kind == "network" and fault.interface is not None
+        injuries.take_down(fault.interface)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [one for item in value for one in _tensors(item)]
+    return [value] if isinstance(value, Tensor) else []

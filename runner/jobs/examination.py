@@ -1,0 +1,100 @@
+"""`run doctor CHECKPOINT`: every file against its size and checksum, what was saved, and which ranks' files could be
+lost without loss. Nothing is changed.
+
+What could be lost is found by taking the files away in thought: all parts must be in some other file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoints import folder, header, index
+from runner.checkpoints.header import Header
+from runner.checkpoints.index import Index
+from runner.errors import ConfigError
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.recoverable import recoverable
+
+
+def run(path: Path) -> int:
+    """Print a line about the checkpoint that `path` means and one per file. Returns the exit code: 1 if a file is
+    damaged. Raises ConfigError for what is no checkpoint."""
+    path = folder.locate(path, "doctor")
+    try:
+        found = header.read_header(path)
+    except ConfigError as error:
+        print(f"failed  {error}", flush=True)
+        return 1
+    print(f"checkpoint {path}: {described(found)}", flush=True)
+    wrong = header.faults(path, found)
+    for name, stamp in found.files.items():
+        said = wrong.get(name, f"{stamp.bytes:,} bytes, sha256 {stamp.sha256[:12]}...")
+        print(f"{'failed' if name in wrong else 'ok':<6}  {name:<24}  {said}", flush=True)
+    if folder.INDEX not in wrong:
+        forms = [index.from_json(one) for one in json.loads((path / folder.INDEX).read_text(encoding="utf-8"))]
+        for line in losses(found, forms, wrong):
+            print(line, flush=True)
+    return 1 if wrong else 0
+
+
+def described(found: Header) -> str:
+    """What was saved, in one line."""
+    parallel = found.config.get("parallel", {})
+    mesh = " ".join(f"{axis} {size}" for axis, size in found.plan.get("mesh", {}).items())
+    stage = parallel.get("zero", {}).get("stage")
+    plan = f"{parallel.get('mode', 'unknown mode')}{f', mesh {mesh}' if mesh else ''}"
+    zero = f", ZeRO stage {stage}" if stage else ""
+    ranks = f"{found.world_size} rank{'s' * (found.world_size > 1)}"
+    total = sum(stamp.bytes for stamp in found.files.values())
+    return f"step {found.step}, {found.form}, {ranks}, {plan}{zero}, {total:,} bytes in {len(found.files)} files"
+
+
+def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> list[str]:
+    """What is lost now, or which ranks could be."""
+    if not _whole(found, forms, set(wrong)):
+        return ["lost: what the damaged files held is in no other file; the checkpoint cannot be loaded"]
+    lines = ["nothing is lost: other files hold the same"] if wrong else []
+    ranks = [rank for rank in range(found.world_size) if _whole(found, forms, {*wrong, *_files(found, rank)})]
+    listed = ", ".join(map(str, ranks)) or "none (checkpoint.copies=2 stores what replicas hold twice)"
+    lines.append(f"ranks whose files could be lost, one at a time: {listed}")
+    groups = replicas(found)
+    return lines + ([f"ranks that hold the same parameters and states: {groups}"] if groups else [])
+
+
+def replicas(found: Header) -> str:
+    """The groups of ranks that could restore one another from memory, as text; nothing where a checkpoint has no plan,
+    or that of a pipeline."""
+    parallel: Mapping[str, Any] = found.config.get("parallel", {})
+    if not found.plan or not (pairs := _layouts(found.plan)):
+        return ""
+    mesh = Mesh(tuple(found.plan["mesh"].items()))
+    if mesh.size != found.world_size:
+        return ""
+    split = bool(parallel.get("zero", {}).get("stage"))
+    groups = dict.fromkeys(recoverable(pairs, mesh, rank, split=split) for rank in range(mesh.size))
+    return " ".join(f"[{', '.join(map(str, group))}]" for group in groups)
+
+
+def _layouts(plan: Mapping[str, Any]) -> list[Layout]:
+    return [Layout(tuple(map(tuple, entry["dims"]))) for entry in plan.get("tensors", {}).values()]
+
+
+def _files(found: Header, rank: int) -> set[str]:
+    return {name for name in found.files if name.startswith(f"rank-{rank:05d}.")}
+
+
+def _whole(found: Header, forms: Sequence[Index], lost: set[str]) -> bool:
+    """Whether everything is in files that are not lost."""
+    if any(lost.issuperset(names) for names in found.plain):
+        return False
+    for form in forms:
+        try:
+            index.chosen(form, lost)
+        except ValueError:
+            continue
+        return True
+    return False

@@ -1,0 +1,176 @@
+"""Who keeps whom waiting, read from what the ranks have stored about themselves.
+
+A rank that waits has stored the group, the number of the call among those of its group, and the operator behind it; the
+ranks of the group that have joined fewer calls are the ones that it waits for. Nothing is asked of the ranks, so it
+works for ranks that hang in the kernel, hold a lock, are stopped, or have died. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from strategies.engine.whereabouts import (
+    BEGUN,
+    FIRST,
+    GROUP,
+    KIND,
+    KINDS,
+    NUMBER,
+    PHASE,
+    PHASES,
+    PLACE,
+    STEP,
+    read_cells,
+    read_texts,
+)
+
+GRACE = 2.0
+"""Seconds that the communication library has, after the timeout, to notice it first."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a process group; `number` tells it from others of the same ranks."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One rank waits in call `number` of a group; `told` is the call in words."""
+
+    group: Group
+    number: int
+    kind: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where one rank is: how many calls of each group it has joined, and in which it waits."""
+
+    step: int = 0
+    phase: str = PHASES[0]
+    wait: Wait | None = None
+    joined: dict[Group, int] = field(default_factory=dict)
+
+    @property
+    def told(self) -> str:
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+
+def where(path: Path) -> Where | None:
+    """What the rank that writes `path` says; None where it says nothing."""
+    cells = read_cells(path)
+    if not cells:
+        return None
+    groups: dict[int, Group] = {}
+    axes, places, more = {}, {}, {}
+    for text in read_texts(path):
+        if "group" in text:
+            ranks = tuple(text["ranks"])
+            groups[text["group"]] = Group(ranks, sum(one.ranks == ranks for one in groups.values()))
+            axes[text["group"]] = text["over"]
+        elif "place" in text:
+            places[text["place"]] = text["text"]
+        else:
+            more.update(text["explained"])
+    wait = None
+    slot = cells[GROUP]
+    if slot in groups:
+        kind = KINDS[cells[KIND]]
+        told = f"{kind} #{cells[NUMBER]} over ({axes[slot]})"
+        if place := places.get(cells[PLACE]):
+            told += f" of operator {more[place]}" if place in more else f" of {place}"
+        wait = Wait(groups[slot], cells[NUMBER], kind, told)
+    joined = {group: cells[number] for number, group in groups.items()}
+    return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined)
+
+
+def absent(wait: Wait, ranks: Sequence[Where | None]) -> list[int]:
+    """The ranks that have not joined the call of `wait`."""
+    found = []
+    for rank in wait.group.ranks:
+        at = ranks[rank]
+        if at is None or at.joined.get(wait.group, 0) < wait.number:
+            found.append(rank)
+    return found
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`told` says who waits for whom, without a full stop; `hung` are the ranks that wait for nobody."""
+
+    told: str
+    hung: tuple[int, ...]
+
+
+def diagnose(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
+    """What the whereabouts of all ranks say about a hang; None where nobody waits for anybody."""
+    waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
+    missing = {rank: absent(wait, ranks) for rank, wait in waits.items()}
+    for rank, wait in waits.items():
+        for other, its in waits.items():
+            same_call = (its.group, its.number) == (wait.group, wait.number)
+            if same_call and its.kind != wait.kind and {its.kind, wait.kind} != {"send", "receive"}:
+                return Diagnosis(f"{_ranks((rank, other))} disagree: {_each(waits, (rank, other))}", ())
+    for rank, wait in waits.items():
+        hung = tuple(other for other in missing[rank] if not missing.get(other))  # nor does it wait for anybody
+        if hung:
+            with_it = tuple(other for other, its in waits.items() if its == wait or other == rank)
+            told = f"{_ranks(hung)} of {len(ranks)} never joined {wait.told}, in which {_ranks(with_it)} waited "
+            return Diagnosis(f"{told}{timeout:g} s", hung)
+    circle = _circle(missing)
+    if circle:
+        return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())
+    return None
+
+
+def _circle(missing: dict[int, list[int]]) -> tuple[int, ...]:
+    """Ranks each of which waits for the next, and the last for the first."""
+    for first in missing:
+        path = [first]
+        while others := [rank for rank in missing[path[-1]] if rank in missing]:
+            if others[0] in path:
+                return tuple(sorted(path[path.index(others[0]) :]))
+            path.append(others[0])
+    return ()
+
+
+def _each(waits: dict[int, Wait], ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank} in {waits[rank].told}" for rank in ranks)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class Stall:
+    """Notices that a rank waits for more than `timeout` seconds, or that none has moved on for as long, even where the
+    communication library does not. `files` are the ranks' whereabouts."""
+
+    def __init__(self, files: Sequence[Path], timeout: float) -> None:
+        self._files, self._timeout = files, timeout
+        self._seen: list[bytes] = [b""] * len(files)
+        self._since = [time.monotonic()] * len(files)
+
+    def found(self) -> bool:
+        """Look once; True where the ranks hang."""
+        now, waiting, begun = time.monotonic(), [False] * len(self._files), 0
+        for rank, file in enumerate(self._files):
+            cells = read_cells(file)
+            content = bytes(cells) if cells else b""
+            if content != self._seen[rank]:
+                self._seen[rank], self._since[rank] = content, now
+            if cells:
+                waiting[rank] = cells[GROUP] >= FIRST
+                begun = max(begun, cells[BEGUN])
+        limit = now - self._timeout - GRACE
+        if any(wait and since < limit for wait, since in zip(waiting, self._since, strict=True)):
+            return True
+        # The first step may compile for long; from the second on no rank is silent for so long.
+        return begun > 1 and all(since < limit for since in self._since)

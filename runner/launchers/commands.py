@@ -1,0 +1,79 @@
+"""What a launcher is to this project: a pure function from the config and a place to commands and files.
+
+`run launch --dry-run` prints what the function returns, `run train` starts it. What every launcher starts in the end is
+`python -m runner.join FOLDER`, which learns from the launcher's environment which rank it is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+JOIN = "runner.join"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is started from.
+
+    Attributes:
+        folder: what ranks are told is in here; their only argument.
+        world_size: how many ranks.
+        address: where the others reach rank 0's host; loopback where there are none.
+        port: free there, for launchers that must be told one.
+        python: the interpreter.
+        directory: the working directory, of all ranks too.
+        environment: what ranks on other hosts are told of this environment.
+        overrides: the words of the command, for scripts that repeat it.
+    """
+
+    folder: Path
+    world_size: int
+    address: str
+    port: int
+    python: str
+    directory: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def join(self) -> tuple[str, ...]:
+        """The words, behind the interpreter's name and `-m`, that start a rank."""
+        return (JOIN, str(self.folder))
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. `host` is where it has to run, None here; `environment` comes on top of what is there."""
+
+    words: tuple[str, ...]
+    host: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def shell(self, directory: Path) -> str:
+        """The command for a shell of another host."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([f"cd {shlex.quote(str(directory))} && exec env", *variables, shlex.join(self.words)])
+
+
+@dataclass(frozen=True)
+class Started:
+    """All that a launcher needs: `files` are written first, by name in the folder of the place; `script` is for a
+    scheduler, and printed only."""
+
+    commands: tuple[Command, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    script: str | None = None
+
+
+def exported(globs: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables whose names match one of `globs`."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if any(fnmatch.fnmatchcase(name, one) for one in globs)
+    }

@@ -1,0 +1,77 @@
+"""The end of the line at the command that started a run: it takes the ranks' calls and tells them where to meet.
+
+Calls are answered beside everything else, so that a stranger who says nothing holds nobody up. Invariant: a rank gets
+one seat; whoever does not know the secret is not heard.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+from runner.launchers.line import Hello, answer
+
+FLUSH = 2.0  # seconds for the last words of rank 0 to reach the console
+
+
+class Front:
+    """Takes calls at `listener` until it is closed. `arrived` yields the ranks that have called since."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, silence: float) -> None:
+        self.listener = listener
+        self._secret, self._silence = secret, silence
+        self._arrived: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
+        self._consoles: list[threading.Thread] = []
+        self._store: tuple[str, int] | None = None
+        self._waiting: list[Connection] = []
+
+    def take(self) -> None:
+        """Answer one call, in the background; call it when `listener` is readable."""
+        plain, _ = self.listener.accept()
+        threading.Thread(target=self._answer, args=(plain,), daemon=True).start()
+
+    def arrived(self) -> Iterator[tuple[Hello, Connection]]:
+        """Ranks that have called, with their lines. As soon as rank 0 has, all of them are told where its store is."""
+        while not self._arrived.empty():
+            hello, connection = self._arrived.get()
+            if hello.store is not None:
+                self._store = hello.store
+            self._waiting.append(connection)
+            yield hello, connection
+        if self._store is not None:
+            for connection in self._waiting:
+                with suppress(OSError):  # whoever watches the line learns that it is broken
+                    connection.send(self._store)
+            self._waiting.clear()
+
+    def close(self) -> None:
+        """Take no more calls, and let what has been said on the console be seen."""
+        self.listener.close()
+        for thread in self._consoles:
+            thread.join(FLUSH)
+
+    def _answer(self, plain: socket.socket) -> None:
+        try:
+            connection, hello = answer(plain, self._secret, self._silence)
+        except (OSError, EOFError, AuthenticationError):
+            return  # a stranger, or a rank that has ended: the launcher tells of that
+        if hello.console:
+            self._consoles.append(threading.current_thread())
+            _show(connection)
+        else:
+            self._arrived.put((hello, connection))
+
+
+def _show(connection: Connection) -> None:
+    """Copy what rank 0 shows to this command's stdout, until it has ended."""
+    with connection, open(os.dup(connection.fileno()), errors="replace") as lines, suppress(OSError):
+        for line in lines:  # until the rank has ended, or nobody looks at the console any more
+            sys.stdout.write(line)
+            sys.stdout.flush()

@@ -1,0 +1,148 @@
+"""The line between the command that started a run and each of its ranks, wherever they are: a TCP connection.
+
+Both ends prove that they know the run's secret before anything is read. Invariant: a line that is open means that both
+ends live and reach each other; the system closes it when one has ended, and when nothing has been heard for `silence`
+seconds, so a host that is cut off is noticed at both ends.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+SILENCE = 60.0
+GREETING = 10.0
+"""Seconds: the longest silence on a line, and how long the two ends may take to know each other."""
+LINE_FILE, SECRET_FILE, PAYLOAD_FILE = "line.json", "secret", "payload.pickle"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank of a run is told; plain data, in the run's folder for ranks.
+
+    Attributes:
+        address, port: where the command listens.
+        entry, world_size, run_dir, device, timeout, threads: as in `runner.launch.rank.Orders`; device "cpu" or "cuda".
+        launcher: which one starts the ranks.
+        seats: per rank the name of its host, its local rank, how many ranks are there, and the number of its device;
+            none where only the launcher knows.
+    """
+
+    address: str
+    port: int
+    entry: str
+    world_size: int
+    run_dir: str
+    device: str
+    timeout: float
+    threads: int
+    launcher: str
+    seats: tuple[tuple[str, int, int, int], ...]
+
+    def write(self, folder: Path) -> None:
+        (folder / LINE_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Task:
+        """Raises OSError or ValueError if there is none in `folder`."""
+        content = json.loads((folder / LINE_FILE).read_text(encoding="utf-8"))
+        return cls(**content | {"seats": tuple(tuple(seat) for seat in content["seats"])})
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first words of a rank.
+
+    Attributes:
+        rank: who calls; the same rank calls once more, with `console`, for what it shows to the user.
+        host, address: where it runs.
+        store: where rank 0 listens for the others; None of other ranks.
+    """
+
+    rank: int
+    host: str
+    address: str
+    console: bool = False
+    store: tuple[str, int] | None = None
+
+
+def silence_of(timeout: float) -> float:
+    """How long a line may be silent in a run whose collectives may take `timeout`."""
+    return min(timeout, SILENCE)
+
+
+def new_secret(folder: Path) -> bytes:
+    """A fresh secret, which only the owner of `folder` can read there."""
+    secret = secrets.token_bytes(32)
+    file = folder / SECRET_FILE
+    file.touch(mode=0o600)
+    file.write_bytes(secret)
+    return secret
+
+
+def call(address: str, port: int, secret: bytes, silence: float) -> Connection:
+    """Connect to the command. Raises OSError if nobody answers, AuthenticationError if it is somebody else."""
+    plain = socket.create_connection((address, port), timeout=max(GREETING, silence))
+    plain.settimeout(None)
+    connection = _opened(plain, silence)
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
+    _may_wait(connection, 0.0)
+    return connection
+
+
+def answer(plain: socket.socket, secret: bytes, silence: float) -> tuple[Connection, Any]:
+    """Take a call that `plain` has accepted; returns the connection and the caller's first words.
+
+    Raises OSError, EOFError or AuthenticationError where the caller does not know the secret or is too slow.
+    """
+    connection = _opened(plain, silence)
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+        hello = connection.recv()
+        _may_wait(connection, 0.0)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, hello
+
+
+def _opened(plain: socket.socket, silence: float) -> Connection:
+    """The connection of a socket, which fails after `silence` seconds without a sign of life from the other end."""
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # a first probe after half of the time, three more in the other half
+    first, between = max(1, int(silence / 2)), max(1, int(silence / 6))
+    for name, value in (
+        ("TCP_KEEPIDLE", first),
+        ("TCP_KEEPINTVL", between),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(silence * 1000)),
+    ):
+        if hasattr(socket, name):
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(plain.detach())
+    _may_wait(connection, GREETING)
+    return connection
+
+
+def _may_wait(connection: Connection, seconds: float) -> None:
+    """Limit every single wait for the other end's words; 0 sets no limit."""
+    with socket.socket(fileno=connection.fileno()) as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+        plain.detach()
+
+
+def own_address(connection: Connection) -> str:
+    """This end's address."""
+    with socket.socket(fileno=connection.fileno()) as plain:
+        address = str(plain.getsockname()[0])
+        plain.detach()
+    return address

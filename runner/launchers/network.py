@@ -1,0 +1,115 @@
+"""Addresses of this machine: what a name stands for, which address leads to another host, which interface has it.
+
+Invariant: nothing here listens. What does listen binds to the address found here, never to all interfaces.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+
+from runner.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+
+
+def resolve(host: str, key: str = "launch.hosts") -> str:
+    """The IPv4 or IPv6 address of a host name. Raises ConfigError, naming `key`, if there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else "it is no name of a host"
+        raise ConfigError(f"{key}: the host {host!r} cannot be found: {reason}; give its address.") from None
+    best = min(found, key=lambda one: one[0] != socket.AF_INET)  # gloo and NCCL are most at home there
+    return str(best[4][0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address reaches this machine alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_here(address: str) -> bool:
+    """Whether an address is one of this machine."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def towards(address: str) -> str:
+    """The address of this machine from which it talks to `address`; nothing is sent. Raises ConfigError without a
+    way there."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise ConfigError(f"there is no way from this machine to {address}: {error.strerror}.") from None
+        return str(probe.getsockname()[0])
+
+
+def listener(address: str, port: int = 0) -> socket.socket:
+    """A listening socket at `address` alone. Raises ConfigError if it cannot be had."""
+    try:
+        return socket.create_server((address, port), family=_family(address), backlog=4096)
+    except OSError as error:
+        raise ConfigError(
+            f"this machine cannot listen at {address} port {port}: {error.strerror}; launch.address must be an address "
+            "of this machine, and launch.port null or free."
+        ) from None
+
+
+def free_port(address: str) -> int:
+    """A port of `address`, of this machine, at which nobody listens now."""
+    with listener(address) as probe:
+        return int(probe.getsockname()[1])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`; None where the system does not tell."""
+    if is_loopback(address):
+        return "lo" if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return None
+    if ":" in address:
+        wanted = ipaddress.ip_address(address.partition("%")[0]).exploded.replace(":", "")
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            return next((line.split()[5] for line in file if line.split()[0] == wanted), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+            except OSError:
+                continue  # an interface without an address
+            if socket.inet_ntoa(told[20:24]) == address:
+                return name
+    return None
+
+
+def variables(address: str) -> dict[str, str]:
+    """By which interface the libraries of collectives are to reach the host that has `address`.
+
+    By itself gloo looks up the host name, which laptops often cannot resolve, and NCCL takes any interface that it
+    finds.
+    """
+    interface = interface_of(towards(address))
+    if interface is None:
+        return {}
+    if is_loopback(address):
+        return {"GLOO_SOCKET_IFNAME": interface}  # NCCL has better ways inside a machine
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,92 @@
+"""A run that fails is started again from its newest checkpoint, in the same folder, as often as it may be.
+
+The survivors of a failure are stopped first, by `launch.run_ranks`; then every rank starts anew, so nothing of the
+failed attempt but its files is used. Invariant: what is trained after a restart is, bit for bit, what an undisturbed
+run trains, as long as all ranks are there. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner import launch
+from runner.errors import ConfigError, RunFailed
+from runner.schema import Config
+from runner.shrinking import smaller
+from runner.start import Ready, start
+from strategies.errors import StrategyError
+
+RESTARTS = "restarts.jsonl"
+"""In the run folder: a line for every restart, with the checkpoint that it continues."""
+
+
+def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
+    """Train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns.
+
+    A host that no longer answers, and a rank that has failed twice without a save in between, are gone for good: where
+    `launch.min_ranks` allows it, the run goes on without them. Raises RunFailed as the last attempt did; wrong input
+    (ConfigError, StrategyError) is not tried again.
+    """
+    most, count, before, given = config.launch.max_restarts, 0, None, ready.resume
+    while True:
+        try:
+            return start("runner.entries:train_prepared", ready, config, run_dir, payload)
+        except (ConfigError, StrategyError) as refused:
+            if not count:
+                raise
+            raise RunFailed(f"Restart {count} of {most} failed: {refused}") from refused
+        except RunFailed as failed:
+            if count == most:
+                if not count:
+                    raise
+                told = f"restart {count} of {most}"
+                raise RunFailed(f"{failed}\nThe run was given up after {told} (launch.max_restarts).") from failed
+            count, began = count + 1, time.monotonic()
+            cause = str(failed).partition("\n")[0].rstrip(".")
+            newest = _newest(config, run_dir) or given
+            gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
+            before, fewer = (failed.rank, newest), None
+            if gone and config.launch.min_ranks is not None:
+                fewer = smaller(config, _left(ready, config, failed), failed.hosts, run_dir, Path(payload["folder"]))
+            config, ready = fewer or (config, ready)
+            ready = replace(ready, resume=newest)
+            payload = payload | {"marks": ()}  # how long it took to the first step is told once
+            _note(run_dir, {"restart": count, "cause": cause, "resume": ready.resume, "ranks": ready.world_size})
+            going_on = _going_on(ready, fewer is not None, time.monotonic() - began)
+            print(f"restart {count} of {most}: {cause}. {going_on}", flush=True)
+
+
+def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
+    """How many ranks there are without what is gone."""
+    lost = sum(len(host.ranks) for host in config.launch.hosts if host.name in failed.hosts)
+    return ready.world_size - max(lost, 1)
+
+
+def _note(run_dir: Path, restart: dict[str, Any]) -> None:
+    with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(restart) + "\n")
+
+
+def _newest(config: Config, run_dir: Path) -> str | None:
+    """The newest checkpoint of the run that passes its checks."""
+    found: dict[str, str | None] = launch.run_ranks(
+        "runner.entries:find_again",
+        None,
+        world_size=1,
+        run_dir=run_dir,
+        device="cpu",
+        timeout=config.launch.timeout,
+        threads=config.launch.threads,
+    )
+    return found["resume"]
+
+
+def _going_on(ready: Ready, fewer: bool, seconds: float) -> str:
+    who = f"With {ready.world_size} ranks, and a plan searched anew, it" if fewer else "It"
+    if ready.resume is None:
+        return f"There is no checkpoint yet. {who} starts from the beginning."
+    return f"{who} goes on from {Path(ready.resume).name}, found in {seconds:.1f} s."

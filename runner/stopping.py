@@ -1,0 +1,89 @@
+"""Stopping between two steps: all ranks after the same one, without a collective of its own.
+
+SIGTERM, from the parent or straight from a scheduler, sets `asked`. From then on a rank begins no further step and
+tells the store at which one it is; when all have told, the latest of these steps is the last for all. No rank is
+beyond it and each can reach it, because none waits for a rank that stops earlier. Until then a step costs one
+comparison. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.worker import RankContext
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""What schedulers know as: ended because of SIGTERM."""
+ASKED = "stop/asked"
+
+_asked = threading.Event()
+
+
+def ask() -> None:
+    """Let this rank, and with it all others, stop after the step at hand."""
+    _asked.set()
+
+
+def listen() -> None:
+    """From now on the first SIGTERM asks, and a second one ends this process at once. For the main thread."""
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)  # a handler would wait for the end of a collective
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    threading.Thread(target=_hear, args=(near, far), daemon=True).start()
+
+
+def _hear(near: socket.socket, far: socket.socket) -> None:
+    while received := near.recv(1):
+        if received[0] == signal.SIGTERM:
+            if _asked.is_set():
+                os._exit(EXIT_CODE)
+            ask()
+
+
+def begun(rank: RankContext, done: int) -> Stopping:
+    """Training begins after step `done`: what `rank` asks before every step."""
+    import torch.distributed as dist
+
+    listen()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return Stopping(rank.rank, rank.world_size, store.clone(), done=done)
+
+
+class Stopping:
+    """The agreement of `world_size` ranks over `store`, which no other thread of this rank uses."""
+
+    def __init__(self, rank: int, world_size: int, store: Any, *, done: int = 0, poll: float = 1.0) -> None:
+        self._rank, self._world_size, self._store, self._poll = rank, world_size, store, poll
+        self._step = done
+        self._last: float = math.inf
+        self._decided = threading.Event()
+        threading.Thread(target=self._agree, daemon=True).start()
+
+    def begin(self, step: int) -> bool:
+        """Whether this rank may begin `step`; waits for the others where it is asked to stop."""
+        self._step = step
+        if step > self._last:
+            self._decided.wait()
+        return step <= self._last
+
+    def _agree(self) -> None:
+        try:
+            while not _asked.wait(self._poll):
+                if self._store.check([ASKED]):  # another rank was asked
+                    ask()
+            self._last = -1  # `begin` waits from here on; only now is the step read
+            keys = [f"stop/{rank}" for rank in range(self._world_size)]
+            self._store.set(keys[self._rank], str(self._step))
+            self._store.set(ASKED, "")
+            self._store.wait(keys)
+            self._last = max(int(told) for told in self._store.multi_get(keys))
+        except RuntimeError:  # the store has gone with rank 0: it has failed, or all steps are done
+            self._last = math.inf
+        self._decided.set()

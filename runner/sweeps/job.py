@@ -1,0 +1,103 @@
+"""One job of a sweep, as `job.json` in its folder tells it.
+
+Invariant: a job whose status is "done" ended well with the `config.json` beside it, so a job with the same config need
+not run again. "running" in a sweep that has ended is a job that was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.folders import CONFIG_FILE
+
+FILE = "job.json"
+STARTED = "sweep.json"
+METRICS = "metrics.jsonl"
+
+Status = Literal["running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job.
+
+    Attributes:
+        number: its place in the sweep, from 0.
+        overrides: what makes it differ from the bare command, as typed.
+        verb: what it does.
+        sweep: which start of the sweep asked for it last, see `started`.
+        value: what the verb returns, such as the last loss of training.
+        evaluation: the last evaluation, by name.
+        seconds: how long it ran.
+        error: why it failed, the first paragraph.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    verb: str
+    sweep: str
+    status: Status = "running"
+    value: float | None = None
+    evaluation: dict[str, float] | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Replace the job's file as a whole."""
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        new = folder / f"{FILE}.new"
+        new.write_text(content, encoding="utf-8")
+        os.replace(new, folder / FILE)
+
+    def finished_before(self, folder: Path, config: str) -> Job | None:
+        """This job as it ended well in `folder` before, if its config, as text, was the same."""
+        before = read(folder)
+        if before is None or before.status != "done" or not (folder / CONFIG_FILE).exists():
+            return None
+        same = (folder / CONFIG_FILE).read_text(encoding="utf-8") == config
+        return replace(before, number=self.number, sweep=self.sweep) if same else None
+
+
+def read(folder: Path) -> Job | None:
+    """The job of a folder, None where there is none."""
+    try:
+        content: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Job(**content | {"overrides": tuple(content["overrides"])})
+
+
+def jobs(sweep: Path) -> list[tuple[Path, Job]]:
+    """Every job of a sweep folder, in the order of their numbers."""
+    found = [(path.parent, job) for path in sweep.rglob(FILE) if (job := read(path.parent)) is not None]
+    return sorted(found, key=lambda one: (one[1].number, str(one[0])))
+
+
+def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
+    """The name of a job's folder in the sweep folder: that of the job with the same overrides if there is one, else its
+    number, with something added where another job has that one. Calls for different jobs never give the same name."""
+    wanted = sorted(typed(overrides))
+    for folder, job in jobs(Path(sweep)):
+        if sorted(job.overrides) == wanted:
+            return str(folder.relative_to(sweep))
+    if read(Path(sweep, str(number))) is None:
+        return str(number)
+    return f"{number}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:6]}"
+
+
+def typed(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings."""
+    return tuple(override.removeprefix("++") for override in overrides)
+
+
+def records(folder: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a job's metrics, none where it measured nothing."""
+    if (folder / METRICS).exists():
+        with (folder / METRICS).open("rb") as file:
+            yield from (json.loads(line) for line in file if line.endswith(b"\n"))

@@ -1,0 +1,80 @@
+"""Six simulated ranks with two parameters, their checkpoints, and ways to damage those."""
+
+import torch
+
+from runner import checkpoints
+from runner.checkpoints import saving
+from strategies.engine.communicator import Communicator
+from strategies.engine.gradients import BucketedUpdates
+from strategies.engine.program import Program
+from strategies.graph import Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+
+MESH = Mesh((("dp", 3), ("tp", 2)))
+LAYOUTS = {"sliced": Layout((("tp",), ())), "whole": Layout.replicated(1)}
+SHAPES = {"sliced": (8, 5), "whole": (7,)}
+
+
+class Root(torch.nn.Module):
+    def __init__(self, rank, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.whole = torch.nn.Parameter(torch.randn(7))
+        half = torch.randn(8, 5)[4 * (rank % 2) :][:4].clone()
+        self.sliced = torch.nn.Parameter(half)
+
+
+def content(rank, seed=0):
+    sources = tuple(
+        Source(name, "parameter", name, TensorSpec(shape, "float32"), True) for name, shape in SHAPES.items()
+    )
+    outputs = tuple(Ref(name) for name in SHAPES)
+    program = Program(MESH, sources, LAYOUTS, (), outputs, dict.fromkeys(SHAPES, ()), tuple(SHAPES), False)
+    communicator = Communicator(MESH, rank)
+    updates = BucketedUpdates(
+        Root(rank, seed), program, communicator, lambda groups: torch.optim.SGD(groups, lr=0.1), [{"names": [*SHAPES]}]
+    )
+    config = {"world_size": 6, "train": {"seed": 0}}
+    return checkpoints.Content(program, communicator, {}, updates, None, {}, config)
+
+
+def save(folder, step, copies=1, seed=0, **wanted):
+    for rank in reversed(range(6)):
+        saver = saving.Saver()
+        saver.save(folder, step, content(rank, seed), checkpoints.Wanted(copies=copies, **wanted))
+        saver.wait()
+    return folder / f"step-{step:08d}"
+
+
+def weights(path, seed=9):
+    """What the six ranks have after loading."""
+    found = []
+    for rank in range(6):
+        mine = content(rank, seed)
+        checkpoints.load(path, mine)
+        found.append({name: mine.updates.weight(name).clone() for name in SHAPES})
+    return found
+
+
+def expected(seed=0):
+    return [{name: content(rank, seed).updates.weight(name) for name in SHAPES} for rank in range(6)]
+
+
+def equal(ours, truth):
+    return all(torch.equal(one[name], other[name]) for one, other in zip(ours, truth, strict=True) for name in SHAPES)
+
+
+def largest(path):
+    """The file of a rank that holds the most."""
+    return max(path.glob("rank-*.safetensors"), key=lambda file: file.stat().st_size)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(bytes(content))
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])

@@ -1,0 +1,129 @@
+"""Saves beside training store what saves store for which the ranks wait, and a failed one ends the run."""
+
+import threading
+
+import pytest
+import torch
+from six_ranks import SHAPES, content
+from small import MODES, SMALL
+
+from runner import checkpoints
+from runner.checkpoints.copying import Copies
+from runner.checkpoints.keeping import Keeper
+from runner.checkpoints.when import Calendar
+from runner.errors import ConfigError
+from runner.sections.checkpoint import Checkpoint
+
+WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=5")
+NEVER = Checkpoint(
+    every=None,
+    minutes=None,
+    best=None,
+    best_mode=None,
+    at_end=False,
+    keep=None,
+    form="sharded",
+    background=False,
+    copies=1,
+)
+PLANS = {
+    "stage 0": MODES["semi_auto"],
+    "stage 3": (*MODES["data_parallel"], "parallel.zero.stage=3"),
+    "pipeline": (*MODES["data_parallel"], "parallel.pipeline.cuts={outer: 1}", "parallel.pipeline.stages=2"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_step_is_stored_as_it_was(start, plan):
+    found = {}
+    for background in ("false", "true"):
+        saving = ("checkpoint.every=1", f"checkpoint.background={background}", "checkpoint.form=both")
+        folder = start(*WORDS, *PLANS[plan], *saving, folder=background).folder
+        opened = [checkpoints.read(path) for path in sorted((folder / "checkpoints").iterdir())]
+        assert [one.step for one in opened] == [1, 2, 3, 4, 5]
+        found[background] = [{key: one.read(key) for key in one.tensors} for one in opened]
+        random = [one.load("rank-00001.pt")["random"]["torch"] for one in opened]
+        found[background].append(dict(enumerate(random)))
+    for ours, theirs in zip(found["true"], found["false"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+def test_copies_have_the_numbers_of_the_moment(monkeypatch):
+    """What changes before the next update is copied at once, the rest until then, and `settle` waits for that."""
+    mine = content(0)
+    pieces = {key: found for batch in mine.updates.pieces() for key, found in batch.items()}
+    truth = {key: [one.view.clone() for one in found] for key, found in pieces.items()}
+    copies = Copies()
+    made = copies.begin(pieces, {"model/whole"})
+    pieces["model/whole"][0].view.fill_(-1.0)
+    waited = threading.Thread(target=copies.settle)
+    waited.start()
+    waited.join(0.2)
+    assert waited.is_alive()
+    copies.carry_out()
+    waited.join(5)
+    assert not waited.is_alive()
+    pieces["model/sliced"][0].view.fill_(-1.0)
+    for name in SHAPES:
+        assert torch.equal(made[f"model/{name}"][0].view, truth[f"model/{name}"][0])
+    buffers = made["model/sliced"][0].view.data_ptr()
+    assert copies.begin(pieces, ())["model/sliced"][0].view.data_ptr() == buffers
+    assert copies.bytes == (4 * 5 + 7) * 4
+
+
+def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):
+    """At the next step, or at the end, with the reason."""
+    saver = checkpoints.Saver()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("runner.checkpoints.writing.write", full)
+    keeper = Keeper.__new__(Keeper)
+    keeper._saver, keeper._calendar = saver, Calendar(NEVER, tmp_path, 1, 1)
+    saver.save(tmp_path, 1, content(1))
+    saver._thread.join()
+    told = r"rank 1 could not write its part of step-00000001: .*No space left"
+    with pytest.raises(checkpoints.SaveFailed, match=told):
+        keeper.after(2, 9, None, lambda: content(1))
+    saver.save(tmp_path, 3, content(1))
+    with pytest.raises(checkpoints.SaveFailed, match="step-00000003"):
+        keeper.finish()
+
+
+def due(section, steps, tmp_path, evaluations=None):
+    calendar = Calendar(section, tmp_path, 0, 1)
+    return [step for step in range(1, steps + 1) if calendar.due(step, steps, (evaluations or {}).get(step))[0]]
+
+
+def test_when(tmp_path, monkeypatch):
+    assert due(NEVER, 6, tmp_path) == []
+    assert due(NEVER.model_copy(update={"every": 2, "at_end": True}), 5, tmp_path) == [2, 4, 5]
+    now = [0.0]
+    monkeypatch.setattr("runner.checkpoints.when.time.monotonic", lambda: now[0])
+    calendar = Calendar(NEVER.model_copy(update={"minutes": 0.5}), tmp_path, 0, 1)
+    saved = []
+    for step in range(1, 10):
+        now[0] += 12.0
+        if calendar.due(step, 9, None)[0]:
+            saved.append(step)
+    assert saved == [3, 6, 9]
+
+
+def test_the_best_so_far_is_saved(tmp_path):
+    losses = {step: {"loss": loss, "accuracy": 1 - loss} for step, loss in enumerate((0.5, 0.7, 0.4, 0.4, 0.1), 1)}
+    assert due(NEVER.model_copy(update={"best": "loss"}), 5, tmp_path, losses) == [1, 3, 5]
+    assert due(NEVER.model_copy(update={"best": "accuracy"}), 5, tmp_path, losses) == [1, 3, 5]
+    assert due(NEVER.model_copy(update={"best": "loss", "best_mode": "max"}), 5, tmp_path, losses) == [1, 2]
+    with pytest.raises(ConfigError, match=r"checkpoint.best = 'acuracy' is not .* Did you mean 'accuracy'\?"):
+        due(NEVER.model_copy(update={"best": "acuracy"}), 5, tmp_path, losses)
+
+
+def test_the_best_of_a_real_run_stays(start):
+    words = (*SMALL, *MODES["data_parallel"], "evaluate.metric=accuracy", "evaluate.every=1", "train.steps=4")
+    wanted = "checkpoint={best: accuracy, keep: 1, background: true}"
+    folder = start(*words, wanted, "evaluate.args={rows: 40, seed: 3}", "optimizer.args.lr=0.3").folder
+    kept = [checkpoints.read(path).header for path in sorted((folder / "checkpoints").iterdir())]
+    assert kept[-1].step == 4 and len(kept) in (1, 2)
+    assert kept[0].metric >= kept[-1].metric

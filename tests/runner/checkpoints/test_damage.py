@@ -1,0 +1,176 @@
+"""Damage of any kind is noticed before anything is loaded, named, and made good where another file holds the same."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from six_ranks import SHAPES, content, cut, equal, expected, flip, largest, save, weights
+from small import MODES, SMALL
+
+from runner import checkpoints
+from runner.checkpoints import header, loading, saving
+from runner.errors import ConfigError
+
+
+@pytest.mark.parametrize("damage", [flip, cut])
+def test_auto_takes_the_newest_that_passes(tmp_path, capsys, damage):
+    for step in (1, 2, 3):
+        save(tmp_path, step, seed=step)
+    victim = largest(tmp_path / "step-00000003")
+    damage(victim)
+    found = checkpoints.to_continue("auto", tmp_path)
+    assert found == tmp_path / "step-00000002"
+    assert equal(weights(found), expected(2))
+    warning = capsys.readouterr().out
+    assert warning.startswith(f"warning: The checkpoint {tmp_path / 'step-00000003'} is damaged: {victim.name}: ")
+    assert warning.count("\n") == 1
+
+
+def test_every_byte_counts(tmp_path):
+    """One bit anywhere, in any file, is noticed; that only the random states of one rank are gone can be lived with."""
+    draw, path = random.Random(0), save(tmp_path, 1)
+    for file in sorted(path.iterdir()):
+        kept = file.read_bytes()
+        for _ in range(3):
+            content = bytearray(kept)
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            file.write_bytes(bytes(content))
+            try:
+                assert loading.verify(path).keys() == {file.name}
+            except ConfigError as error:
+                assert "is damaged" in str(error) or "of version" in str(error)
+        file.write_bytes(kept)
+    assert loading.verify(path) == {}
+
+
+def test_all_damaged_is_an_error_and_so_is_a_damaged_path(tmp_path, capsys):
+    for step in (1, 2):
+        cut(largest(save(tmp_path, step)))
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged \(step-00000002, step-00000001\)"):
+        checkpoints.to_continue("auto", tmp_path)
+    with pytest.raises(ConfigError, match=r"step-00000001 is damaged: rank-0000\d\.safetensors: it has [\d,]+ bytes"):
+        checkpoints.to_continue(str(tmp_path / "step-00000001"), tmp_path)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
+    path = save(tmp_path, 1, copies=2)
+    for file in path.glob(f"rank-{rank:05d}.*"):
+        file.unlink()
+    assert checkpoints.to_continue("auto", tmp_path) == path
+    assert "but other files hold the same" in capsys.readouterr().out
+    assert equal(weights(path), expected())
+
+
+def test_a_flipped_bit_is_not_loaded_where_a_copy_is_good(tmp_path):
+    path = save(tmp_path, 1, copies=2)
+    victim = largest(path)
+    flip(victim)
+    assert checkpoints.to_continue("auto", tmp_path) == path
+    assert equal(weights(path), expected())
+    assert json.loads((path / "damaged.json").read_text()).keys() == {victim.name}
+
+
+def test_without_copies_a_lost_file_is_an_error(tmp_path):
+    path = save(tmp_path, 1)
+    largest(path).unlink()
+    with pytest.raises(ConfigError, match=r"is lost or damaged, and is in no other file"):
+        checkpoints.read(path)
+
+
+def test_a_merged_file_makes_good_too(tmp_path):
+    path = save(tmp_path, 1, form="both")
+    largest(path).unlink()
+    assert equal(weights(path), expected())
+
+
+def test_the_best_is_kept_beside_the_last(tmp_path):
+    for step, metric in ((1, 0.5), (2, 0.2), (3, 0.4), (4, 0.3), (5, None)):
+        for rank in reversed(range(6)):
+            saver = saving.Saver()
+            saver.save(tmp_path, step, content(rank), checkpoints.Wanted(keep=1, best="min"), metric=metric)
+            saver.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
+
+
+def test_a_save_that_fails_anywhere_fails_on_rank_0(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    savers = [saving.Saver() for _ in range(6)]
+    for rank in range(1, 6):
+        with monkeypatch.context() as patch:
+            if rank == 4:
+                patch.setattr(saving.writing, "write", full)
+            savers[rank].save(tmp_path, 1, content(rank))
+            if rank == 4:
+                with pytest.raises(checkpoints.SaveFailed, match=r"rank 4 could not write .*No space left on device"):
+                    savers[rank].wait()
+            else:
+                savers[rank].wait()
+    savers[0].save(tmp_path, 1, content(0))
+    with pytest.raises(checkpoints.SaveFailed, match=r"rank 4 could not write .*No space left on device"):
+        savers[0].wait()
+    assert checkpoints.newest(tmp_path) is None
+
+
+def test_what_is_stored_is_what_was_there(tmp_path):
+    """Training goes on while files are written."""
+    mine = [content(rank) for rank in range(6)]
+    truth = expected()
+    savers = [saving.Saver() for _ in mine]
+    for saver, one in zip(savers[::-1], mine[::-1], strict=True):
+        saver.save(tmp_path, 1, one)
+        saver.settle()
+        for name in SHAPES:
+            one.updates.module.get_parameter(name).data.fill_(-5.0)
+    for saver in savers:
+        saver.wait()
+    assert equal(weights(tmp_path / "step-00000001"), truth)
+    assert all(saver.held > 0 for saver in savers[:2])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_what_zero_splits_up(start, stage):
+    """Any one of four real ranks loses its files, and the run ends as the one that lost nothing."""
+    words = (*SMALL, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "optimizer.target=torch.optim.AdamW")
+    saved = start(*words, "train.steps=2", "checkpoint.copies=2", folder="saved").folder / "checkpoints"
+    truth = start(*words, "train.steps=3", f"train.resume={saved}", folder="truth").folder
+    path = checkpoints.newest(saved)
+    for rank in (0, 3):
+        kept = {file: file.read_bytes() for file in path.glob(f"rank-{rank:05d}.*")}
+        assert len(kept) == 3
+        for file in kept:
+            file.unlink()
+        found = start(*words, "train.steps=3", f"train.resume={saved}", folder=f"without-{rank}").folder
+        ours, theirs = (checkpoints.read(checkpoints.newest(one / "checkpoints")) for one in (found, truth))
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(ours.read(key), theirs.read(key)) for key in theirs.tensors)
+        for file, content_ in kept.items():
+            file.write_bytes(content_)
+
+
+def test_no_code_runs_from_a_file(tmp_path):
+    """Also where every checksum is right: an attacker can make those too."""
+    path = save(tmp_path, 1)
+    torch.save({"random": Evil(tmp_path / "ran"), "groups": [], "scalars": {}}, path / "rank-00000.pt")
+    found = header.read_header(path)
+    files = {**found.files, "rank-00000.pt": header.stamp(path / "rank-00000.pt")}
+    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
+    assert loading.verify(path) == {}
+    with pytest.raises(ConfigError, match=r"is damaged .UnpicklingError: Weights only load failed"):
+        weights(path)
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

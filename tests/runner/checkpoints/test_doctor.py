@@ -1,0 +1,52 @@
+"""`run doctor CHECKPOINT`: every file, and what could be lost."""
+
+from six_ranks import cut, flip, largest, save
+
+from runner.jobs.doctor import run
+
+
+def test_a_good_checkpoint(tmp_path, capsys):
+    path = save(tmp_path, 7)
+    assert run([str(tmp_path)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"checkpoint {path}: step 7, sharded, 6 ranks, unknown mode, ")
+    files = sorted(file.name for file in path.iterdir() if file.name != "checkpoint.json")
+    assert sorted(line.split()[1] for line in lines[:-1]) == files
+    assert all(line.startswith("ok ") for line in lines[:-1])
+    listed = lines[-1].removeprefix("ranks whose files could be lost, one at a time: ").split(", ")
+    holding = {int(part.name[5:10]) for part in path.glob("rank-*.safetensors") if part.stat().st_size > 80}
+    assert {int(rank) for rank in listed} == set(range(6)) - holding - {0}
+
+
+def test_copies_make_every_rank_dispensable(tmp_path, capsys):
+    save(tmp_path, 7, copies=2)
+    assert run([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(": 0, 1, 2, 3, 4, 5")
+
+
+def test_damage_is_told_and_ends_with_1(tmp_path, capsys):
+    path = save(tmp_path, 7)
+    flip(largest(path))
+    assert run([str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"failed  {largest(path).name}" in out and "its checksum is" in out
+    assert out.splitlines()[-1].startswith("lost: what the damaged files held is in no other file")
+    (path / "checkpoint.json").write_text("{")
+    assert run([str(path)]) == 1
+    assert capsys.readouterr().out.startswith(f"failed  The checkpoint {path} is damaged")
+
+
+def test_damage_that_copies_make_good_ends_with_1_too(tmp_path, capsys):
+    path = save(tmp_path, 7, copies=2)
+    cut(largest(path))
+    assert run([str(path)]) == 1
+    assert "nothing is lost: other files hold the same" in capsys.readouterr().out
+
+
+def test_what_is_no_checkpoint_is_refused(command):
+    done = command("doctor", "nowhere")
+    assert done.code == 2
+    assert done.paragraphs == [
+        "run: doctor = 'nowhere': this folder does not exist. Give a run folder, its checkpoints, or one of them."
+    ]
+    assert command("doctor", "a", "b").code == 2

@@ -1,0 +1,107 @@
+"""The merged form: what plain torch, transformers and a run under any plan make of it."""
+
+import importlib
+import json
+
+import networks
+import pytest
+import torch
+from safetensors.torch import load_file
+from six_ranks import content
+from small import ALONE, MODES, SMALL
+
+from runner import checkpoints
+from runner.checkpoints import merged, saving, writing
+
+ADAM = ("optimizer.target=torch.optim.AdamW", "train.random=exact")
+
+
+def newest(folder):
+    return checkpoints.newest(folder / "checkpoints")
+
+
+def test_the_file_is_the_state_dict(start):
+    """Two forms of one moment; the merged one is read by the library safetensors."""
+    words = (
+        *SMALL,
+        *ADAM,
+        "model.args.norm=true",
+        *MODES["semi_auto"],
+        "parallel.zero.stage=1",
+        "checkpoint.form=both",
+    )
+    path = newest(start(*words, "train.steps=2").folder)
+    opened = checkpoints.read(path)
+    weights, others = load_file(path / merged.WEIGHTS), load_file(path / merged.STATES)
+    assert {"inner.weight", "norm.running_mean", "norm.num_batches_tracked"} <= weights.keys()
+    assert {f"model/{name}" for name in weights} | set(others) == set(opened.tensors)
+    for key, tensor in (*((f"model/{name}", tensor) for name, tensor in weights.items()), *others.items()):
+        assert torch.equal(opened.read(key), tensor), key
+    networks.Classifier(norm=True).load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize("plan", [MODES["semi_auto"], (*MODES["data_parallel"], "parallel.zero.stage=3"), ALONE])
+def test_a_run_goes_on_from_it_alone(start, plan):
+    words = (*SMALL, *ADAM)
+    first = start(*words, *MODES["semi_auto"], "train.steps=2", "checkpoint.form=merged", folder="merged").folder
+    names = {file.name for file in newest(first).iterdir()}
+    assert not any(name.startswith("rank-") and name.endswith(".safetensors") for name in names)
+    truth = start(*words, *MODES["semi_auto"], "train.steps=4", folder="whole").folder
+    second = start(*words, *plan, "train.steps=4", f"train.resume={first}", folder="second").folder
+    ours, theirs = checkpoints.read(newest(second)), checkpoints.read(newest(truth))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key in theirs.tensors:
+        assert torch.allclose(ours.read(key), theirs.read(key), rtol=1e-5, atol=1e-7), key
+
+
+@pytest.mark.parametrize("form", ["sharded", "merged"])
+def test_weights_alone_begin_another_run(start, form):
+    """model.weights takes a checkpoint in any form: with a learning rate of 0 they stay as they are."""
+    words = (*SMALL, "train.steps=1", "optimizer.args.lr=0.0")
+    first = start(*SMALL, *MODES["semi_auto"], "train.steps=2", f"checkpoint.form={form}", folder="first").folder
+    second = start(*words, *MODES["auto"], f"model.weights={first}", "train.seed=5", folder="second").folder
+    ours, theirs = checkpoints.read(newest(second)), checkpoints.read(newest(first))
+    for name in theirs.names:
+        assert torch.equal(ours.read(f"model/{name}"), theirs.read(f"model/{name}")), name
+
+
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
+def test_transformers_reads_it(start, name):
+    """From the folder alone: no weight is missing or left over, and logits are those of the weights one by one."""
+    transformers = importlib.import_module("transformers")
+    small = ("train.steps=2", "data.batch_size=8", "train.log_every=1")
+    folder = newest(start(f"+recipe={name}", *small, "checkpoint.form=both").folder)
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, told = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(told.values()), told
+    opened = checkpoints.read(folder)
+    torch.manual_seed(3)
+    other = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for key, tensor in (*other.named_parameters(), *other.named_buffers()):
+            if f"model/{key}" in opened.tensors:
+                tensor.copy_(opened.read(f"model/{key}"))
+    entries = torch.randint(0, model.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(entries).logits, other.eval()(entries).logits)
+
+
+def test_no_more_than_a_chunk_is_held(tmp_path, monkeypatch):
+    """With chunks of 40 bytes a tensor of 8 rows of 20 bytes is read two rows at a time."""
+    monkeypatch.setattr(merged, "CHUNK", 40)
+    largest, plain = [0], writing.raw
+
+    def noted(tensor):
+        largest.append(tensor.nbytes)
+        return plain(tensor)
+
+    for rank in reversed(range(6)):
+        saver = saving.Saver()
+        saver.save(tmp_path, 1, content(rank))
+        saver.wait()
+    opened = checkpoints.read(tmp_path / "step-00000001")
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(writing, "raw", noted)
+    merged.write(opened, tmp_path / "out")
+    assert max(largest) == 40
+    assert torch.equal(load_file(tmp_path / "out" / merged.WEIGHTS)["sliced"], opened.read("model/sliced"))

@@ -1,0 +1,317 @@
+"""Weights and optimizer states under 20 plans, each loaded under 10 others: every rank ends with its blocks of the same
+numbers, bit for bit, and has read only those.
+
+Ranks are simulated one after the other: saving and loading call no collective. Programs are made of sources alone, with
+any layout, padding included; ZeRO's flat tensors are cut as DeepSpeed cuts them, which other tests hold to it.
+"""
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from runner import checkpoints
+from runner.checkpoints import saving
+from strategies.engine.communicator import Communicator
+from strategies.engine.gradients import BucketedUpdates
+from strategies.engine.pieces import MODEL, OPTIMIZER
+from strategies.engine.program import Program
+from strategies.engine.updates import learning
+from strategies.engine.zero_state import ZeroState, parts
+from strategies.graph import Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+
+SHAPES = {
+    "embedding": (13, 6),
+    "matrix": (12, 10),
+    "bias": (7,),
+    "cube": (4, 6, 5),
+    "long": (1, 33),
+    "tied": (8, 8),
+    "frozen": (9, 4),
+    "scalar": (),
+    "empty": (0, 3),
+    "statistics": (11,),
+}
+FROZEN, BUFFER, TIED, ODD = {"frozen"}, {"statistics"}, {"tied"}, {"scalar", "empty"}
+MESHES = [
+    Mesh((("a", 2), ("b", 2))),
+    Mesh((("a", 4),)),
+    Mesh((("a", 1),)),
+    Mesh((("a", 3),)),
+    Mesh((("a", 2), ("b", 3))),
+    Mesh((("a", 2), ("b", 1), ("c", 2))),
+]
+STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan: one program per group of a pipeline, all on one mesh."""
+
+    programs: tuple[Program, ...]
+    stage: int
+    dtype: str
+
+    @property
+    def ranks(self):
+        size = self.programs[0].mesh.size
+        return [(group, rank) for group in range(len(self.programs)) for rank in range(size)]
+
+
+def drawn(seed, odd):
+    """A plan for all of `SHAPES` (`odd`), which is possible at stage 0, or without the odd ones, at any stage."""
+    draw = random.Random(seed)
+    mesh, stage = draw.choice(MESHES), 0 if odd else draw.choice([0, 0, 1, 2, 3])
+    dtype = "float32" if stage else draw.choice(DTYPES)
+    names = [name for name in SHAPES if odd or name not in ODD]
+    groups = [names]
+    if stage < 2 and draw.random() < 0.4:  # a pipeline: one parameter is in both groups
+        own = [name for name in names if name not in TIED]
+        groups = [[*own[::2], *TIED], [*own[1::2], *TIED]]
+    layouts = {name: drawn_layout(SHAPES[name], mesh, draw) for name in names}
+    return Drawn(tuple(program_of(group, layouts, mesh, dtype) for group in groups), stage, dtype)
+
+
+def drawn_layout(shape, mesh, draw):
+    dims = [()] * len(shape)
+    for axis, size in mesh.axes:
+        dim = draw.choice([*range(len(shape)), None])
+        if dim is not None and shape[dim] >= size * mesh.product(dims[dim]):
+            dims[dim] += (axis,)
+    return Layout(tuple(dims))
+
+
+def program_of(names, layouts, mesh, dtype):
+    sources = tuple(
+        Source(
+            name, "buffer" if name in BUFFER else "parameter", name, TensorSpec(SHAPES[name], dtype), name not in FROZEN
+        )
+        for name in names
+    )
+    learns = [name for name in names if name not in FROZEN | BUFFER]
+    outputs = tuple(Ref(name) for name in learns)
+    order, reductions = tuple(names), dict.fromkeys(learns, ())
+    return Program(mesh, sources, {name: layouts[name] for name in names}, (), outputs, reductions, order, False)
+
+
+class Root(nn.Module):
+    """Parameters and nothing else."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, name not in FROZEN))
+
+
+class Peers:
+    """What a group of a pipeline knows of the others."""
+
+    def __init__(self, group):
+        self.copies = dict.fromkeys(TIED, 2)
+        self.leads = frozenset(TIED) if group == 0 else frozenset()
+
+
+class Flat:
+    """DeepSpeed's optimizer as far as `ZeroState` looks into it, with made-up numbers."""
+
+    def __init__(self, program, rank, stage, found, kind):
+        self.members = grouped(program)
+        flats = [nn.Parameter(torch.full((parts(program, rank, stage, names)[1],), -1.0)) for names in self.members]
+        self.optimizer = make(kind, [{"params": [flat]} for flat in flats])
+        lists = [[found[name] for name in names] for names in self.members]
+        self.fp32_partitioned_groups_flat = self.single_partition_of_fp32_groups = [flat.data for flat in flats]
+        self.fp16_groups = self.round_robin_bit16_groups = lists
+        self.optimizer.state = {flat: {} for flat in self.single_partition_of_fp32_groups}
+        self.refreshed = 0
+        if stage == 3:
+            for source in program.sources:
+                if source.kind == "parameter":
+                    split(program, source, rank, found[source.name])
+
+    def update_lp_params(self):
+        self.refreshed += 1
+
+
+def grouped(program):
+    """The learning parameters by replica group: they share a flat tensor."""
+    layouts = {source.name: program.layouts[source.id] for source in program.sources}
+    found = {}
+    for name in learning(program):
+        found.setdefault(layouts[name].replica_axes(program.mesh), []).append(name)
+    return list(found.values())
+
+
+def split(program, source, rank, parameter):
+    replicas = program.layouts[source.id].replica_axes(program.mesh)
+    count, size = program.mesh.product(replicas), parameter.numel()
+    part = -(-size // count)
+    index = program.mesh.index(rank, replicas)
+    own = torch.zeros(part * count)
+    own[:size] = parameter.detach().reshape(-1)
+    parameter.ds_tensor = own[index * part : (index + 1) * part].clone()
+    parameter.ds_tensor.ds_numel, parameter.ds_tensor.final_location = part, None
+    parameter.ds_numel, parameter.ds_zero_partition_rank = size, index
+    parameter.data = torch.empty(0)
+
+
+class Sharded:
+    """`Updates` of stages 1 to 3 around `Flat`, as far as checkpoints know them."""
+
+    def __init__(self, program, rank, stage, module, kind, peers):
+        found = dict(module.named_parameters())
+        self.zero = Flat(program, rank, stage, found, kind)
+        follows = frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads)
+        self.held = ZeroState(self.zero, stage, program, rank, found, self.zero.members, follows=follows)
+        self.pieces, self.plain, self.begin, self.loaded = (
+            lambda write=False: self.held.pieces(write),
+            self.held.plain,
+            self.held.begin,
+            self.held.loaded,
+        )
+
+
+def make(kind, groups):
+    return torch.optim.AdamW(groups, lr=0.1) if kind == "AdamW" else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+class Simulated:
+    """One rank under a plan, with numbers of its own until something is loaded."""
+
+    def __init__(self, plan, group, rank, kind):
+        program = plan.programs[group]
+        self.communicator = Communicator(program.mesh, rank, (), stage=group, stages=len(plan.programs))
+        sizes = {s.name: program.layouts[s.id].local_shape(s.spec.shape, program.mesh) for s in program.sources}
+        dtype = getattr(torch, plan.dtype)
+        tensors = {name: torch.full(size, -1.0, dtype=dtype) for name, size in sizes.items()}
+        self.buffers = {name: tensors.pop(name) for name in BUFFER if name in tensors}
+        peers = Peers(group) if len(plan.programs) > 1 else None
+        module = Root(tensors)
+        if plan.stage == 0:
+            self.communicator.group = lambda axes: None
+            groups = [{"names": list(tensors)[:2]}, {"names": list(tensors)[2:], "lr": 0.5}]
+            self.updates = BucketedUpdates(
+                module, program, self.communicator, lambda given: make(kind, given), groups, peers=peers
+            )
+        else:
+            self.updates = Sharded(program, rank, plan.stage, module, kind, peers)
+        self.module, self.program, self.stage = module, program, plan.stage
+        self.parameters = dict(module.named_parameters())
+        config = {"world_size": self.communicator.world, "train": {"seed": 1}, "optimizer": {"target": kind}}
+        identity = {"plan": {"mesh": dict(program.mesh.axes)}, "config": config}
+        self.content = checkpoints.Content(
+            program, self.communicator, self.buffers, self.updates, None, **identity, fingerprint=""
+        )
+
+    def zero_refreshed(self):
+        """Whether the weights that the program computes with were made anew from those of the optimizer."""
+        return self.updates.zero.refreshed == 1 if self.stage < 3 else self._parts_are_new()
+
+    def _parts_are_new(self):
+        held = self.updates.held
+        for index, flat in enumerate(held.masters()):
+            for name, part in held.ranges(index):
+                ours = self.parameters[name].ds_tensor[: part.count]
+                if not torch.equal(ours, flat[part.position : part.position + part.count]):
+                    return False
+        return True
+
+    def views(self):
+        """Every piece that this rank holds, by key."""
+        for batch in self.updates.pieces(write=True):
+            yield from ((key, piece) for key, pieces in batch.items() for piece in pieces)
+        yield from ((key, piece) for key, pieces in self.content.buffers().items() for piece in pieces)
+
+
+def truth(kind):
+    """Whole tensors by key, and a number per parameter."""
+    torch.manual_seed(5)
+    found = {MODEL + name: torch.randn(shape) for name, shape in SHAPES.items()}
+    for state in STATES[kind]:
+        found |= {
+            f"{OPTIMIZER}{state}/{name}": torch.randn(shape)
+            for name, shape in SHAPES.items()
+            if name not in FROZEN | BUFFER | {"scalar"}
+        }
+    return found
+
+
+def block_of(tensor, block):
+    return tensor[tuple(slice(*bounds) for bounds in block)]
+
+
+def fill(simulated, values, kind):
+    """Give a rank the true numbers, as if it had trained."""
+    states = {
+        state: {
+            name: SimpleNamespace(shape=SHAPES[name], dtype=torch.float32, like_weights=True)
+            for name in SHAPES
+            if f"{OPTIMIZER}{state}/{name}" in values
+        }
+        for state in STATES[kind]
+    }
+    plain = simulated.updates.plain()
+    counts = {"step": torch.tensor(7.0)} if kind == "AdamW" else {}
+    plain.scalars = {name: dict(counts) for name in learning(simulated.program)}
+    simulated.updates.begin(states, plain)
+    for key, piece in simulated.views():
+        piece.view.copy_(block_of(values[key], piece.block))
+    simulated.updates.loaded()
+
+
+def saved(plan, kind, values, folder):
+    for group, rank in reversed(plan.ranks):  # rank 0 puts the files together
+        simulated = Simulated(plan, group, rank, kind)
+        fill(simulated, values, kind)
+        saver = saving.Saver()
+        saver.save(folder, 7, simulated.content)
+        saver.wait()
+    return folder / "step-00000007"
+
+
+def check(simulated, kind, values, restored, stored):
+    """The rank has its part of the true numbers, in its dtype, and has read no more than that."""
+    wanted = 0
+    for key, piece in simulated.views():
+        assert torch.equal(piece.view, block_of(values[key], piece.block).to(piece.view.dtype)), key
+        if piece.view.numel():
+            wanted += piece.view.numel() * getattr(torch, stored[key].dtype).itemsize
+    assert restored.bytes_read == wanted
+    if kind == "AdamW":
+        names = learning(simulated.program)
+        scalars = simulated.updates.plain().scalars
+        assert {name: scalars[name]["step"].item() for name in names} == dict.fromkeys(names, 7.0)
+    if isinstance(simulated.updates, Sharded):
+        return simulated.zero_refreshed()
+    mesh, rank = simulated.program.mesh, simulated.communicator.rank
+    for name, parameter in simulated.module.named_parameters():
+        whole, layout = values[MODEL + name], simulated.program.layouts[name]
+        block = layout.block(whole.shape, mesh, rank)
+        inside = tuple(slice(stop - start) for start, stop in block)
+        assert torch.equal(parameter.detach()[inside], block_of(whole, block).to(parameter.dtype)), name
+    return True
+
+
+SAVED, LOADED = 20, 10
+
+
+@pytest.mark.parametrize("number", range(SAVED))
+def test_two_hundred_moves(tmp_path, number):
+    kind, odd = list(STATES)[number % 2], number % 5 == 4
+    plan, values = drawn(number, odd), truth(kind)
+    if plan.dtype == "bfloat16":  # what does not learn has no copy in fp32
+        cast = [key for key in values if key.removeprefix(MODEL) in FROZEN | BUFFER]
+        values |= {key: values[key].bfloat16().float() for key in cast}
+    path = saved(plan, kind, values, tmp_path)
+    stored = checkpoints.read(path).tensors
+    for seed in range(100 + LOADED * number, 100 + LOADED * (number + 1)):
+        other = drawn(seed, odd)
+        for group, rank in other.ranks:
+            simulated = Simulated(other, group, rank, kind)
+            restored = checkpoints.load(path, simulated.content)
+            assert check(simulated, kind, values, restored, stored)

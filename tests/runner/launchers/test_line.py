@@ -1,0 +1,127 @@
+"""The line between a command and its ranks: who is heard, and that an end is noticed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+
+from runner.errors import ConfigError
+from runner.launchers import network
+from runner.launchers.front import Front
+from runner.launchers.line import GREETING, Hello, Task, call, new_secret, own_address, silence_of
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    with network.listener(network.LOOPBACK) as listener:
+        made = Front(listener, SECRET, 5.0)
+        yield made
+        made.close()
+
+
+def answering(front: Front, seconds: float = 3.0) -> list[tuple[Hello, object]]:
+    """What has called within some seconds, or until somebody has."""
+    found: list[tuple[Hello, object]] = []
+    until = time.monotonic() + seconds
+    while not found and time.monotonic() < until:
+        if wait([front.listener], 0.02):
+            front.take()
+        found += front.arrived()
+    return found
+
+
+def calling(front: Front, hello: Hello, secret: bytes = SECRET) -> tuple[threading.Thread, list[object]]:
+    """A rank that calls, in the background; what it was told, or its error, comes into the list."""
+    told: list[object] = []
+
+    def rank() -> None:
+        try:
+            connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, 5.0)
+            assert own_address(connection) == network.LOOPBACK
+            connection.send(hello)
+            told.append(connection.recv())
+        except (OSError, EOFError, AuthenticationError) as error:
+            told.append(type(error))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    return thread, told
+
+
+def test_ranks_are_told_where_the_store_is(front: Front) -> None:
+    second, told_second = calling(front, Hello(1, "b", "10.0.0.2"))
+    assert [hello.rank for hello, _ in answering(front)] == [1]
+    assert told_second == []
+    first, told_first = calling(front, Hello(0, "a", "10.0.0.1", store=("10.0.0.1", 77)))
+    assert [hello.rank for hello, _ in answering(front)] == [0]
+    first.join(3)
+    second.join(3)
+    assert told_first == told_second == [("10.0.0.1", 77)]
+
+
+def test_strangers_are_not_heard(front: Front) -> None:
+    thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)), secret=b"another")
+    assert answering(front, 1.0) == []
+    thread.join(3)
+    assert told in ([AuthenticationError], [EOFError], [ConnectionResetError])
+
+
+def test_a_silent_stranger_holds_nobody_up(front: Front) -> None:
+    with socket.create_connection(front.listener.getsockname()):
+        began = time.monotonic()
+        assert answering(front, 0.3) == []
+        assert time.monotonic() - began < GREETING / 2
+        thread, _ = calling(front, Hello(0, "a", "a", store=("a", 1)))
+        assert [hello.rank for hello, _ in answering(front)] == [0]
+        thread.join(3)
+
+
+def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+    def rank() -> None:
+        connection = call(network.LOOPBACK, front.listener.getsockname()[1], SECRET, 5.0)
+        connection.send(Hello(0, "a", "a", console=True))
+        with open(connection.fileno(), "w", closefd=False) as console:
+            console.write("step 1\nstep 2\n")
+        connection.close()
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    assert answering(front, 1.0) == []  # it is no seat
+    thread.join(3)
+    front.close()
+    assert capsys.readouterr().out == "step 1\nstep 2\n"
+
+
+def test_tasks_and_secrets_are_files(tmp_path: Path) -> None:
+    task = Task("10.0.0.1", 7, "a:b", 2, "/run", "cpu", 6.0, 1, "mpirun", (("a", 0, 1, 0), ("b", 0, 1, 0)))
+    task.write(tmp_path)
+    assert Task.read(tmp_path) == task
+    secret = new_secret(tmp_path)
+    assert len(secret) == 32 and secret == (tmp_path / "secret").read_bytes() != new_secret(tmp_path)
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    assert (silence_of(6.0), silence_of(600.0)) == (6.0, 60.0)
+
+
+def test_addresses() -> None:
+    assert network.resolve("127.0.0.1") == "127.0.0.1" and network.resolve("localhost") in ("127.0.0.1", "::1")
+    assert network.is_here("127.0.0.1") and not network.is_here("192.0.2.1")  # which is nobody's
+    assert network.is_loopback("127.0.0.9") and network.is_loopback("::1") and not network.is_loopback("10.0.0.1")
+    assert network.towards("127.0.0.1") == "127.0.0.1"
+    assert network.interface_of("127.0.0.1") == "lo" and network.interface_of("192.0.2.1") is None
+    assert network.variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    with network.listener("127.0.0.1") as taken:
+        address = taken.getsockname()
+        assert address[0] == "127.0.0.1"
+        with pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1"):
+            network.listener(*address)
+    with pytest.raises(ConfigError, match=r"the host 'no\.such\.host\.invalid' cannot be found"):
+        network.resolve("no.such.host.invalid")

@@ -1,0 +1,129 @@
+"""A launch whose hosts are all this machine: what the launchers share, without root and without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launched import RECIPE, ROOT, STEPS, losses
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("launch=mpirun", ...)` trains in `tmp_path`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def call(*words: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "runner", "train", *RECIPE, *words],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def of_run(folder: Path) -> list[int]:
+    """The processes whose working directory is `folder`: launchers, hosts and ranks; after a moment to end."""
+    until = time.monotonic() + 10
+    while (found := inside(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def inside(folder: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            mine = entry.name.isdigit() and (entry / "cwd").resolve() == folder.resolve()
+        except OSError:
+            continue
+        if mine and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_rank_table(start: Start, local_losses: list[float], tmp_path: Path) -> None:
+    rows = [{"rank": rank, "host": f"127.0.0.{1 + rank % 2}", "device": rank // 2} for rank in range(4)]
+    (tmp_path / "table.json").write_text(json.dumps(rows))
+    process = start(f"train.steps={STEPS}", "launch=rank_table", "launch.rank_table=table.json")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "step 4/4" in out and out.splitlines()[-1].startswith("done: 4 steps")
+    assert losses(tmp_path / "run") == local_losses
+    assert [(tmp_path / "run" / "ranks" / f"{rank}.log").exists() for rank in range(4)] == [True] * 4
+    assert not list((tmp_path / "run").glob(".*"))  # what ranks were told, the secret too
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert [host["ranks"] for host in config["launch"]["hosts"]] == [[0, 2], [1, 3]]
+
+
+HERE = ["launch=rank_table", "launch.hosts=[127.0.0.1:2,127.0.0.2:2]", "launch.timeout=20"]
+
+
+def test_a_killed_rank_is_named_and_the_launcher_restarted(
+    start: Start, local_losses: list[float], tmp_path: Path
+) -> None:
+    fault = "launch.faults=[{kind: kill, rank: 3, step: 3, phase: forward}]"
+    process = start(f"train.steps={STEPS}", *HERE, "checkpoint.every=1", "launch.max_restarts=1", fault)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert re.search(
+        r"^restart 1 of 1: on 127.0.0.2, rank 3 of 4 ended before it was done \(was it killed\?\)", out, re.M
+    )
+    assert losses(tmp_path / "run") == local_losses
+    assert of_run(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_hang_is_told_with_call_and_place(start: Start, tmp_path: Path) -> None:
+    fault = "launch.faults=[{kind: hang, rank: 2, step: 3, phase: forward}]"
+    process = start("train.steps=100000", *HERE[:2], "launch.timeout=5", fault)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert re.match(
+        r"run: rank 2 of 4 never joined all_reduce #\d+ over .*, in which ranks? [\d, ]+ waited 5 s\. ", err
+    )
+    assert re.search(r" Rank 2 on 127\.0\.0\.2 was in forward of step 3, \S+\.py:\d+ \(\w+\)\.", err)
+    assert of_run(tmp_path) == []
+
+
+def test_sigterm_stops_between_two_steps(start: Start, tmp_path: Path) -> None:
+    process = start("train.steps=100000", *HERE)
+    assert process.stdout is not None
+    assert any(line.startswith("step ") for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, out + err
+    assert re.match(r"run: stopped by SIGTERM after step \d+, which is saved", err)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    assert of_run(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_cannot_save(start: Start, tmp_path: Path) -> None:
+    words = [f"train.steps={STEPS}", *HERE, "launch.port=29466", "checkpoint.at_end=true"]
+    begun = [start(*words, f"launch.host=127.0.0.{k}", f"hydra.run.dir=host{k}") for k in (1, 2)]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in begun]
+    for _, err, code in ended:
+        assert code == 2
+        assert re.match(r"run: rank 2 has another run folder than rank 0, so checkpoints would lack its slices", err)
+    assert not list(tmp_path.glob("host*"))

@@ -1,0 +1,60 @@
+"""Checkpoints made by hand from whole tensors, cut as a test wants it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from runner.checkpoints import header, index
+from runner.checkpoints.folder import HEADER, INDEX
+from runner.checkpoints.index import Entry, Part
+from strategies.engine import stored
+from strategies.layout import Block
+
+Cut = Callable[[Tensor], list[Block]]
+
+
+def whole(tensor: Tensor) -> list[Block]:
+    return [tuple((0, size) for size in tensor.shape)]
+
+
+def halves(tensor: Tensor) -> list[Block]:
+    """Two uneven parts along the last dim, where there is one."""
+    if not tensor.dim() or tensor.shape[-1] < 2:
+        return whole(tensor)
+    (*before, (_, size)) = whole(tensor)[0]
+    return [(*before, (0, size // 3 + 1)), (*before, (size // 3 + 1, size))]
+
+
+def checkpoint(folder: Path, tensors: Mapping[str, Tensor], cut: Cut = whole, step: int = 7) -> Path:
+    """A checkpoint of `tensors` by key (`model/NAME`), part k of each in a file of its own."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    parts: dict[str, list[tuple[str, Block]]] = {key: [] for key in tensors}
+    files: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        for number, block in enumerate(cut(tensor)):
+            name = f"rank-{number:05d}.safetensors"
+            piece = tensor[tuple(slice(*one) for one in block)].clone().contiguous()
+            files.setdefault(name, {})[index.place(key, block)] = piece
+            parts[key].append((name, block))
+    for name, content in files.items():
+        save_file(content, path / name)
+    where = {name: stored.index(path / name) for name in files}
+    entries = {
+        key: Entry(
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(Part(name, where[name][index.place(key, block)].offset or 0, block) for name, block in parts[key]),
+        )
+        for key, tensor in tensors.items()
+    }
+    (path / INDEX).write_text(json.dumps([index.to_json(entries)]))
+    stamps = {name: header.stamp(path / name) for name in [*files, INDEX]}
+    told = header.Header(step, (0, step * 16), "sharded", len(files), {}, {}, "", stamps, ())
+    (path / HEADER).write_text(header.to_text(told))
+    return path

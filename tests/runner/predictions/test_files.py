@@ -1,0 +1,72 @@
+"""Predictions on the disk: complete or not there, in order, readable by others."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runner.data.lines import Lines
+from runner.errors import ConfigError
+from runner.predictions.files import Predictions, by_row
+
+
+@dataclass
+class Answer:
+    loss: torch.Tensor
+    scores: torch.Tensor
+
+
+def test_what_counts_rows_is_found_wherever_it_is():
+    output = {"loss": torch.tensor(1.0), "heads": (torch.zeros(3, 2), Answer(torch.ones(()), torch.ones(3)))}
+    assert list(by_row(output, 3)) == ["heads.0", "heads.1.scores"]
+    assert list(by_row(torch.zeros(3), 3)) == ["output"]
+
+
+def test_nothing_to_write_is_told():
+    with pytest.raises(ConfigError, match="nothing that has a value for each row"):
+        by_row({"loss": torch.tensor(1.0), "cache": torch.zeros(5, 3)}, 3)
+
+
+def test_safetensors_holds_batches_of_several_tensors(tmp_path):
+    logits, best = torch.randn(7, 2, 3).bfloat16(), torch.arange(7)
+    with Predictions(tmp_path, "safetensors", 7) as file:
+        for rows in (range(3), range(3, 6), range(6, 7)):
+            part = slice(rows.start, rows.stop)
+            file.add(rows, {"logits": logits[part], "best": best[part]})
+    found = load_file(tmp_path / "predictions.safetensors")
+    assert found["logits"].equal(logits) and found["best"].equal(best)
+
+
+def test_lines_are_json_whatever_the_numbers(tmp_path):
+    with Predictions(tmp_path, "jsonl", 2) as file:
+        file.add([0, 1], (torch.tensor([float("nan"), 1.5]), torch.tensor([[1, 2], [3, 4]])))
+    read = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert read == [{"row": 0, "0": None, "1": [1, 2]}, {"row": 1, "0": 1.5, "1": [3, 4]}]
+
+
+def test_what_fails_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), Predictions(tmp_path, "jsonl", 4) as file:
+        file.add([0], torch.zeros(1))
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_are_samples(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"ids": [1, 2], "weight": 1}\n\n[0.5, 1]\n3\n')
+    first, second, third = Lines(str(path))
+    assert {name: (tensor.tolist(), tensor.dtype) for name, tensor in first.items()} == {
+        "ids": ([1, 2], torch.int64),
+        "weight": (1, torch.int64),
+    }
+    assert second.tolist() == [0.5, 1.0] and third.tolist() == 3
+
+
+@pytest.mark.parametrize("line", ['{"ids": [1, [2]]}', '{"ids": "a"}', "{ids: 1}", "null"])
+def test_a_line_of_something_else_is_told_by_number(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"1\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        Lines(str(path))[1]

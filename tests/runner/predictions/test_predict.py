@@ -1,0 +1,201 @@
+"""Predictions are those of the plain model, in every mode, whatever plan the weights were stored under."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import made_checkpoints as made
+import networks
+import pytest
+import torch
+from composing import compose_config
+from safetensors.torch import load_file
+from small import HYBRID, MODES, SMALL
+from torch import Tensor
+from torch.nn import functional
+
+from runner.errors import ConfigError
+from runner.predictions.without_training import without_training
+from runner.recipes import catalogue
+from runner.schema import Config
+
+PLACES = {
+    **MODES,
+    "hybrid": HYBRID,
+    "zero": ("parallel=data_parallel", "parallel.zero.stage=3", "parallel.offload.optimizer=host"),
+    "recompute": ("parallel=data_parallel", "parallel.recompute=full", "parallel.memory_limit=10MB"),
+    "pipeline": ("parallel=data_parallel", "parallel.pipeline={stages: 2, micro_batches: 2, cuts: auto}"),
+    "searched": ("parallel=auto", "parallel.search=recursive_programming"),
+}
+ROWS = "predict.data.args={rows: 50, seed: 1}"
+
+
+def trained() -> networks.Classifier:
+    """A classifier whose weights are not those of any seed of a run."""
+    torch.manual_seed(123)
+    return networks.Classifier()
+
+
+def keyed(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {f"model/{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def stored(tmp_path):
+    return made.checkpoint(tmp_path / "trained" / "checkpoints", keyed(trained()), made.halves)
+
+
+FEW = ("stand_alone", "semi_auto", "hybrid", "pipeline")
+"""The places that say most; the others are slow."""
+
+
+@pytest.mark.parametrize("place", [pytest.param(one, marks=[pytest.mark.slow] * (one not in FEW)) for one in PLACES])
+def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
+    ended = start(
+        *SMALL, *PLACES[place], ROWS, f"predict.checkpoint={stored}", "evaluate.metric=accuracy", verb="predict"
+    )
+    data = networks.Points(50, 1)
+    with torch.no_grad():
+        expected = trained()(data.x)
+    found = lines(ended.folder)
+    assert [line["row"] for line in found] == list(range(50))
+    torch.testing.assert_close(torch.tensor([line["output"] for line in found]), expected, rtol=1e-5, atol=1e-6)
+    told = json.loads((ended.folder / "predict.json").read_text())
+    assert told["evaluation"]["accuracy"] == (expected.argmax(1) == data.y).double().mean()
+    assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y).item(), rel=1e-5)
+    assert (told["step"], told["rows"], ended.value) == (7, 50, told["evaluation"]["loss"])
+    assert not (ended.folder / "checkpoints").exists()
+
+
+def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path):
+    data = networks.Points(7, 2)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(x.tolist())}\n\n" for x in data.x))
+    ended = start(
+        *SMALL,
+        *MODES["semi_auto"],
+        f"predict.data.path={tmp_path / 'rows.jsonl'}",
+        "predict.batch_size=4",
+        "predict.format=safetensors",
+        f"predict.checkpoint={stored.parents[1]}",
+        verb="predict",
+    )
+    with torch.no_grad():
+        expected = trained()(data.x)
+    torch.testing.assert_close(load_file(ended.folder / "predictions.safetensors")["output"], expected)
+    assert json.loads((ended.folder / "predict.json").read_text())["evaluation"] == {}
+    assert ended.value is None
+
+
+def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
+    torch.manual_seed(123)
+    model = networks.TwoHeads()
+    held = {f"model/{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
+    x = torch.randn(5, 12)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in x))
+    ended = start(
+        "world_size=2",
+        "parallel=data_parallel",
+        "model.target=networks.TwoHeads",
+        "loss.target=networks.WeighedLoss",
+        "data.target=networks.Points",
+        "data.args.keys=true",
+        "data.batch_size=16",
+        f"predict.data.path={tmp_path / 'rows.jsonl'}",
+        f"predict.checkpoint={made.checkpoint(tmp_path / 'made', held)}",
+        verb="predict",
+    )
+    with torch.no_grad():
+        expected = model(x)
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor([line[name] for line in lines(ended.folder)]), values)
+
+
+def other(tensors):
+    return {("model/stranger" if key.endswith("outer.bias") else key): tensor for key, tensor in tensors.items()}
+
+
+def wider(tensors):
+    return {key: torch.cat([tensor, tensor]) if "outer" in key else tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(other, "does not have outer.bias"), (wider, "outer.weight has shape [8, 16]")],
+    ids=["names", "shapes"],
+)
+def test_a_checkpoint_of_another_model_is_refused(start, tmp_path, mode, change, says):
+    path = made.checkpoint(tmp_path / "made", change(keyed(trained())))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        start(*SMALL, *MODES[mode], f"predict.checkpoint={path}", verb="predict")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_refused(start, stored):
+    file = stored / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(ConfigError, match=r"rank-00001\.safetensors: its checksum"):
+        start(*SMALL, *MODES["stand_alone"], f"predict.checkpoint={stored}", verb="predict")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "predict.checkpoint is null and so is model.weights"),
+        (("checkpoint=nowhere",), "predict.checkpoint = 'nowhere': this folder does not exist"),
+        (("checkpoint=here.pt",), "model.weights=here.pt"),
+        (("checkpoint=nowhere", "predict.data.args={rows: 3}", "predict.data.path=a.jsonl"), "is a file of rows"),
+        (("checkpoint=nowhere", "predict.data.collate_args={length: 3}"), "name the function in predict.data.collate"),
+    ],
+    ids=["none", "nowhere", "file", "args", "collate"],
+)
+def test_bad_input_is_one_paragraph(command, tmp_path, words, says):
+    (tmp_path / "here.pt").write_text("")
+    done = command("predict", "+recipe=quickstart", *words)
+    assert done.code == 2
+    (paragraph,) = done.paragraphs
+    assert says in paragraph
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_with_other_names_are_refused(start, stored, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"y": 3}\n')
+    with pytest.raises(ConfigError, match=r"predict\.data: the samples have the entries y, those of training 0, 1"):
+        start(
+            *SMALL,
+            *MODES["stand_alone"],
+            f"predict.data.path={tmp_path / 'rows.jsonl'}",
+            f"predict.checkpoint={stored}",
+            verb="predict",
+        )
+
+
+@pytest.mark.parametrize("recipe", sorted(catalogue()))
+def test_every_recipe_can_be_predicted_with(recipe):
+    config = compose_config(f"+recipe={recipe}", "job=predict", "predict.checkpoint=somewhere")
+    changed = without_training(config)
+    assert Config.model_validate_json(changed.model_dump_json()) == changed
+    assert changed.parallel.zero.stage == 0
+    assert not changed.parallel.offload.on_disk
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_predicted_under_another_plan(start, tmp_path):
+    """Rows of the run's own evaluation: the score is that of the run."""
+    words = (*SMALL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "optimizer.args.lr=0.5")
+    zero = ("parallel=data_parallel", "parallel.zero.stage=2")
+    trained_there = start(*words, *zero, "checkpoint.form=both", folder="trained")
+    (score,) = trained_there.evaluations.values()
+    ended = start(*words, *MODES["auto"], f"predict.checkpoint={trained_there.folder}", verb="predict")
+    told = json.loads((ended.folder / "predict.json").read_text())
+    assert told["evaluation"] == pytest.approx(score, rel=1e-5)
+    assert told["step"] == 6

@@ -1,0 +1,35 @@
+"""Entries of this folder are found by the ranks, which get the path of this process."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from disturbed import stored  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(HERE), str(HERE.parent)]))
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def remembered():
+    return {}
+
+
+@pytest.fixture
+def undisturbed(start, remembered):
+    """`undisturbed(*words)` is what that run leaves when nothing happens to it."""
+
+    def call(*words):
+        if words not in remembered:
+            remembered[words] = stored(start(*words, folder="undisturbed").folder)
+        return remembered[words]
+
+    return call

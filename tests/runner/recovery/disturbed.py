@@ -1,0 +1,19 @@
+"""Runs that are disturbed on purpose, and what they leave."""
+
+import json
+
+from runner import checkpoints
+
+RESTARTS = ("launch.max_restarts=9", "launch.timeout=5")
+
+
+def faults(*wanted):
+    return f"launch.faults=[{', '.join(wanted)}]"
+
+
+def stored(folder):
+    """Checksums of the tensors of the last checkpoint, and the lines of metrics without the clock."""
+    path = checkpoints.newest(folder / "checkpoints")
+    files = {name: stamp for name, stamp in checkpoints.read(path).header.files.items() if name.endswith("safetensors")}
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return path.name, files, [(record["step"], record["loss"], record.get("grad_norm")) for record in records]

@@ -1,0 +1,55 @@
+"""What the ranks of these tests run in place of plain training."""
+
+import pickle
+from dataclasses import replace
+
+import torch
+
+from runner import agreement
+from runner.entries import train_prepared
+from strategies.engine.communicator import Communicator
+from strategies.mesh import Mesh
+
+
+def with_another_plan(rank, payload):
+    return train_prepared(rank, _changed(rank, payload, lambda prepared: replace(prepared, digest="another")))
+
+
+def with_another_config(rank, payload):
+    def change(prepared):
+        optimizer = prepared.config.optimizer.model_copy(update={"args": {"lr": 0.5}})
+        return replace(prepared, config=prepared.config.model_copy(update={"optimizer": optimizer}))
+
+    return train_prepared(rank, _changed(rank, payload, change))
+
+
+def with_another_torch(rank, payload):
+    if rank.rank == 2:
+        torch.__version__ = "0.1"
+    return train_prepared(rank, payload)
+
+
+def with_other_code(rank, payload):
+    plain = agreement._hash
+    if rank.rank == 2:  # what another version of the package would generate for the same plan
+        agreement._hash = lambda text: plain(text.replace("aten", "other"))
+    return train_prepared(rank, payload)
+
+
+def _changed(rank, payload, change):
+    if rank.rank != 2:
+        return payload
+    return {**payload, "prepared": pickle.dumps(change(pickle.loads(payload["prepared"])))}
+
+
+def deadlock(rank, way):
+    """Two ranks call what the other one does not."""
+    mesh = Mesh((("a", 2),))
+    communicator = Communicator(mesh, rank.rank, [("a",)])
+    other = communicator.own_group(("a",)) if way == "each other" else communicator.group(("a",))
+    if rank.rank == 0:
+        communicator.sum(torch.ones(4), communicator.group(("a",)))
+    elif way == "each other":
+        communicator.sum(torch.ones(4), other)
+    else:
+        communicator.gather(torch.empty(8), torch.ones(4), other)

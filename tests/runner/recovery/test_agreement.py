@@ -1,0 +1,34 @@
+"""Ranks that do not run the same are named before the first step."""
+
+import pytest
+from small import MODES, SMALL
+
+from runner import recovery
+from runner.agreement import different
+from runner.errors import RunFailed
+
+
+def test_those_who_differ_from_most_are_named():
+    facts = [{"torch": "2.13", "the config": "a"} for _ in range(6)]
+    assert different(range(6), facts) == ""
+    facts[2] = {"torch": "2.12", "the config": "a"}
+    assert different(range(6), facts) == "Rank 2 differs in torch: 2.12 instead of 2.13."
+    facts[5] = {"torch": "2.12", "the config": "b"}
+    told = "Ranks 12, 15 differ in torch: 2.12 instead of 2.13. Rank 15 differs in the config: b instead of a."
+    assert different(range(10, 16), facts) == told
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("with_another_plan", "Rank 2 differs in the captured model and its plan: "),
+        ("with_another_config", "Rank 2 differs in the config: "),
+        ("with_another_torch", "Rank 2 differs in torch: 0.1 instead of 2."),
+        ("with_other_code", "Rank 2 differs in the generated code: "),
+    ],
+)
+def test_a_rank_with_another_program(start, monkeypatch, entry, told):
+    plain = recovery.start
+    monkeypatch.setattr(recovery, "start", lambda _, *args: plain(f"drill_entries:{entry}", *args))
+    with pytest.raises(RunFailed, match=told):
+        start(*SMALL, *MODES["semi_auto"], "train.steps=2")

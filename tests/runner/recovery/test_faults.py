@@ -1,0 +1,126 @@
+"""Faults on purpose happen where they are asked to, once per run folder, and the run goes on after each."""
+
+import json
+import re
+
+import pytest
+from disturbed import RESTARTS, faults, stored
+from small import ALONE, MODES, SMALL
+
+from runner.errors import ConfigError, RunFailed
+
+FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "checkpoint.every=2", "train.log_every=1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "after"),
+    [
+        ("{kind: kill, rank: 2, step: 3, phase: data}", "rank 2 of 4 was killed by SIGKILL", "step-00000002"),
+        (
+            "{kind: raise, rank: 1, step: 5, phase: forward}",
+            "rank 1 of 4 failed: Injected: a fault on",
+            "step-00000004",
+        ),
+        ("{kind: kill, rank: 0, step: 5, phase: backward}", "rank 0 of 4 was killed by SIGKILL", "step-00000004"),
+        ("{kind: hang, rank: 3, step: 3, phase: collective}", "rank 3 of 4 never joined", "step-00000002"),
+        ("{kind: kill, rank: 3, step: 4, phase: optimizer}", "rank 3 of 4 was killed by SIGKILL", "step-00000002"),
+        ("{kind: kill, rank: 1, step: 4, phase: save}", "rank 1 of 4 was killed by SIGKILL", "step-00000002"),
+        ("{kind: disk_full, rank: 2, step: 4}", r"\[Errno 28\] No space left on device", "step-00000002"),
+        ("{kind: kill, rank: 1, step: 1, phase: data}", "no checkpoint yet. It starts from the beginning", ""),
+    ],
+)
+def test_a_run_goes_on_as_if_nothing_had_happened(start, undisturbed, capfd, fault, told, after):
+    expected = undisturbed(*FOUR)
+    capfd.readouterr()
+    ended = start(*FOUR, *RESTARTS, faults(fault))
+    said = capfd.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("restart ")]
+    assert len(lines) == 1 and lines[0].startswith("restart 1 of 9: ")
+    assert re.search(told, lines[0])
+    assert f"It goes on from {after}" in lines[0] or not after
+    assert stored(ended.folder) == expected
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate"])
+def test_a_damaged_checkpoint_is_passed_over(start, undisturbed, capfd, kind):
+    expected = undisturbed(*FOUR)
+    fault = f"{{kind: {kind}, rank: 1, step: 4}}", "{kind: kill, rank: 0, step: 6, phase: data}"
+    ended = start(*FOUR, *RESTARTS, faults(*fault))
+    said = capfd.readouterr().out
+    assert "step-00000004 is damaged: rank-0000" in said and "It goes on from step-00000002" in said
+    assert stored(ended.folder) == expected
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed, capfd):
+    expected = undisturbed(*FOUR)
+    fault = "{kind: truncate, rank: 0, step: 2}", "{kind: raise, rank: 2, step: 3, phase: data}"
+    assert stored(start(*FOUR, *RESTARTS, faults(*fault)).folder) == expected
+    said = capfd.readouterr().out
+    assert "step-00000002 is damaged" in said and "It starts from the beginning" in said
+
+
+@pytest.mark.parametrize("words", [(), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)])
+def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
+    """It fails twice without a save in between; the others go on by themselves. 12 rows are for 4, 3 and 2 ranks."""
+    expected = start(*FOUR, "data.batch_size=12", *words, folder="whole").losses
+    capfd.readouterr()
+    twice = ["{kind: kill, rank: 3, step: 4, phase: data}"] * 2
+    ended = start(*FOUR, "data.batch_size=12", *words, *RESTARTS, faults(*twice), "launch.min_ranks=2")
+    said = capfd.readouterr().out
+    assert "restart 2 of 9: rank 3 of 4 was killed by SIGKILL" in said
+    assert re.search("With 3 ranks, and a plan searched anew, it goes on from step-00000002", said)
+    assert ended.losses == pytest.approx(expected, rel=1e-5)
+    (last,) = [line for line in (ended.folder / "restarts.jsonl").read_text().splitlines() if '"restart": 2' in line]
+    assert json.loads(last)["ranks"] == 3
+
+
+@pytest.mark.parametrize("words", [("parallel.zero.stage=1",), ("checkpoint.background=true",)])
+def test_several_failures_under_other_plans(start, undisturbed, words):
+    words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", *words)
+    expected = undisturbed(*words)
+    wanted = (
+        "{kind: kill, rank: 0, step: 4, phase: save}",
+        "{kind: raise, rank: 2, step: 5, phase: backward}",
+        "{kind: kill, rank: 1, step: 6, phase: collective}",
+    )
+    ended = start(*words, *RESTARTS, faults(*wanted))
+    assert stored(ended.folder) == expected
+    assert len((ended.folder / "restarts.jsonl").read_text().splitlines()) == 3
+
+
+def test_it_ends_after_the_last_restart(start):
+    twice = faults(*(f"{{kind: raise, rank: 1, step: {step}, phase: data}}" for step in (2, 3)))
+    with pytest.raises(RunFailed, match=r"(?s)Injected: .* in data of step 3.*given up after restart 1 of 1"):
+        start(*FOUR, twice, "launch.max_restarts=1")
+    assert start(*FOUR, twice, "train.resume=auto").losses  # each happened once in this folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "told"),
+    [
+        ("{kind: kill, rank: 4, step: 1, phase: data}", FOUR, "there are 4 ranks; choose one from 0 to 3"),
+        ("{kind: kill, rank: 0, step: 7, phase: data}", FOUR, "the run has 6 steps; choose one from 1 to 6"),
+        ("{kind: kill, rank: 0, step: 3, phase: save}", FOUR, "nothing is saved after that step"),
+        ("{kind: hang, rank: 0, step: 3, phase: collective}", (*SMALL, *ALONE), "one rank alone joins no collective"),
+    ],
+)
+def test_faults_that_cannot_happen(start, fault, words, told):
+    with pytest.raises(ConfigError, match=rf"launch.faults.0 \(.*\): {told}"):
+        start(*words, faults(fault))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("kill", "launch.faults holds 'kill'; each fault is a mapping such as {kind: kill, rank: 1, step: 3"),
+        ("{kind: explode, rank: 0, step: 1, phase: data}", "launch.faults.0.kind = 'explode' is not allowed."),
+        ("{kind: kill, rank: 0, step: 1}", "launch.faults.0.phase has no value"),
+        ("{kind: corrupt, rank: 0, step: 1, phase: data}", "corrupt concerns the files of a checkpoint"),
+        ("{kind: network, rank: 0, step: 1, phase: data}", "takes the network `interface` of its rank's host down"),
+        ("{kind: kill, rank: 0, step: 1, phase: data, interface: eth0}", "and no other kind does"),
+    ],
+)
+def test_faults_that_are_none(command, left, fault, told):
+    done = command(*FOUR, faults(fault))
+    assert done.code == 2 and len(done.paragraphs) == 1 and told in done.err
+    assert left() == []

@@ -1,0 +1,232 @@
+"""Who keeps whom waiting: told from what simulated ranks have stored, and on real ones."""
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small import MODES, SMALL
+from test_refusals import ranks_of_this_process
+
+from runner.errors import RunFailed
+from runner.launch import run_ranks
+from runner.launch.hangs import GRACE, Stall, diagnose, where
+from strategies.engine.whereabouts import GATHER, PLACE, RECEIVE, SEND, SUM, Whereabouts
+
+WORLD = 4
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Four ranks in a mesh (dp 2, tp 2): each knows the world, its row and its column."""
+    found = []
+    for rank in range(WORLD):
+        one = Whereabouts()
+        one.attach(tmp_path / f"{rank}.where")
+        row, column = rank // 2 * 2, rank % 2
+        one.know("world", range(WORLD), "dp, tp")
+        one.know("tp", [row, row + 1], "tp")
+        one.know("dp", [column, column + 2], "dp")
+        found.append(one)
+    return found
+
+
+@pytest.fixture
+def told(tmp_path):
+    return lambda timeout=5.0: diagnose([where(tmp_path / f"{rank}.where") for rank in range(WORLD)], timeout)
+
+
+def join(rank, group, kind=SUM, text=None):
+    """The rank enters a call, for `text`."""
+    rank.cells[PLACE] = 0 if text is None else rank.place(text)
+    rank.enter(group, kind)
+
+
+def test_nobody_waits(ranks, told):
+    for rank in ranks:
+        join(rank, "world")
+        rank.leave()
+    assert told() is None
+
+
+def test_ranks_that_never_joined(ranks, told):
+    for rank in ranks:
+        join(rank, "world")
+        rank.leave()
+    for number in (0, 3):
+        join(ranks[number], "world", GATHER, "mlp.down")
+        ranks[number].explain({"mlp.down": "mlp.down (linear, llama.py:88)", "never called": "elsewhere"})
+    found = told()
+    assert found.hung == (1, 2)
+    assert found.told == (
+        "ranks 1, 2 of 4 never joined all_gather #2 over (dp, tp) of operator mlp.down (linear, llama.py:88), in which "
+        "ranks 0, 3 waited 5 s"
+    )
+
+
+def test_the_one_who_keeps_all_waiting_is_found_behind_the_others(ranks, told):
+    join(ranks[0], "tp")  # waits for 1, which waits for 3, which is elsewhere
+    join(ranks[1], "dp", text="the loss")
+    found = told()
+    assert found.hung == (3,)
+    assert found.told == "rank 3 of 4 never joined all_reduce #1 over (dp) of the loss, in which rank 1 waited 5 s"
+
+
+def test_ranks_that_wait_for_each_other(ranks, told):
+    join(ranks[0], "tp", SUM, "first")
+    join(ranks[1], "world", GATHER, "second")
+    join(ranks[2], "world", GATHER, "second")
+    join(ranks[3], "world", GATHER, "second")
+    found = told()
+    assert found.hung == ()
+    assert found.told == (
+        "ranks 0, 1 wait for each other: rank 0 in all_reduce #1 over (tp) of first, "
+        "rank 1 in all_gather #1 over (dp, tp) of second"
+    )
+
+
+def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, told):
+    join(ranks[0], "tp")
+    ranks[0].leave()
+    join(ranks[1], "tp")
+    join(ranks[0], "tp")
+    assert told().told.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
+
+
+def test_ranks_that_make_different_calls(ranks, told):
+    join(ranks[0], "tp", SUM, "first")
+    join(ranks[1], "tp", GATHER, "second")
+    assert told().told == (
+        "ranks 0, 1 disagree: rank 0 in all_reduce #1 over (tp) of first, rank 1 in all_gather #1 over (tp) of second"
+    )
+
+
+def test_one_who_receives_waits_for_one_who_has_not_sent(ranks, told):
+    join(ranks[0], "tp", SEND)
+    join(ranks[1], "tp", RECEIVE)
+    assert told() is None  # under way
+    ranks[0].leave()
+    ranks[1].leave()
+    join(ranks[1], "tp", RECEIVE)
+    assert told().hung == (0,)
+
+
+def test_calls_that_were_begun_earlier(ranks, told):
+    """Rank 0 waits for its first call, though it has begun a second one; rank 1 has begun none."""
+    for _ in range(2):
+        join(ranks[0], "tp")
+        ranks[0].leave()
+    ranks[0].again("tp", SUM, 1)
+    assert told().told.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
+
+
+def test_groups_of_the_same_ranks_are_told_apart(ranks, told):
+    for rank in ranks[:2]:
+        rank.know("tp, again", [0, 1], "tp")
+    join(ranks[0], "tp")
+    join(ranks[1], "tp, again")
+    assert told().told.startswith("ranks 0, 1 wait for each other")
+
+
+def test_a_stall_is_noticed(ranks, tmp_path):
+    files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
+    stall = Stall(files, timeout=-GRACE + 0.2)
+    assert not stall.found()
+    time.sleep(0.3)
+    assert not stall.found()  # before the second step a rank may compile for long
+    for rank in ranks:
+        rank.begin(1)
+        rank.begin(2)
+    assert not stall.found()
+    time.sleep(0.3)
+    assert stall.found()
+    ranks[2].begin(3)
+    assert not stall.found()  # one that moves on is enough
+    join(ranks[1], "tp")
+    assert not stall.found()
+    time.sleep(0.3)
+    for rank in (0, 2, 3):
+        ranks[rank].begin(4)
+    assert stall.found()  # unless one waits
+
+
+def test_every_byte_is_read_by_others(tmp_path):
+    one = Whereabouts()
+    one.know("before", [0, 2], "x")
+    one.attach(tmp_path / "0.where")
+    one.know("after", [0, 1], "y")
+    join(one, "after", GATHER, "op")
+    one.begin(7)
+    at = where(tmp_path / "0.where")
+    assert (at.step, at.wait.told, at.wait.group.ranks) == (7, "all_gather #1 over (y) of op", (0, 1))
+    assert {group.ranks: count for group, count in at.joined.items()} == {(0, 2): 0, (0, 1): 1}
+    assert where(tmp_path / "1.where") is None
+
+
+HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "told"),
+    [
+        (
+            HANGING,
+            "{kind: hang, rank: 2, step: 3, phase: forward}",
+            r"rank 2 of 4 never joined \w+ #\d+ over \([d, \d]+\) of operator \S+ \(.*\), in which rank.* "
+            r"waited 3 s\. Rank 2 was in forward of step 3, \S*injuries.py:\d+ \(hang\)\.\n",
+        ),
+        (
+            HANGING,
+            "{kind: hang, rank: 1, step: 3, phase: data}",
+            r"rank 1 of 4 never joined \w+ #\d+ over \(d\d\) of operator .* Rank 1 was in data loading of step 3, ",
+        ),
+        (
+            (*SMALL, *MODES["data_parallel"], "parallel.zero.stage=2", "launch.timeout=3"),
+            "{kind: hang, rank: 3, step: 2, phase: optimizer}",
+            r"rank 3 of 4 never joined \w+ #\d+ over \(the ranks of ZeRO\), in which ranks 0, 1, 2 waited 3 s\. ",
+        ),
+    ],
+)
+def test_a_hang_in_training(start, words, fault, told):
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as caught:
+        start(*words, f"launch.faults=[{fault}]")
+    assert re.match(told, str(caught.value)), str(caught.value)
+    assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
+    """It cannot say anything, and holds what it holds."""
+
+    def stop():
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+            time.sleep(0.01)
+        shown = str(tmp_path / "run" / "ranks" / "1.where")
+        held = [pid for pid in ranks_of_this_process() if shown in Path(f"/proc/{pid}/maps").read_text()]
+        os.kill(held[0], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(RunFailed, match=r"rank 1 of 4 never joined .* Rank 1 was in .* of step \d+ and did not"):
+        start(*HANGING, "train.steps=5000", "train.log_every=1000")
+    thread.join()
+
+
+@pytest.mark.parametrize("way", ["each other", "different calls"])
+def test_a_deadlock_of_two(tmp_path, way):
+    with pytest.raises(RunFailed) as caught:
+        run_ranks(
+            "drill_entries:deadlock",
+            way,
+            world_size=2,
+            run_dir=tmp_path,
+            device="cpu",
+            timeout=2.0,
+            threads=1,
+        )
+    assert "ranks 0, 1 wait for each other: rank 0 in all_reduce #1" in str(caught.value) or way != "each other"
+    assert "ranks 0, 1 disagree: rank 0 in all_reduce #1" in str(caught.value) or way == "each other"

@@ -1,0 +1,106 @@
+"""Survivors of a failure leave what is in their memory, and the restart loses no step."""
+
+import json
+import re
+
+import pytest
+from disturbed import RESTARTS, faults, stored
+from small import MODES, SMALL
+
+from runner.checkpoints import rescue
+
+RESCUE = ("launch.rescue=true", *RESTARTS)
+PLAIN = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "train.log_every=1")
+ADAM = "optimizer.target=torch.optim.AdamW"
+PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline={stages: 2, micro_batches: 2}")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "told"),
+    [
+        (PLAIN, "{kind: kill, rank: 1, step: 4, phase: data}", "step-00000003 is made of .* without rank 1"),
+        (PLAIN, "{kind: hang, rank: 0, step: 5, phase: backward}", "step-00000004 is made of .* without rank 0"),
+        (
+            PLAIN,
+            "{kind: raise, rank: 3, step: 3, phase: forward}",
+            "step-00000002 is made of what the ranks had in mem",
+        ),
+        (
+            (*SMALL, *MODES["data_parallel"], ADAM, "parallel.zero.stage=1"),
+            "{kind: raise, rank: 2, step: 4, phase: data}",
+            "step-00000003 is made of what the ranks had in memory$",
+        ),
+    ],
+)
+def test_no_step_is_lost(start, undisturbed, capfd, words, fault, told):
+    expected = undisturbed(*words)
+    capfd.readouterr()
+    ended = start(*words, *RESCUE, faults(fault))
+    said = capfd.readouterr().out
+    assert re.search(f"^rescue: {told}", said, re.M)
+    step = int(re.search(r"rescue: step-(\d+)", said)[1])
+    assert f"It goes on from step-{step:08d}" in said
+    assert stored(ended.folder) == expected
+    assert len((ended.folder / "restarts.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "told"),
+    [
+        (
+            (*SMALL, *MODES["data_parallel"], ADAM, "parallel.zero.stage=1", "checkpoint.every=2"),
+            "{kind: kill, rank: 2, step: 6, phase: data}",
+            "under ZeRO rank 2 alone has its part of the states",
+        ),
+        (
+            (*PIPELINE, "checkpoint.every=2"),
+            "{kind: kill, rank: 1, step: 6, phase: forward}",
+            "no rank of a stage of the pipeline is left",
+        ),
+    ],
+)
+def test_what_is_not_whole_is_not_used(start, undisturbed, capfd, words, fault, told):
+    expected = undisturbed(*words)
+    capfd.readouterr()
+    ended = start(*words, *RESCUE, faults(fault))
+    said = capfd.readouterr().out
+    assert f"rescue: what the other ranks left of step-00000005 is not enough: {told}" in said
+    assert "It goes on from step-00000004" in said
+    assert stored(ended.folder) == expected
+    assert not list((ended.folder / "checkpoints").glob(".*"))
+
+
+def test_weights_in_change_are_not_left(start, undisturbed, capfd):
+    """Batch norm writes its buffers in forward: what is there in backward is no state between two steps."""
+    words = (*PLAIN, "model.args.norm=true", "checkpoint.every=2")
+    expected = undisturbed(*words)
+    capfd.readouterr()
+    ended = start(*words, *RESCUE, faults("{kind: raise, rank: 0, step: 4, phase: backward}"))
+    said = capfd.readouterr().out
+    assert "rescue:" not in said and "It goes on from step-00000002" in said
+    assert stored(ended.folder) == expected
+
+
+def test_what_a_killed_run_left_is_found_by_hand(start, undisturbed, capfd):
+    expected = undisturbed(*PLAIN)
+    with pytest.raises(Exception, match="a fault on purpose"):
+        start(*PLAIN, "launch.rescue=true", faults("{kind: raise, rank: 3, step: 3, phase: data}"))
+    capfd.readouterr()
+    ended = start(*PLAIN, "train.resume=auto")
+    assert "rescue: step-00000002 is made of what the ranks had in memory" in capfd.readouterr().out
+    assert stored(ended.folder) == expected
+
+
+def test_a_folder_without_a_word_is_removed(tmp_path, capsys):
+    (tmp_path / ".step-00000003.rescue").mkdir()
+    assert rescue.collect(tmp_path) is None
+    (tmp_path / ".step-00000003.rescue").mkdir()
+    (tmp_path / ".step-00000003.rescue" / rescue.RESCUED).write_text(json.dumps({"header": "{}", "stages": 1}))
+    assert rescue.collect(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out.count("is not enough") == 2
+
+
+def test_other_launchers_refuse(command):
+    done = command(*PLAIN, "launch=torchrun", "launch.rescue=true")
+    assert done.code == 2 and "but launch = 'torchrun' stops them at once" in done.err

@@ -1,0 +1,148 @@
+"""SIGTERM: all ranks stop after the same step, which is saved, and the command ends with 143; a second one ends it at
+once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from small import MODES, SMALL
+
+from runner import checkpoints, stopping
+from runner.errors import Stopped
+from runner.stopping import EXIT_CODE, Stopping
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_simulated_ranks_agree_on_the_last_step(monkeypatch, coupled):
+    """Ranks that wait for one another at every step, and ranks that run free, however far apart."""
+    asked, store, world = threading.Event(), dist.HashStore(), 5
+    monkeypatch.setattr(stopping, "_asked", asked)
+    meeting, lasts = threading.Barrier(world), {}
+
+    def train(rank):
+        agreed = Stopping(rank, world, store, done=2, poll=0.01)
+        draw = random.Random(rank)
+        for step in range(3, 10_000):
+            if not agreed.begin(step):
+                lasts[rank] = step - 1
+                return
+            time.sleep(draw.random() * 0.002 * (1 if coupled else rank + 1))
+            if coupled:
+                meeting.wait(10)
+
+    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    asked.set()
+    for thread in threads:
+        thread.join(10)
+    assert lasts == dict.fromkeys(range(world), lasts.get(0)) and 3 < lasts[0] < 10_000
+
+
+def test_one_that_is_asked_tells_the_others(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(stopping, "_asked", threading.Event())
+    found = [Stopping(rank, 2, store, done=3, poll=0.01) for rank in range(2)]
+    assert all(one.begin(4) for one in found)
+    store.set(stopping.ASKED, "")  # as a rank on another host does
+    until = time.monotonic() + 5
+    while any(one._decided.is_set() is False for one in found):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert [one.begin(5) for one in found] == [False, False]
+
+
+LONG = (*SMALL, *MODES["semi_auto"], "train.steps=2000", "train.log_every=500", "checkpoint.at_end=true")
+
+
+def begun(folder, *words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "runner", *LONG, *words, f"hydra.run.dir={folder}", "parallel.plan_cache=null"],
+        cwd=folder.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(process, folder, steps):
+    metrics, until = folder / "metrics.jsonl", time.monotonic() + 100
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("to_a_rank", [False, True])
+def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
+    """As the terminal or a scheduler sends it to the command, and as one sends it to a rank."""
+    folder = tmp_path / "stopped"
+    process = begun(folder)
+    try:
+        wait_for_steps(process, folder, 20)
+        asked = rank_of(process, folder, 2) if to_a_rank else process.pid
+        os.kill(asked, signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_CODE == 143, err
+    saved = checkpoints.newest(folder / "checkpoints")
+    done = checkpoints.read(saved).step
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, done + 1)) and 20 <= done < 2000
+    assert f"run: stopped by SIGTERM after step {done}, which is saved; the same command with hydra.run.dir=" in err
+    assert not (folder / "error.txt").exists()
+    last = f"train.steps={done + 2}"
+    went_on = start(*LONG, last, "train.resume=auto", folder="stopped")
+    whole = start(*LONG, last, folder="whole")
+    assert [record["loss"] for record in went_on.records] == whole.losses
+    ends = [checkpoints.newest(one.folder / "checkpoints") for one in (went_on, whole)]
+    files = [checkpoints.read(end).header.files for end in ends]
+    assert [one["rank-00001.safetensors"] for one in files[:1]] == [files[1]["rank-00001.safetensors"]]
+
+
+def rank_of(process, folder, number):
+    shown = str(folder / "ranks" / f"{number}.where")
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if os.getsid(int(maps.parent.name)) == process.pid and shown in maps.read_text():
+                return int(maps.parent.name)
+        except (OSError, ProcessLookupError):
+            continue
+    raise AssertionError(f"no rank {number}")
+
+
+def test_a_second_one_ends_it_at_once(tmp_path):
+    folder = tmp_path / "stopped"
+    process = begun(folder, "launch.faults=[{kind: hang, rank: 1, step: 5, phase: forward}]")
+    try:
+        wait_for_steps(process, folder, 4)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert process.poll() is None  # it waits for the step, which does not end
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        err = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (143, "run: terminated.\n")
+    assert time.monotonic() - began < 5
+
+
+def test_what_is_told(command, job):
+    def stop(config, run_dir):
+        raise Stopped("stopped after step 3.")
+
+    job(stop)
+    done = command(*SMALL, *MODES["semi_auto"])
+    assert (done.code, done.paragraphs) == (143, ["run: stopped after step 3."])

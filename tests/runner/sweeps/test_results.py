@@ -1,0 +1,181 @@
+"""The table and the page of a sweep, and a sweep that is started again."""
+
+import csv
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+from runner.errors import RunFailed
+from runner.sweeps.job import Job
+from runner.sweeps.pictures import bars, curves
+from runner.sweeps.results import Sweep, printed, table
+
+QUICK = "+recipe=quickstart"
+GOOD = Job(
+    0, (QUICK, "lr=1", "seed=0"), "train", "s", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2
+)
+BAD = Job(1, (QUICK, "lr=2", "seed=0"), "train", "s", status="failed", error="rank 0 <failed>: " + "x" * 100, seconds=1)
+KILLED = Job(2, (QUICK, "lr=3", "seed=0"), "train", "s")
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_tells_what_was_varied_and_what_came_of_it():
+    head, *rows = table([GOOD, BAD, KILLED], [Path("0"), Path("1"), Path("2")])
+    assert head == ["job", "folder", "status", "lr", "loss", "test accuracy", "seconds", "error"]
+    assert rows[0] == ["0", "0", "done", "1", "0.5", "0.9", "2.0", ""]
+    assert rows[1] == ["1", "1", "failed", "2", "", "", "1.0", BAD.error]
+    assert rows[2][2] == "unfinished"
+
+
+def test_values_of_other_verbs_have_their_own_name():
+    plan = Job(3, (QUICK,), "plan", "s", status="done", value=0.25)
+    head, *rows = table([GOOD, plan], [Path("0"), Path("3")])
+    assert [row[head.index("seconds per step")] for row in rows] == ["", "0.25"]
+
+
+def test_long_errors_are_cut_on_the_terminal_only():
+    rows = table([GOOD, BAD], [Path("0"), Path("1")])
+    assert printed(rows).splitlines()[-1].endswith("x...")
+    assert "x" * 100 in rows[-1][-1]
+
+
+class Counting(HTMLParser):
+    """Counts elements, and the end tags that are missing."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.seen, self.open = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def put(sweep: Sweep, job: Job, losses=()) -> None:
+    folder = sweep.folder / str(job.number)
+    folder.mkdir()
+    Job(**{**vars(job), "sweep": sweep.mark}).write(folder)
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_the_page_draws_every_job(tmp_path, capsys):
+    sweep = Sweep.begin(tmp_path / "sweep")
+    put(sweep, GOOD, [3, 2, 1])
+    put(sweep, BAD, [3, None, 9000])
+    put(sweep, KILLED)
+    assert not sweep.end()
+    text = (tmp_path / "sweep" / "report.html").read_text()
+    page = Counting(text)
+    assert page.open == []
+    assert page.seen.count("path") == 2  # the killed job has no curve
+    assert page.seen.count("tr") == 4
+    assert "&lt;failed&gt;" in text
+    assert "1 of 3 jobs done" in capsys.readouterr().out
+
+
+def test_only_jobs_of_this_start_count(tmp_path):
+    first = Sweep.begin(tmp_path)
+    put(first, BAD)
+    second = Sweep.begin(tmp_path)
+    put(second, GOOD)
+    assert second.end()
+    assert not first.end()
+
+
+def test_curves_keep_the_last_step_and_tell_of_their_scale(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)))
+    drawn = curves({"#0": tmp_path})
+    assert "step 7" in drawn and "logarithmic" in drawn
+    assert curves({"none": tmp_path / "none"}) is None
+
+
+def test_bars_are_shares_of_the_largest():
+    widths = [float(part.split('"')[1]) for part in bars({"a": 1.0, "b": -4.0, "c": 0.0}).split("width=")[2:]]
+    assert widths == [112.5, 450.0, 1.0]
+
+
+def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
+    seen = []
+
+    def fail_once(config, run_dir):
+        seen.append(config.train.seed)
+        if config.train.seed == 2 and len(seen) < 4:
+            raise RunFailed("rank 0 was killed.")
+        return config.train.seed / 2
+
+    job(fail_once)
+    words = ("-m", QUICK, "optimizer.args.lr=0.5", "hydra.sweep.dir=mine")
+    done = command(*words, "train.seed=1,2,3")
+    assert done.code == 1
+    assert "2 of 3 jobs done" in done.out
+    assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["done", "failed", "done"]
+    assert rows_of(tmp_path / "mine")[1]["error"] == "rank 0 was killed."
+    assert (tmp_path / "mine" / "1" / "error.txt").exists()
+
+    done = command(*words, "train.seed=1,2,3")
+    assert done.code == 0
+    assert seen == [1, 2, 3, 2]
+    assert "job #0 (+recipe=quickstart optimizer.args.lr=0.5 train.seed=1): done before" in done.out
+    assert not (tmp_path / "mine" / "1" / "error.txt").exists()
+    assert [row["loss"] for row in rows_of(tmp_path / "mine")] == ["0.5", "1", "1.5"]
+
+    done = command(*words, "train.seed=3,4")  # other jobs in the same folder
+    assert done.code == 0
+    assert seen == [1, 2, 3, 2, 4]
+    assert {row["folder"]: row["train.seed"] for row in rows_of(tmp_path / "mine")} == {
+        "0": "1",
+        "1": "2",
+        "2": "3",
+        next(row["folder"] for row in rows_of(tmp_path / "mine") if row["train.seed"] == "4"): "4",
+    }
+
+
+def test_a_job_whose_config_has_changed_runs_again(command, job, tmp_path):
+    seen = []
+    job(lambda config, run_dir: seen.append(config.train.steps))
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "mine.yaml"
+    for steps in (3, 4, 4):
+        recipe.write_text(f"# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {{steps: {steps}}}\n")
+        assert command("-m", "+recipe=mine", "train.seed=1", "hydra.sweep.dir=mine").code == 0
+    assert seen == [3, 4]
+
+
+def test_an_interrupted_sweep_leaves_its_table(command, job, tmp_path):
+    def interrupt(config, run_dir):
+        if config.train.seed == 2:
+            raise KeyboardInterrupt
+        return 0.5
+
+    job(interrupt)
+    done = command("-m", QUICK, "train.seed=1,2,3", "hydra.sweep.dir=mine")
+    assert done.code == 130
+    assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["done", "unfinished"]
+
+
+def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
+    def fail(config, run_dir):
+        raise RunFailed("rank 0 was killed.")
+
+    job(fail)
+    words = ("-m", QUICK, "train.seed=1,2,3", "hydra.sweep.dir=mine", "hydra.sweeper.max_batch_size=1")
+    assert command(*words).code == 1
+    assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["failed"] * 3
+
+
+def test_the_command_of_a_sweep_never_imports_torch():
+    code = "import runner.cli, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

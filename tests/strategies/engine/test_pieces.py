@@ -1,0 +1,75 @@
+"""Ranges of slices as blocks, and ZeRO's ranges by arithmetic against those of DeepSpeed on real ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from strategies.engine.pieces import boxes, of_range
+from strategies.engine.zero_parts import part_of_flat, ranges_of_each, ranges_of_flat
+
+
+def test_blocks_of_a_range_are_its_elements_in_order():
+    draw = random.Random(0)
+    for _ in range(500):
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 4)))
+        size = math.prod(shape)
+        first = draw.randint(0, size)
+        last = draw.randint(first, size)
+        numbers = torch.arange(size).view(shape)
+        found = list(boxes(shape, first, last))
+        assert len(found) <= 2 * len(shape) - 1
+        flat = torch.full((last - first,), -1)
+        for block, at in found:
+            part = numbers[tuple(slice(*bounds) for bounds in block)].reshape(-1)
+            flat[at : at + part.numel()] = part
+        assert flat.tolist() == list(range(first, last))
+
+
+def test_no_piece_reaches_into_padding():
+    """A slice of rows 6 to 9 of 9, stored as 4 rows, of columns 3 to 5 of 5, stored as 3."""
+    whole = torch.arange(45.0).view(9, 5)
+    local = torch.full((4, 3), -1.0)
+    local[:3, :2] = whole[6:9, 3:5]
+    flat = local.reshape(-1)
+    seen = torch.zeros(9, 5)
+    for first, last in ((0, 5), (5, 10), (10, 12)):
+        for piece in of_range((9, 5), ((6, 9), (3, 5)), (4, 3), first, flat[first:last]):
+            inside = tuple(slice(*bounds) for bounds in piece.block)
+            assert torch.equal(piece.view, whole[inside])
+            seen[inside] += 1
+            piece.view.fill_(0.0)  # a view: this reaches the slice
+    assert seen[6:9, 3:5].eq(1).all() and seen.sum() == 6
+    assert local.eq(-1).sum() == 6 and local.eq(0).sum() == 6
+
+
+@pytest.mark.parametrize("ranges_of", [ranges_of_flat, ranges_of_each])
+def test_every_element_is_in_one_range(ranges_of):
+    draw = random.Random(1)
+    for _ in range(200):
+        sizes = [draw.randint(1, 40) for _ in range(draw.randint(1, 6))]
+        replicas = draw.randint(1, 5)
+        seen = [[0] * size for size in sizes]
+        for index in range(replicas):
+            used = set()
+            for one in ranges_of(sizes, replicas, index):
+                places = set(range(one.position, one.position + one.count))
+                assert not used & places
+                used |= places
+                for element in range(one.first, one.first + one.count):
+                    seen[one.member][element] += 1
+            if ranges_of is ranges_of_flat:
+                assert max(used, default=-1) < part_of_flat(sizes, replicas)
+        assert all(count == 1 for counts in seen for count in counts)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_deepspeed_keeps_what_the_arithmetic_says(training, ranks, world_size):
+    _, task = training.task(steps=1)
+    case = training.Case
+    cases = [case(seed, stage, "adamw") for stage in (1, 2, 3) for seed in (0, 1, training.DATA_PARALLEL)]
+    found = ranks("compared", [(task, one) for one in cases], world_size, module="parts_of_zero")
+    for one, (ours, theirs, same) in zip(cases, found, strict=True):
+        assert ours == theirs != [], one
+        assert same, one
