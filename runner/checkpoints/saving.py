@@ -23,7 +23,8 @@ from runner.checkpoints.header import Header
 from strategies.engine.pieces import Pieces
 
 SHARDED = Wanted()
-TIMEOUT = 600.0
+TIMEOUT = 3600.0
+"""Seconds that ranks may be apart in writing; one that dies is noticed by whoever started it."""
 LOWEST = 19
 
 

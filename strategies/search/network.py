@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from strategies.search.cells import Cell, Network, Part, Table, table
 from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
-from strategies.search.transfers import Integers, Rows, Seconds, Transfers
+from strategies.search.transfers import Integers, Prices, Rows, Seconds
 
 MOST_SHARING = 3
 """Uses of a value up to which it is exact to let one of its layouts be shared."""
@@ -38,7 +38,7 @@ class Pair:
     """What one use of a value costs: `seconds` [layouts of the value, targets]; `of_option` [options of the user] is
     the target of each. A target is how the value comes (`come`: a row of `wanted`) and how its gradient goes."""
 
-    transfers: Transfers
+    transfers: Prices
     spec: TensorSpec
     given: Rows
     wanted: Rows
@@ -87,11 +87,22 @@ class Sharing:
     uses: tuple[Cell, ...]
 
 
+class Offers(Protocol):
+    """What operators may do, and at which prices."""
+
+    pressure: float
+
+    @property
+    def transfers(self) -> Prices: ...
+
+    def of(self, operator: Operator) -> Choices: ...
+
+
 class Building:
     """Makes the network of a problem, and reads a solution of it. `split` are the values with a variable of their own
     for what is shared."""
 
-    def __init__(self, problem: Problem, menu: Menu, split: frozenset[Ref] = frozenset()) -> None:
+    def __init__(self, problem: Problem, menu: Offers, split: frozenset[Ref] = frozenset()) -> None:
         self.problem, self.graph, self.menu, self.split = problem, problem.graph, menu, split
         self.transfers, self.network = menu.transfers, Network()
         self.choices = {operator.id: menu.of(operator) for operator in self.graph.operators}
@@ -124,6 +135,10 @@ class Building:
                     pair.settle(*key[1:])
         for ref, (variable, shared) in self.parameters.items():
             shared.settle(picks[variable], self._picked(ref, picks))
+        return self.renew()
+
+    def renew(self) -> bool:
+        """Makes all tables again whose prices were raised; whether any were."""
         if self.transfers.raised == self.raised:
             return False
         self.raised = self.transfers.raised
@@ -201,7 +216,9 @@ class Building:
         source = self.graph.by_id[ref.id]
         if isinstance(source, Source) and source.kind == "parameter":
             key = ("parameter", source.trainable, self.graph.specs[ref], *map(self._kind, self._uses(ref)))
-            shared = self._remember(key, lambda: SharedParameter(self.menu, source, self._uses(ref), self.choices))
+            menu = self.menu
+            assert isinstance(menu, Menu)  # classes of layouts do not say how a parameter lies
+            shared = self._remember(key, lambda: SharedParameter(menu, source, self._uses(ref), self.choices))
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
         elif ref in self.split and len(self.graph.users[ref]) <= MOST_SHARING:
             given, pairs = self._given(ref), self._pairs(ref)

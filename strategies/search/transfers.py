@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,22 @@ class Asked:
             if self.name(position) == name:
                 return position
         return None
+
+
+class Prices(Protocol):
+    """Seconds of redistributions, or lower bounds where they are not settled; see `Transfers`."""
+
+    raised: int
+
+    def rows_of(self, layouts: Sequence[Layout]) -> Rows: ...
+
+    def whole(self, rows: Rows) -> Rows: ...
+
+    def seconds(self, before: Rows, after: Rows, spec: TensorSpec) -> Seconds: ...
+
+    def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None: ...
+
+    def changes(self, before: Rows, after: Rows, spec: TensorSpec) -> int: ...
 
 
 class Transfers:

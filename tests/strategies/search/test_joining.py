@@ -10,6 +10,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import exact
+from strategies.search.finding import Finding
 from strategies.search.joining import joinings, least
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
@@ -28,7 +29,7 @@ def test_a_plan_of_joined_axes_costs_what_its_program_costs_and_no_plan_is_below
     for seed in range(16):
         small = problem_of(seed, mesh)
         found = exact.search(small, CLUSTER, 1e-12)
-        every = exact._Finding(small, Menu(small, Transfers(mesh, CLUSTER)), 1e-12).cheapest(0.0)
+        every = Finding(small, Menu(small, Transfers(mesh, CLUSTER)), 1e-12).cheapest(0.0)
         assert found.cost == pytest.approx(executed_seconds(small, found, 0.0), rel=1e-9), seed
         assert found.lower_bound <= every.cost * (1 + 1e-12), seed
         assert every.cost <= found.cost * (1 + 1e-9), seed

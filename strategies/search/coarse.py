@@ -1,0 +1,139 @@
+"""Search on meshes of many axes, from coarse to fine.
+
+Axes of one level and size are alike. First every operator chooses among groups of classes: how many axes of the slowest
+level slice each of its loops. What a solution picks is looked into: groups become classes (how many axes of every
+level), and the ways from the classes that are used are priced. Each solution of that network is a lower bound, because
+its tables hold the least of all members. Where nothing is left to look into, the layouts of the classes that were
+picked are searched exactly, which gives a plan; where it costs more than the bound, the pairs of classes that it uses
+are priced layout by layout, and the search goes on.
+Source of the idea: C. Raphael, "Coarse-to-fine dynamic programming" (2001).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from strategies.graph import Ref
+from strategies.search.alike import Alike, levels_of
+from strategies.search.finding import Finding, Found, uncollected
+from strategies.search.folding import Folded
+from strategies.search.groups import Classes, Groups, Within
+from strategies.search.network import Building, Pair
+from strategies.search.problem import Problem
+from strategies.search.transfers import Integers, Transfers
+
+PRICES = 8
+"""Of memory that are tried."""
+MOST_SOLUTIONS = 40
+"""Of the network of a few layouts, until its best one is taken."""
+PRECISE = 1e-3
+"""Of a plan of a few layouts: how much more than their best one it costs at most."""
+NEGLIGIBLE = 0.02
+"""Of what a plan may cost more than the bound: what a pair of classes may be told too low."""
+
+
+class Coarse:
+    """The search on one problem; what was looked into and priced stays for the next price of memory."""
+
+    def __init__(self, problem: Problem, transfers: Transfers, tolerance: float) -> None:
+        self.problem, self.transfers, self.tolerance = problem, transfers, tolerance
+        self.alike = Alike(transfers, levels_of(problem.mesh, transfers.cluster))
+        self.groups = Groups(Classes(problem, transfers, self.alike))
+
+    def cheapest(self, pressure: float = 0.0) -> Found:
+        """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price. Raises
+        TooWide."""
+        best: Found | None = None
+        least = lower = 0.0
+        while True:
+            with uncollected():
+                building = Building(self.problem, self.groups)
+                folded = Folded(building.network)
+            building.press(pressure)
+            while True:
+                picks, bound = folded.solve()
+                lower = max(lower, bound)
+                if best is not None and least - lower <= self.tolerance * lower:
+                    return replace(best, lower_bound=min(lower, least))
+                raised = building.settle(picks)
+                named = {id: picks[variable] for id, variable in building.variables.items()}
+                if self.groups.look(named):
+                    break
+                if raised:
+                    continue
+                found = self._within(named, pressure, lower * (1 + self.tolerance))
+                if best is None or found.cost + pressure * found.bytes < least:
+                    best, least = found, found.cost + pressure * found.bytes
+                price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
+                if least - lower <= self.tolerance * lower or not building.renew():
+                    return replace(best, lower_bound=min(lower, least))
+
+    def within(self, limit: float, free: Found) -> Found:
+        """A plan that keeps the limit: the best of the classes that are picked at two prices of memory, between which
+        plans begin to keep it. Raises StrategyError where there is none, and TooWide."""
+        lower, low, high = free.lower_bound, 0.0, free.cost / limit
+        over = under = self._classes(self.last)
+        price, fits = high, False
+        for _ in range(PRICES):
+            found = self.cheapest(price)
+            lower = max(lower, found.lower_bound - price * limit)
+            if found.bytes <= limit:
+                under, high, fits = self._classes(self.last), price, True
+            else:
+                over, low = self._classes(self.last), price
+            price = (low + high) / 2 if fits else price * 8
+        chosen = {id: np.concatenate([over[id], under[id]]) for id in over}
+        menu = Within(self.problem, self.transfers, self.alike, chosen)
+        finding = Finding(self.problem, menu, max(self.tolerance, PRECISE))
+        best = finding.within(limit, finding.cheapest(0.0, most=MOST_SOLUTIONS), MOST_SOLUTIONS)
+        return replace(best, lower_bound=min(lower, best.cost))
+
+    def _classes(self, picks: Mapping[str, int]) -> dict[str, Integers]:
+        """Where the axes of the classes are that were picked, [1, axes] by operator."""
+        found = {}
+        for operator in self.problem.graph.operators:
+            placed = self.groups.classes.placed[id(self.groups.every[operator.id])]
+            found[operator.id] = placed[[self.groups.group(operator).heads[picks[operator.id]]]]
+        return found
+
+    def _within(self, picks: Mapping[str, int], pressure: float, enough: float) -> Found:
+        """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
+        axes that are alike, too."""
+        self.last = picks
+        chosen, often = self._classes(picks), Counter(map(id, self.groups.every.values()))
+        for id_, every in self.groups.every.items():
+            if often[id(every)] == 1:
+                placed = self.groups.classes.placed[id(every)]
+                runs = [placed[:, level[:1]] == placed[:, level] for level in self.alike.places]
+                chosen[id_] = np.concatenate([chosen[id_], placed[np.concatenate(runs, 1).all(1)]])
+        menu = Within(self.problem, self.transfers, self.alike, chosen)
+        finding = Finding(self.problem, menu, min(self.tolerance, PRECISE))
+        return finding.cheapest(pressure, enough, MOST_SOLUTIONS)
+
+
+def price_pairs(building: Building, alike: Alike, picks: list[int], least: float) -> None:
+    """Prices the pairs of classes that a solution uses layout by layout. Pairs that together take less than `least`
+    seconds stay as they are."""
+    times: Counter[tuple[int, int, int]] = Counter()
+    pairs: dict[int, Pair] = {}
+    for _, producer, given, uses in building.used:
+        row = 0 if producer is None else int(given.of_option[picks[producer]])
+        for user, pair in uses:
+            times[id(pair), row, int(pair.of_option[picks[user]])] += 1
+            pairs[id(pair)] = pair
+    for (name, row, target), count in times.items():
+        pair = pairs[name]
+        if pair.seconds[row, target] * count > least:
+            alike.settle_all(pair.given, pair.wanted, pair.spec, row, int(pair.come[target]))
+            if pair.returned is not None:
+                alike.settle_all(pair.returned, pair.whole, pair.spec, int(pair.go[target]), row)
+
+
+def shared(problem: Problem) -> bool:
+    """Whether a parameter has several uses: its layout would be one for all of them."""
+    users = problem.graph.users
+    return any(len(users[Ref(source.id)]) > 1 for source in problem.graph.of_kind("parameter"))

@@ -1,0 +1,152 @@
+"""What every operator may do, coarsely: classes of assignments that differ only by axes that are alike, and groups of
+classes that agree in the outer levels of the machine.
+
+Invariant: a group's own seconds, bytes and prices are not above those of any of its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from strategies.graph import Operator
+from strategies.rules.sharding import Sharding
+from strategies.search.alike import Alike
+from strategies.search.options import Choices, Menu, Side
+from strategies.search.problem import Problem
+from strategies.search.transfers import Integers, Rows, Seconds, Transfers
+
+Name = tuple[int, bytes]
+"""Of a group: how many levels are known, and where their axes are."""
+
+
+class Classes(Menu):
+    """One option per class of assignments."""
+
+    def __init__(self, problem: Problem, transfers: Transfers, alike: Alike) -> None:
+        super().__init__(problem, transfers)
+        self.alike = alike
+        self.placed: dict[int, Integers] = {}
+        """By choices: where the axes of every option are, [options, axes]."""
+
+    def _places(self, sharding: Sharding) -> Integers:
+        found = super()._places(sharding)
+        for places in self.alike.places:
+            found = found[(np.diff(found[:, places], axis=1) >= 0).all(1)]
+        self._last = found
+        return found
+
+    def _choices(self, operator: Operator) -> Choices:
+        self._last = np.zeros((1, len(self.axes)), dtype=np.int64)
+        found = super()._choices(operator)
+        self.placed[id(found)] = self._last
+        return found
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Groups as options, the name of each that is more than one class, and a class of each."""
+
+    choices: Choices
+    names: tuple[Name | None, ...]
+    heads: Integers
+
+
+class Groups:
+    """A menu of groups: classes that agree in the outer levels, as far as nobody looked into them. Its prices are those
+    of `Alike`."""
+
+    def __init__(self, classes: Classes) -> None:
+        self.classes, self.problem, self.alike = classes, classes.problem, classes.alike
+        self.looked: dict[int, set[Name]] = {}
+        self.known: dict[int, Grouped] = {}
+        self.every = {operator.id: classes.of(operator) for operator in self.problem.graph.operators}
+        self.pressure = 0.0
+
+    @property
+    def transfers(self) -> Alike:
+        return self.alike
+
+    def of(self, operator: Operator) -> Choices:
+        return self.group(operator).choices
+
+    def group(self, operator: Operator) -> Grouped:
+        every = self.every[operator.id]
+        if id(every) not in self.known:
+            self.known[id(every)] = self._grouped(every)
+        return self.known[id(every)]
+
+    def look(self, picks: Mapping[str, int]) -> bool:
+        """Looks into the groups that operators picked; whether there were any."""
+        found = set()
+        for operator in self.problem.graph.operators:
+            name = self.group(operator).names[picks[operator.id]]
+            if name is not None:
+                every = id(self.every[operator.id])
+                self.looked.setdefault(every, set()).add(name)
+                found.add(every)
+        for one in found:
+            del self.known[one]
+        return bool(found)
+
+    def _grouped(self, every: Choices) -> Grouped:
+        places, alike, looked = self.classes.placed[id(every)], self.alike, self.looked.get(id(every), set())
+        levels = len(alike.levels)
+        numbers: dict[Name, int] = {}
+        group_of, heads = np.zeros(len(places), dtype=np.int64), []
+        prefixes = [np.concatenate(alike.places[: depth + 1]) for depth in range(levels)]
+        for number, row in enumerate(places):
+            for depth in range(levels):
+                name = depth + 1, row[prefixes[depth]].tobytes()
+                if name not in looked:
+                    break
+            if name not in numbers:
+                numbers[name] = len(numbers)
+                heads.append(number)
+            group_of[number] = numbers[name]
+        first, depths = np.array(heads), np.array([depth for depth, _ in numbers])
+
+        def least(seconds: Seconds) -> Seconds:
+            found = np.full(len(numbers), np.inf)
+            np.minimum.at(found, group_of, seconds)
+            return found
+
+        def side(one: Side) -> Side:
+            numbered = one.of_option[first] * (levels + 1) + depths
+            _, at, of_group = np.unique(numbered, return_index=True, return_inverse=True)
+            chosen = one.of_option[first][at]
+            rows, again = alike.grouped(Rows(one.rows.dims[chosen], one.rows.partial[chosen]), depths[at])
+            return Side(rows, again[of_group])
+
+        choices = Choices(
+            tuple(every.assignments[i] for i in heads),
+            least(every.own),
+            least(every.bytes),
+            *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
+        )
+        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first)
+
+
+class Within(Menu):
+    """The layouts of a few classes per operator: `chosen` tells where their axes are."""
+
+    def __init__(self, problem: Problem, transfers: Transfers, alike: Alike, chosen: Mapping[str, Integers]) -> None:
+        super().__init__(problem, transfers)
+        self.alike, self.chosen = alike, chosen
+
+    def _signature(self, operator: Operator) -> tuple[Any, ...]:
+        return (*super()._signature(operator), self.chosen[operator.id].tobytes())
+
+    def _choices(self, operator: Operator) -> Choices:
+        self._now = self.chosen[operator.id]
+        return super()._choices(operator)
+
+    def _places(self, sharding: Sharding) -> Integers:
+        places = super()._places(sharding)
+        canonical = places.copy()
+        for level in self.alike.places:
+            canonical[:, level] = np.sort(places[:, level], axis=1)
+        return np.asarray(places[(canonical[:, None] == self._now).all(2).any(1)])
