@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations, groupby, product
 
 import numpy as np
 
@@ -23,16 +23,13 @@ from strategies.search.ways import Ways
 MOST_PAIRS = 400
 """Layouts of one class times those of another, up to which all are priced."""
 Levels = tuple[tuple[str, ...], ...]
-"""The axes that are alike, outermost first."""
+"""The axes that are alike, outermost first: in each level the next ones of the mesh."""
 
 
 def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
-    """Axes of one size that cross the same levels of the cluster, outermost first."""
-    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for axis, size in mesh.axes:
-        if size > 1:
-            found.setdefault((size, cluster.spread(mesh, (axis,))), []).append(axis)
-    return tuple(map(tuple, found.values()))
+    """Neighbouring axes of one size that cross the same levels of the cluster, outermost first."""
+    axes = [(axis, size, cluster.spread(mesh, (axis,))) for axis, size in mesh.axes if size > 1]
+    return tuple(tuple(axis for axis, *_ in same) for _, same in groupby(axes, key=lambda one: one[1:]))
 
 
 @dataclass(frozen=True, eq=False)

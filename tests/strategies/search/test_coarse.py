@@ -32,6 +32,7 @@ MESHES = [
     (Mesh(tuple((axis, 2) for axis in "abcdef")), nodes(8)),
     (Mesh((("a", 2), ("b", 2), ("c", 3), ("d", 2), ("e", 2))), nodes(12, 4)),
     (Mesh(tuple((axis, 2) for axis in "abcd")), node(16)),
+    (Mesh((("a", 2), ("b", 3), ("c", 2), ("d", 2))), node(24)),
     (Mesh((("a", 2), ("b", 2), ("c", 2), ("d", 2))), CLUSTER),
 ]
 
