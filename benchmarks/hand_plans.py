@@ -3,9 +3,9 @@
     python -m benchmarks.hand_plans [--only WORD] [--out docs/hand_plans.md]
 
 Tiny models of real structure. A hand plan's memory is the predicted peak of its fullest rank (see docs/memory.md); the
-search (dynamic_programming, with ZeRO's stage open) gets that as its limit, and a machine whose links are all that
-costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose communicators count what
-they send. Goal: the search never sends more.
+search (dynamic_programming, without ZeRO or at the hand plan's stage) gets that as its limit, and a machine whose links
+are all that costs time: one level, slow, without latency. Both plans then take a step on real ranks, whose
+communicators count what they send. Goal: the search never sends more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from strategies.search.joint import Bound, Choice, Priced, decide
 
 FAST = 1e13
 """Flops and bytes of memory per second: a step's work is a millionth of a second, its bytes are tenths."""
-NARROWER = 8
-"""How often a plan that is too large is searched anew with other room, at most."""
+ROOMS = (1.2, 1.05, 0.95, 0.85, 0.75)
+"""What a search is asked to keep, relative to the limit."""
 Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
 
 
@@ -201,33 +201,24 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
     machine = by_bytes(hand.ranks)
 
     def price(choice: Choice, best: float) -> Priced:
-        """The least seconds within the limit; the search's own bytes are a model, so its room is found by bisection."""
+        """The least seconds within the limit; the search's own bytes are a model, so it is given several rooms."""
         fits: Priced | None = None
-        low, high, room = 0.0, 0.0, None
-        for _ in range(NARROWER):
+        for share in (None, *ROOMS):
+            room = None if share is None else int(share * limit)
             try:
                 plan = make_plan(captured.graph, replace(free, stage=choice.zero, memory_limit=room), machine)
-            except StrategyError:  # nothing is so small
-                low = float(room or 0)
-            else:
-                one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
-                if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
-                    fits = Priced(plan, one.seconds, one.peak)
-                if room is None and fits is not None:
-                    return fits
-                if one.peak <= limit:
-                    low = float(room or 0)
-                else:
-                    high = float(plan.search["bytes"])
-                    if room is None:
-                        room = int(high) - (one.peak - limit)
-                        continue
-            room = int((low + high) / 2)
+            except StrategyError:
+                break  # nothing is so small
+            one = predicted(replace(written, plan=plan, stage=choice.zero), hand.ranks)
+            if one.peak <= limit and (fits is None or one.seconds < fits.seconds):
+                fits = Priced(plan, one.seconds, one.peak)
+            if room is None and fits is not None:
+                break
         if fits is None:
             raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
         return fits
 
-    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in range(4)}
+    bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in sorted({0, hand.stage})}
     decision = decide(bounds, limit, price)
     return decision.priced.plan, decision.choice.zero
 
@@ -290,7 +281,7 @@ def table(results: Sequence[Result]) -> str:
         "",
         "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
         "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",
-        "search, for which time is bytes, and which may choose ZeRO's stage.",
+        "search, for which time is bytes, without ZeRO or at the hand plan's stage.",
         f"{len(results)} hand plans; the search sends more than {len(more)}{': ' * bool(more)}{', '.join(more)}.",
         "",
         "| hand plan | ranks | bytes sent | memory | ours: bytes sent | memory | ZeRO | bytes, relative |",

@@ -1,10 +1,11 @@
 """Checkpoints: what was trained, stored so that any plan can load it, and never half of one.
 
-A checkpoint is a folder `step-00000100`:
+A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
 
     checkpoint.json          step, samples, form, world_size, plan, config, fingerprint; size and sha256 of every file
     index.json               every tensor by key: shape, dtype, and where its parts lie (file, byte, block)
     rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
+    rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
     rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
                              tensor: options and scalars of the optimizer by parameter, scheduler, loss scale
     model.safetensors        form merged: whole parameters and buffers by the model's own names

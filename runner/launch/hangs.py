@@ -33,10 +33,11 @@ GRACE = 2.0
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a process group; `number` tells it from others of the same ranks."""
+    """The ranks of a process group along the axes `over`; `number` tells it from others of the same ranks."""
 
     ranks: tuple[int, ...]
     number: int
+    over: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ def where(path: Path) -> Where | None:
     if not cells:
         return None
     groups: dict[int, Group] = {}
-    axes, places, more = {}, {}, {}
+    places: dict[int, str] = {}
+    more: dict[str, str] = {}
     for text in read_texts(path):
         if "group" in text:
             ranks = tuple(text["ranks"])
-            groups[text["group"]] = Group(ranks, sum(one.ranks == ranks for one in groups.values()))
-            axes[text["group"]] = text["over"]
+            groups[text["group"]] = Group(ranks, sum(one.ranks == ranks for one in groups.values()), text["over"])
         elif "place" in text:
             places[text["place"]] = text["text"]
         else:
@@ -83,7 +84,7 @@ def where(path: Path) -> Where | None:
     slot = cells[GROUP]
     if slot in groups:
         kind = KINDS[cells[KIND]]
-        told = f"{kind} #{cells[NUMBER]} over ({axes[slot]})"
+        told = f"{kind} #{cells[NUMBER]} over ({groups[slot].over})"
         if place := places.get(cells[PLACE]):
             told += f" of operator {more[place]}" if place in more else f" of {place}"
         wait = Wait(groups[slot], cells[NUMBER], kind, told)
@@ -127,6 +128,20 @@ def diagnose(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
     circle = _circle(missing)
     if circle:
         return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())
+    return None if waits else _behind(ranks, timeout)
+
+
+def _behind(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
+    """Who has joined fewer calls than others, where nobody is seen to wait: on a GPU calls are made ahead, and what
+    waits for them is something else."""
+    for group in dict.fromkeys(group for at in ranks if at is not None for group in at.joined):
+        joined = {rank: at.joined.get(group, 0) for rank in group.ranks if (at := ranks[rank]) is not None}
+        most = max(joined.values())
+        late = tuple(rank for rank, count in joined.items() if count < most)
+        if late:
+            ahead = tuple(rank for rank, count in joined.items() if count == most)
+            told = f"{_ranks(late)} of {len(ranks)} never joined call #{most} over ({group.over}), which "
+            return Diagnosis(f"{told}{_ranks(ahead)} made; nothing has moved on for {timeout:g} s", late)
     return None
 
 

@@ -34,6 +34,8 @@ EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
 FOLLOWED = 8
 """Products of a net that can be followed by hand."""
+LIGHT = 1e9
+"""Flops of all products of a net whose plan hardly matters."""
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
@@ -41,9 +43,9 @@ MOST_CANDIDATES = 256
 def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
     """An assignment for every operator by id, and whether propagation reached it (else it is the default).
 
-    A model with repeated layers or many products is refined afterwards: what propagation met once it decided for all of
-    them, so a neighbour that it left dearer than need be is paid as often. What rounds find around the configured
-    operators is taken where it is cheaper still. Small nets keep what can be followed step by step.
+    A model with repeated layers, many products or large ones is refined afterwards: what propagation met once it
+    decided for all layers, so a neighbour that it left dearer than need be is paid as often. What rounds find around
+    the configured operators is taken where it is cheaper still. Small nets keep what can be followed step by step.
     """
     if not problem.fixed:
         raise StrategyError(
@@ -52,14 +54,20 @@ def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str,
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
     found = _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
-    products = sum(bool(problem.shardings[operator.id].sums) for operator in problem.graph.operators)
-    if not repeats(problem) and products <= FOLLOWED:
+    if _small(problem):
         return found
     pricing, limit = prices(problem, cluster), problem.memory or math.inf
     refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
     around = apart(pricing, in_rounds(pricing, classes(problem), meshing.fixed), meshing.fixed)
     best = min(refined, around, key=lambda one: (max(one.bytes, limit), one.seconds)).assignments
     return {id: (best[id], reached) for id, (_, reached) in found.items()}
+
+
+def _small(problem: Problem) -> bool:
+    flops = [
+        sharding.flops for operator in problem.graph.operators if (sharding := problem.shardings[operator.id]).sums
+    ]
+    return len(flops) <= FOLLOWED and sum(flops) <= LIGHT and not repeats(problem)
 
 
 class _Propagation:

@@ -5,7 +5,7 @@ Rounds go from the slowest link to the fastest: what an outer axis slices, the i
 round sees the largest tensors. A round has few choices per operator and is solved exactly; operators that are alike
 (repeated layers) decide once. Afterwards single axes, and runs of neighbouring ones, are decided again with all others
 fixed, until nothing gets cheaper. Configured operators have one choice throughout. On a mesh of few axes there is time
-for more: redistributions are priced as the engine runs them, everything is also decided from the fastest link on,
+for more: redistributions are priced as the engine runs them, everything is also decided in other orders of the axes,
 beginning with whole tensors, and at the end operators of a graph that is not large decide for themselves though they
 are alike. A limit of memory enters as seconds per byte that a rank keeps.
 
@@ -100,10 +100,11 @@ def _pressed(pricing: Pricing, alike: Classes, axes: Sequence[Axes], pressure: f
     total = [rounds.decide(run, staying=False) for run in runs][-1]
     if len(runs) <= MOST_AXES:
         total = _decide_again(rounds, runs)
-    if _few(pricing.mesh) and len(runs) > 1:
+    others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if _few(pricing.mesh) and len(runs) > 1 else set()
+    for order in sorted(others):
         other = Rounds(pricing, alike, pressure)
         other.start([fixed or {} for fixed in other.fixed])
-        if (cheaper := _decide_again(other, runs[::-1])) < total:
+        if (cheaper := _decide_again(other, order)) < total:
             rounds, total = other, cheaper
     return _told(rounds, total)
 

@@ -2,7 +2,7 @@
 
 import hydra
 import pytest
-from conftest import compose_config
+from composing import compose_config
 from small import HYBRID, SMALL
 
 from runner import config, recipes

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from small import ALONE, SMALL
+from small import ALONE, HYBRID, SMALL
 
 from runner import checkpoints
 from strategies.errors import StrategyError
@@ -141,6 +141,11 @@ PAIRS = {
         ("world_size=2", "parallel=data_parallel", "train.precision=fp64"),
         (*ALONE, "train.precision=fp64"),
         1e-10,
+    ),
+    "a module that communicates itself": (
+        ("world_size=4", *HYBRID),
+        ("world_size=2", *HYBRID, "parallel.mesh={dp: 2, tp: 1}"),
+        1e-5,
     ),
     "parameters that ranks slice in two dims": (
         ("world_size=4", "parallel=semi_auto", "parallel.strategies.enter.matmul=[[1,2],[2,2]]"),

@@ -16,14 +16,30 @@ FOUR = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "chec
     ("fault", "told", "after"),
     [
         ("{kind: kill, rank: 2, step: 3, phase: data}", "rank 2 of 4 was killed by SIGKILL", "step-00000002"),
-        (
+        pytest.param(
             "{kind: raise, rank: 1, step: 5, phase: forward}",
             "rank 1 of 4 failed: Injected: a fault on",
             "step-00000004",
+            marks=pytest.mark.slow,
         ),
-        ("{kind: kill, rank: 0, step: 5, phase: backward}", "rank 0 of 4 was killed by SIGKILL", "step-00000004"),
-        ("{kind: hang, rank: 3, step: 3, phase: collective}", "rank 3 of 4 never joined", "step-00000002"),
-        ("{kind: kill, rank: 3, step: 4, phase: optimizer}", "rank 3 of 4 was killed by SIGKILL", "step-00000002"),
+        pytest.param(
+            "{kind: kill, rank: 0, step: 5, phase: backward}",
+            "rank 0 of 4 was killed by SIGKILL",
+            "step-00000004",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "{kind: hang, rank: 3, step: 3, phase: collective}",
+            "rank 3 of 4 never joined",
+            "step-00000002",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "{kind: kill, rank: 3, step: 4, phase: optimizer}",
+            "rank 3 of 4 was killed by SIGKILL",
+            "step-00000002",
+            marks=pytest.mark.slow,
+        ),
         ("{kind: kill, rank: 1, step: 4, phase: save}", "rank 1 of 4 was killed by SIGKILL", "step-00000002"),
         ("{kind: disk_full, rank: 2, step: 4}", r"\[Errno 28\] No space left on device", "step-00000002"),
         ("{kind: kill, rank: 1, step: 1, phase: data}", "no checkpoint yet. It starts from the beginning", ""),
@@ -59,7 +75,9 @@ def test_a_run_whose_only_checkpoint_is_damaged_begins_again(start, undisturbed,
     assert "step-00000002 is damaged" in said and "It starts from the beginning" in said
 
 
-@pytest.mark.parametrize("words", [(), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)])
+@pytest.mark.parametrize(
+    "words", [pytest.param((), marks=pytest.mark.slow), ("parallel.strategies={inner.matmul: [[4,1],[1,1]]}",)]
+)
 def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
     """It fails twice without a save in between; the others go on by themselves. 12 rows are for 4, 3 and 2 ranks."""
     expected = start(*FOUR, "data.batch_size=12", *words, folder="whole").losses
@@ -74,6 +92,7 @@ def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
     assert json.loads(last)["ranks"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallel.zero.stage=1",), ("checkpoint.background=true",)])
 def test_several_failures_under_other_plans(start, undisturbed, words):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", *words)

@@ -19,7 +19,12 @@ PIPELINE = (*SMALL, *MODES["data_parallel"], "world_size=2", "parallel.pipeline=
     ("words", "fault", "told"),
     [
         (PLAIN, "{kind: kill, rank: 1, step: 4, phase: data}", "step-00000003 is made of .* without rank 1"),
-        (PLAIN, "{kind: hang, rank: 0, step: 5, phase: backward}", "step-00000004 is made of .* without rank 0"),
+        pytest.param(
+            PLAIN,
+            "{kind: hang, rank: 0, step: 5, phase: backward}",
+            "step-00000004 is made of .* without rank 0",
+            marks=pytest.mark.slow,
+        ),
         (
             PLAIN,
             "{kind: raise, rank: 3, step: 3, phase: forward}",

@@ -82,7 +82,7 @@ def wait_for_steps(process, folder, steps):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("to_a_rank", [False, True])
+@pytest.mark.parametrize("to_a_rank", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     """As the terminal or a scheduler sends it to the command, and as one sends it to a rank."""
     folder = tmp_path / "stopped"

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
 import torch
+from torch import nn
 
+from models.gpt import GPT
+from models.llama import Llama
 from models.losses import NextTokenLoss
 from models.moe import MoE
-from strategies.cost.cluster import Cluster
+from models.resnet import resnet_digits
+from strategies.cost.cluster import Cluster, Level, Link
 from strategies.graph import OperatorGraph
 from strategies.mesh import Mesh
 from strategies.meshing import meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import search
+from strategies.search.kept import plan_bytes
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
@@ -82,6 +88,18 @@ def test_norms_along_the_sequence(found: Search) -> None:
     assert sliced(graph, chosen, "layers.1.feed_forward.down_proj") == {(("k", "tp"),)}
 
 
+def test_norms_along_the_sequence_where_memory_asks(found: Search) -> None:
+    """Of a short sequence it would not pay, but what norms keep is what the limit lacks; the pairs stay."""
+    graph = llama(2, batch=1, length=512)
+    made = problem(graph, ONE)
+    free = plan_bytes(made, found(made, node(8)))
+    chosen = found(replace(made, memory=0.991 * free), node(8))
+    assert plan_bytes(made, chosen) <= 0.991 * free
+    assert (("d1", "tp"),) in sliced(graph, chosen, "layers.*_norm")
+    assert sliced(graph, chosen, "layers.*.gate_proj") == {(("n", "tp"),)}
+    assert sliced(graph, chosen, "layers.*.down_proj") == {(("k", "tp"),)}
+
+
 def test_experts_by_expert(found: Search) -> None:
     with torch.device("meta"):
         net = MoE(32000, 512, 1024, 2, 16, 4096, 8, 2).bfloat16()
@@ -105,6 +123,25 @@ def test_small_models_on_fast_links_are_data_parallel(found: Search) -> None:
 def test_one_device_has_nothing_to_slice(found: Search) -> None:
     graph = gpt(2)
     assert not any(found(problem(graph, Mesh((("only", 1),))), node(1)).values())
+
+
+TINY: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    "gpt": lambda: (GPT(256, 64, 64, 2, 4), NextTokenLoss()),
+    "llama": lambda: (Llama(256, 64, 64, 2, 8, 4, 128), NextTokenLoss()),
+    "resnet": lambda: (resnet_digits(), nn.CrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_how_far_from_the_best_where_calls_are_dear(name: str) -> None:
+    """Losses and batch statistics are made whole on every rank, which takes calls."""
+    slow = Cluster("slow", (Level("rank", 4, Link(3e8, 1e-3)),), {"float32": 2e10}, 2**31, 6e9, 3e-5, overlap=0.25)
+    with torch.device("meta"):
+        net, loss = TINY[name]()
+        images = torch.zeros(32, 1, 28, 28), torch.zeros(32, dtype=torch.int64)
+    graph = shaped(net, loss, *(images if name == "resnet" else tokens(16, 64)))
+    made = problem(graph, Mesh((("a", 2), ("b", 2))))
+    assert Pricing(made, slow).total(bisect(made, slow)) <= 1.02 * search(made, slow).cost
 
 
 LAYERS = {"gpt": ("*.q_proj", "*.up_proj"), "llama": ("*.q_proj", "*.gate_proj")}
