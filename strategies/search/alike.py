@@ -9,27 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, groupby, product
+from itertools import combinations, product
 
 import numpy as np
 
-from strategies.cost.cluster import Cluster
 from strategies.graph import TensorSpec
 from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
-from strategies.search.ways import Ways
+from strategies.search.ways import Levels, Ways
 
 MOST_PAIRS = 400
 """Layouts of one class times those of another, up to which all are priced."""
-Levels = tuple[tuple[str, ...], ...]
-"""The axes that are alike, outermost first: in each level the next ones of the mesh."""
-
-
-def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
-    """Neighbouring axes of one size that cross the same levels of the cluster, outermost first."""
-    axes = [(axis, size, cluster.spread(mesh, (axis,))) for axis, size in mesh.axes if size > 1]
-    return tuple(tuple(axis for axis, *_ in same) for _, same in groupby(axes, key=lambda one: one[1:]))
 
 
 @dataclass(frozen=True, eq=False)
