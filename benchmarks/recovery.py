@@ -95,7 +95,6 @@ class Row:
     equal: int = 0
     lost: list[int] = field(default_factory=list)
     over: int = 0
-    seconds: list[float] = field(default_factory=list)
 
 
 def drawn(draw: random.Random, ranks: int, count: int) -> list[Drawn]:
@@ -168,15 +167,14 @@ def table(rows: dict[str, Row], told: Sequence[str]) -> str:
         "",
         *told,
         "",
-        "| phase | failures | kinds | resumed | ended bit for bit | most steps lost | over the bound | s per failure |",
-        "|---|---|---|---|---|---|---|---|",
+        "| phase | failures | kinds | resumed | ended bit for bit | most steps lost | over the bound |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in sorted(rows.items()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.kinds.items()))
-        mean = sum(row.seconds) / max(len(row.seconds), 1)
         most = max(row.lost, default=0)
         count = row.kinds.total()
-        lines.append(f"| {name} | {count} | {kinds} | {row.resumed} | {row.equal} | {most} | {row.over} | {mean:.1f} |")
+        lines.append(f"| {name} | {count} | {kinds} | {row.resumed} | {row.equal} | {most} | {row.over} |")
     return "\n".join(lines) + "\n"
 
 
@@ -190,27 +188,26 @@ def main() -> None:
     recipes.register()
     launch.warm()
     draw, rows, runs, extra, alive = random.Random(asked.seed), defaultdict[str, Row](Row), 0, 0, 0
-    undisturbed: dict[str, tuple[dict[str, str], list[tuple[int, float]], float]] = {}
+    undisturbed: dict[str, tuple[dict[str, str], list[tuple[int, float]]]] = {}
     until, plans = time.monotonic() + 60 * asked.minutes, [*PLANS]
     with tempfile.TemporaryDirectory() as place:
         while sum(row.kinds.total() for row in rows.values()) < asked.failures and time.monotonic() < until:
             name = plans[runs % len(plans)]
             runs += 1
             if name not in undisturbed:
-                folder, started = Path(place) / f"whole-{len(undisturbed)}", time.monotonic()
+                folder = Path(place) / f"whole-{len(undisturbed)}"
                 run(folder, (*NET, *PLANS[name]))
-                undisturbed[name] = ending(folder), losses(folder), time.monotonic() - started
-            tensors, lines, seconds = undisturbed[name]
+                undisturbed[name] = ending(folder), losses(folder)
+            tensors, lines = undisturbed[name]
             failures = drawn(draw, int(PLANS[name][0][-1]), draw.choice((2, 3)))
             faults = ", ".join(fault for one in failures for fault in one.faults())
-            folder, started = Path(place) / str(runs), time.monotonic()
+            folder = Path(place) / str(runs)
             try:
                 run(folder, (*NET, *PLANS[name], f"launch.faults=[{faults}]"))
                 ended, equal = True, ending(folder) == tensors and losses(folder) == lines
             except Exception as error:
                 ended, equal = False, False
                 print(f"run {runs} ({name}; {faults}) did not end well: {error}", flush=True)
-            each = (time.monotonic() - started - seconds) / len(failures)
             resumed = resumed_after(folder)
             extra += len(resumed) - len(failures)
             alive += left()
@@ -225,7 +222,6 @@ def main() -> None:
                 row.kinds[one.kind] += 1
                 row.resumed += ended
                 row.equal += equal
-                row.seconds.append(each)
             total = sum(row.kinds.total() for row in rows.values())
             print(f"run {runs}, {name}: {faults}: resumed after {resumed}, equal {equal}; {total} failures", flush=True)
             told = [

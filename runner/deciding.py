@@ -229,7 +229,7 @@ class Deciding:
         return bounds
 
     def _updating(self, choice: Choice) -> Updating:
-        return updating_of(with_choice(self.config, choice), self._captured(self._rows(choice))[1].graph, self.device)
+        return updating_of(with_choice(self.config, choice), self._captured(self.rows)[1].graph, self.device)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes, searched once for all ways to recompute. Raises

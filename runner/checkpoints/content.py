@@ -7,6 +7,7 @@ for that: replicas take turns, and what ZeRO cuts up lies on one rank anyway.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ class Content:
 
 def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
     """What this rank stores. What will not last is copied."""
-    number = {source.name: position for position, source in enumerate(content.sources)}
+    first = turns(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
 
@@ -79,7 +80,7 @@ def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
         name = name_of(key)
         replicas = layouts[name].replica_axes(mesh)
         count = mesh.product(replicas)
-        return not piece.shared or (mesh.index(rank, replicas) - number[name]) % count < copies
+        return not piece.shared or (mesh.index(rank, replicas) - first[name]) % count < copies
 
     found: dict[str, list[Piece]] = {}
     for batch in _batches(content):
@@ -88,6 +89,23 @@ def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
             if mine:
                 lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in mine]
                 found.setdefault(key, []).extend(lasting)
+    return found
+
+
+def turns(content: Content) -> dict[str, int]:
+    """Which of its replicas stores the slice of a parameter or buffer first: the one that has the fewest elements so
+    far, the largest slices coming first, so that files of replicas are about equally large."""
+    mesh, layouts = content.program.mesh, content.program.layouts
+    given: dict[tuple[str, ...], list[int]] = {}
+    found: dict[str, int] = {}
+    size = {
+        source.name: math.prod(layouts[source.id].local_shape(source.spec.shape, mesh)) for source in content.sources
+    }
+    for source in sorted(content.sources, key=lambda source: -size[source.name]):
+        replicas = layouts[source.id].replica_axes(mesh)
+        stored = given.setdefault(replicas, [0] * mesh.product(replicas))
+        found[source.name] = stored.index(min(stored))
+        stored[found[source.name]] += size[source.name]
     return found
 
 

@@ -8,6 +8,7 @@ copy. Invariant: what is stored is what was there when `save` was called, whatev
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import threading
@@ -58,6 +59,7 @@ class Saver:
     """Saves beside training. Every rank has one; `save` is called by all of them in the same order."""
 
     def __init__(self) -> None:
+        importlib.import_module("runner.checkpoints.dcp")  # for half a second; later it would hold up training
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._copies = Copies()

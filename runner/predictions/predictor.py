@@ -19,6 +19,9 @@ from runner.predictions.weights import check, fill, open_checkpoint
 from runner.prepare import Prepared
 from runner.worker import RankContext
 
+EVERY = 5.0
+"""Seconds between two words about the progress."""
+
 
 def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, Any]:
     """Predict every row; rank 0 writes. `folder` holds the initial weights.
@@ -41,7 +44,8 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
         step = checkpoint.step
     evaluating = evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__)
     totals: dict[str, float] = {}
-    started = time.perf_counter()
+    started = told = time.perf_counter()
+    done = 0
     file = Predictions(rank.run_dir, config.predict.format, len(rows)) if rank.rank == 0 else None
     with nullcontext() if file is None else file:
         for batch, output in evaluating.outputs():
@@ -49,6 +53,10 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
                 totals[name] = totals.get(name, 0.0) + value * len(batch)
             if file is not None:
                 file.add(batch, output)
+                done += len(batch)
+                if time.perf_counter() - told > EVERY:
+                    told = time.perf_counter()
+                    print(f"{done} of {len(rows)} rows, {done / (told - started):.0f} samples/s", flush=True)
     return {
         "rows": len(rows),
         "seconds": time.perf_counter() - started,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.utils.data import Subset
+
 from runner import targets
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
@@ -12,7 +14,14 @@ from runner.schema import Config
 
 
 def dataset(config: Config) -> tuple[MapDataset, Collate | None]:
-    """The dataset of `predict.data`, and how its samples become a batch. Raises ConfigError as `build_dataset`."""
+    """The first `predict.rows` rows of `predict.data`, and how they become a batch. Raises ConfigError as
+    `build_dataset`."""
+    rows, collate = _all_rows(config)
+    most = config.predict.rows
+    return (rows if most is None or len(rows) <= most else Subset(rows, range(most))), collate  # type: ignore[arg-type]
+
+
+def _all_rows(config: Config) -> tuple[MapDataset, Collate | None]:
     wanted, own = config.predict.data, config.data
     if wanted.collate is not None:
         collate: Collate | None = targets.bound(wanted.collate, wanted.collate_args, "predict.data.collate")

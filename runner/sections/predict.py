@@ -51,5 +51,6 @@ class Predict(Section):
         Field(min_length=1, description="A checkpoint, or a run folder; null: the weights of model.weights."),
     ]
     data: PredictedRows
+    rows: Annotated[Count | None, Field(description="How many rows, from the first; null: all.")]
     batch_size: Count | None
     format: Literal["jsonl", "safetensors"]

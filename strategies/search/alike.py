@@ -13,26 +13,13 @@ from itertools import combinations, product
 
 import numpy as np
 
-from strategies.cost.cluster import Cluster
 from strategies.graph import TensorSpec
 from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
-from strategies.search.ways import Ways
+from strategies.search.ways import Levels, Ways
 
 MOST_PAIRS = 400
 """Layouts of one class times those of another, up to which all are priced."""
-Levels = tuple[tuple[str, ...], ...]
-"""The axes that are alike, outermost first."""
-
-
-def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
-    """Axes of one size that cross the same levels of the cluster, outermost first."""
-    found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for axis, size in mesh.axes:
-        if size > 1:
-            found.setdefault((size, cluster.spread(mesh, (axis,))), []).append(axis)
-    return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,13 +18,14 @@ from dataclasses import replace
 import numpy as np
 
 from strategies.graph import Ref
-from strategies.search.alike import Alike, levels_of
+from strategies.search.alike import Alike
 from strategies.search.finding import Finding, Found, uncollected
 from strategies.search.folding import Folded
 from strategies.search.groups import Classes, Groups, Within
 from strategies.search.network import Building, Pair
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Transfers
+from strategies.search.ways import levels_of
 
 PRICES = 8
 """Of memory that are tried."""

@@ -2,8 +2,8 @@
 
 problem -> network of tables -> repeated layers folded -> elimination -> assignments, see `finding`. On meshes of more
 than `MOST_AXES` axes the search goes from classes of layouts to layouts (`coarse`). Where that can not be done (a
-parameter has several uses) neighbouring axes are joined: the best plan of all joined meshes is taken, and the gap is
-that to what work alone takes on the whole mesh.
+parameter has several uses, or a table would be too large) neighbouring axes are joined: the best plan of all joined
+meshes is taken, and the gap is that to what work alone takes on the whole mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
     try:
         free = finding.cheapest(0.0)
     except TooWide:
-        if (best := _on_joined(problem, transfers, tolerance)) is not None:
+        if (best := _on_joined(problem, cluster, tolerance)) is not None:
             return best
         raise StrategyError(
             f"parallel.search = dynamic_programming would need a table of more than {LARGEST:,} entries on this mesh, "
@@ -53,7 +53,7 @@ def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -
 def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:
     """As `search` on a mesh of many axes; None where its axes can neither be told alike nor be joined."""
     if shared(problem):
-        return _on_joined(problem, transfers, tolerance)
+        return _on_joined(problem, transfers.cluster, tolerance)
     try:
         coarse = Coarse(problem, transfers, tolerance)
         free = coarse.cheapest()
@@ -61,12 +61,11 @@ def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found 
             return free
         return coarse.within(problem.memory, free)
     except TooWide:
-        return _on_joined(problem, transfers, tolerance)
+        return _on_joined(problem, transfers.cluster, tolerance)
 
 
-def _on_joined(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:
+def _on_joined(problem: Problem, cluster: Cluster, tolerance: float) -> Found | None:
     """The best plan of the joined meshes, and its seconds on the whole one; None where axes cannot be joined."""
-    cluster = transfers.cluster
     best: Found | None = None
     refused: StrategyError | None = None
     for joined in joinings(problem, cluster):

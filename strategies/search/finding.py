@@ -66,7 +66,7 @@ class Finding:
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions."""
+        that costs `enough` is the last one, and the best of `most` solutions. Raises TooWide."""
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0

@@ -23,6 +23,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LARGE, LOCAL, Step, chain
 from strategies.search.bounds import Bounds
+from strategies.search.ways import Ways, levels_of
 
 Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -32,6 +33,8 @@ MIXING = np.int64(-7046029254386353131)
 """An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
 Pattern = tuple[int, ...]
 """What tells one pattern, see `_told`."""
+WAYS_FROM = 3
+"""Axes from which on what is settled tells something of all that begins in the same class."""
 WIDTH = 2**16
 """More than there are tuples of axes."""
 
@@ -113,6 +116,9 @@ class Transfers:
         self.asked: dict[tuple[object, ...], Asked] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
+        self.ways: dict[int, Ways] = {}
+        self.placed: dict[int, Integers] = {}
+        self.looked: set[tuple[int, float, int]] = set()
         self.raised = 0
         """How often a price was settled above its bound."""
 
@@ -208,6 +214,43 @@ class Transfers:
         name = asked.name(position)
         if name not in self.patterns:
             self._search(name, asked, position)
+            if len(self.axes) >= WAYS_FROM:
+                self._look_around(before, spec, row)
+
+    def _look_around(self, before: Rows, spec: TensorSpec, row: int) -> None:
+        """Raises what is told of all redistributions from the class of a layout to what they take at least."""
+        dims, size = before.dims.shape[1], float(spec.elements * spec.item_bytes)
+        start = int(self._states(before)[row])
+        if before.dims[row].max(initial=0) >= 2 ** len(self.axes) or (dims, size, start) in self.looked:
+            return
+        self.looked.add((dims, size, start))
+        found = self.ways[dims].seconds(start, size)
+        for one in self.asked.values():
+            if one.before.dims.shape[1] != dims or one.spec.elements * one.spec.item_bytes != size:
+                continue
+            ends = self._states(one.after)[one.columns]
+            chosen = (self._states(one.before)[one.rows] == start) & (one.after.partial[one.columns] == 0)
+            higher = np.flatnonzero(chosen & (found[ends] > one.values * (1 + 1e-12)))
+            if len(higher):
+                one.values[higher] = found[ends[higher]]
+                one.changes += 1
+                self.raised += 1
+
+    def _states(self, rows: Rows) -> Integers:
+        """The class of every layout among `ways`."""
+        if id(rows) not in self.placed:
+            dims = rows.dims.shape[1]
+            if dims not in self.ways:
+                self.ways[dims] = Ways(self.mesh, self.cluster, levels_of(self.mesh, self.cluster), dims)
+            bits = np.array([sum(1 << self.axes.index(axis) for axis in axes) for axes in self.tuples])[rows.dims]
+            levels = [[self.axes.index(axis) for axis in level] for level in self.ways[dims].levels]
+            sliced, partial = (
+                np.stack([sum(part >> place & 1 for place in level) for level in levels], -1)
+                for part in (bits, rows.partial)
+            )
+            known = np.full(len(rows), len(levels))
+            self.placed[id(rows)] = self.ways[dims].places(sliced, partial, known)
+        return self.placed[id(rows)]
 
     def changes(self, before: Rows, after: Rows, spec: TensorSpec) -> int:
         """How often prices of these pairs were settled."""

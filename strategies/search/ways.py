@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import groupby, product
 
 import numpy as np
 
@@ -21,10 +21,18 @@ from strategies.chains import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDU
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.mesh import Mesh
-from strategies.search.transfers import Integers, Seconds
+from strategies.search.bounds import Integers, Seconds
 
 Counts = tuple[int, ...]
 """Axes per level."""
+Levels = tuple[tuple[str, ...], ...]
+"""The axes that are alike, outermost first: in each level the next ones of the mesh."""
+
+
+def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
+    """Neighbouring axes of one size that cross the same levels of the cluster, outermost first."""
+    axes = [(axis, size, cluster.spread(mesh, (axis,))) for axis, size in mesh.axes if size > 1]
+    return tuple(tuple(axis for axis, *_ in same) for _, same in groupby(axes, key=lambda one: one[1:]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,17 @@ def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     assert not (ended.folder / "checkpoints").exists()
 
 
+def test_only_so_many_rows(start, stored):
+    ended = start(*SMALL, *MODES["stand_alone"], ROWS, f"predict.checkpoint={stored}", "predict.rows=7", verb="predict")
+    data = networks.Points(50, 1)
+    with torch.no_grad():
+        expected = trained()(data.x)[:7]
+    torch.testing.assert_close(torch.tensor([line["output"] for line in lines(ended.folder)]), expected)
+    told = json.loads((ended.folder / "predict.json").read_text())
+    assert told["rows"] == 7
+    assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y[:7]).item(), rel=1e-5)
+
+
 def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path):
     data = networks.Points(7, 2)
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(x.tolist())}\n\n" for x in data.x))

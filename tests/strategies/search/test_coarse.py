@@ -16,7 +16,7 @@ from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import chain
-from strategies.search.alike import Alike, levels_of
+from strategies.search.alike import Alike
 from strategies.search.coarse import Coarse, shared
 from strategies.search.exact import search
 from strategies.search.finding import Finding
@@ -25,6 +25,7 @@ from strategies.search.joining import joinings
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
+from strategies.search.ways import levels_of
 from tests.strategies.search.problems import llama, node, nodes, prime_mesh, problem
 from tests.strategies.search.test_exact import CLUSTER, executed_seconds, problem_of
 
@@ -32,6 +33,7 @@ MESHES = [
     (Mesh(tuple((axis, 2) for axis in "abcdef")), nodes(8)),
     (Mesh((("a", 2), ("b", 2), ("c", 3), ("d", 2), ("e", 2))), nodes(12, 4)),
     (Mesh(tuple((axis, 2) for axis in "abcd")), node(16)),
+    (Mesh((("a", 2), ("b", 3), ("c", 2), ("d", 2))), node(24)),
     (Mesh((("a", 2), ("b", 2), ("c", 2), ("d", 2))), CLUSTER),
 ]
 

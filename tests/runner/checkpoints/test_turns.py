@@ -1,0 +1,42 @@
+"""Replicas share what they have in common by size, and every slice is stored once."""
+
+from types import SimpleNamespace
+
+from runner.checkpoints.content import turns
+from strategies.graph import Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+
+MESH = Mesh((("dp", 4), ("tp", 2)))
+
+
+def of(**shapes):
+    """A content whose tensors lie whole on all ranks, but `sliced...` over tp."""
+    sources = tuple(
+        Source(name, "parameter", name, TensorSpec(shape, "float32"), True) for name, shape in shapes.items()
+    )
+    layouts = {
+        name: Layout((("tp",), ())) if name.startswith("sliced") else Layout.replicated(len(shape))
+        for name, shape in shapes.items()
+    }
+    return SimpleNamespace(program=SimpleNamespace(mesh=MESH, layouts=layouts), sources=sources)
+
+
+def test_the_largest_come_first():
+    found = turns(of(small=(2, 2), a=(40, 4), b=(40, 4), c=(10, 4)))
+    assert (found["a"], found["b"], found["c"], found["small"]) == (0, 1, 2, 3)
+
+
+def test_replicas_end_up_with_about_as_much():
+    shapes = {f"layer{number}": (number + 1, 4) for number in range(40)}
+    found, stored = turns(of(**shapes)), [0] * 8
+    for name, (rows, columns) in shapes.items():
+        stored[found[name]] += rows * columns
+    assert sum(stored) == sum(rows * 4 for rows, _ in shapes.values())
+    assert max(stored) <= 1.05 * sum(stored) / 8  # in turns one would have 1.17 of it
+
+
+def test_each_group_of_replicas_counts_for_itself():
+    found = turns(of(whole=(9, 4), sliced1=(8, 4), sliced2=(8, 4), sliced3=(2, 4)))
+    assert found["whole"] == 0
+    assert [found[name] for name in ("sliced1", "sliced2", "sliced3")] == [0, 1, 2]
