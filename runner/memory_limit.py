@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from runner import communication, optimizers
 from runner.clusters import cluster_of
@@ -14,11 +15,12 @@ from strategies.cost.limit import check_limit
 from strategies.cost.memory import memory
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
+from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.pipeline.memory import group_memory
 from strategies.pipeline.schedule import Schedule
 from strategies.plan import Plan
-from strategies.request import WantedRecompute
+from strategies.request import Request, WantedRecompute
 
 
 def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:
@@ -36,6 +38,36 @@ def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:
         offload_of(config, None),
         device,
     )
+
+
+ROOM = (0.85, 0.7, 0.5)
+"""Shares of the limit for which plans are searched anew where the plan that was found does not keep it."""
+
+
+def first_within(
+    plan: Plan, request: Request, fit: Callable[[Plan], Plan], search: Callable[[Request], Plan] | None
+) -> Plan:
+    """`plan` as `fit` makes it keep the limit, or else the first plan for less room that it can: a search knows memory
+    by an estimate, which may be too low. Without `search` (a plan of a file) there is no other.
+
+    Raises the StrategyError of `fit` for `plan` where none keeps the limit.
+    """
+    try:
+        return fit(plan)
+    except StrategyError as error:
+        if search is None or request.memory_limit is None:
+            raise
+        refused = error
+    seen = [plan.operators]
+    for share in ROOM:
+        try:
+            other = search(replace(request, memory_limit=int(share * request.memory_limit)))
+            if other.operators not in seen:
+                seen.append(other.operators)
+                return fit(other)
+        except StrategyError:
+            continue  # what was refused first is told
+    raise refused
 
 
 def within_limit(

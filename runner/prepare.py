@@ -24,7 +24,7 @@ from runner.building import captured_from_shapes, objective
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.memory_limit import check_stages, within_limit
+from runner.memory_limit import check_stages, first_within, within_limit
 from runner.offloading import check_modules
 from runner.planning import planned
 from runner.precision import DTYPES, cast, check_half
@@ -243,9 +243,9 @@ def prepare(
         on_host(graph, config.parallel.place)
         pipelining.check_ranks(config, world_size)
         decided = plan is not None
-        if plan is None:
-            request = request_of(config, world_size // pipelining.groups_of(config))
-            plan = planned(config, graph, request, cluster_of(config, device, world_size), say)
+        request = request_of(config, world_size // pipelining.groups_of(config))
+        search = partial(planned, config, graph, cluster=cluster_of(config, device, world_size), say=say)
+        plan = plan or search(request)
         of_step = partial(copies.of_step, config, step, tensors, graph)
         in_step = of_step(plan)
         stages = pipelining.stages_of(config, *in_step, options_of(config))
@@ -253,7 +253,10 @@ def prepare(
             programs = pipelining.programs_of(config, stages, options_of(config))
             check_stages(config, graph, plan, device, programs, pipelining.schedule_of(config))
         elif not decided:
-            fitted = within_limit(config, graph, plan, device, lambda one: lowered(config, *of_step(one)))
+            fit = partial(
+                within_limit, config, graph, device=device, lowered=lambda one: lowered(config, *of_step(one))
+            )
+            fitted = first_within(plan, request, fit, search if config.parallel.plan is None else None)
             if fitted != plan:
                 plan, in_step = fitted, of_step(fitted)
         deciding = plan.to_json() | {"search": None}

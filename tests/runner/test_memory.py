@@ -7,8 +7,13 @@ import json
 import pytest
 
 from benchmarks import memory as benchmark
+from runner.memory_limit import first_within
 from runner.sections.memory import Bytes
 from runner.sections.section import Section
+from strategies.errors import StrategyError
+from strategies.mesh import Mesh
+from strategies.plan import Plan
+from strategies.request import Request
 
 
 class Limited(Section):
@@ -55,11 +60,38 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(command, words, texts
 
 def test_auto_keeps_the_limit(command, tmp_path):
     folder = tmp_path / "auto"
-    words = ("+recipe=gpt", "parallel.memory_limit=3.2MB", "parallel.recompute=auto", f"hydra.run.dir={folder}")
+    words = ("+recipe=gpt", "parallel.memory_limit=2.4MB", "parallel.recompute=auto", f"hydra.run.dir={folder}")
     assert command("plan", *words).code == 0
     content = json.loads((folder / "plan.json").read_text())
-    assert content["memory"]["peak"] <= 3_200_000
+    assert content["memory"]["peak"] <= 2_400_000
     assert content["recompute"]["modules"]
+
+
+def planned(least: int) -> Plan:
+    return Plan(Mesh((("d0", 8),)), {str(least): None}, {}, {}, search={"least": least})
+
+
+def test_a_plan_that_the_search_took_for_smaller_is_followed_by_others():
+    plans = {share: planned(share) for share in (1000, 850, 700, 500)}
+    searched = []
+
+    def search(request):
+        searched.append(request.memory_limit)
+        return plans[request.memory_limit]
+
+    def fit(plan):
+        if plan.search["least"] > 700:
+            raise StrategyError(f"needs {plan.search['least']}")
+        return plan
+
+    request = Request("auto", 8, memory_limit=1000)
+    assert first_within(plans[1000], request, fit, search) is plans[700] and searched == [850, 700]
+    assert first_within(plans[500], request, fit, search) is plans[500] and len(searched) == 2
+    with pytest.raises(StrategyError, match="needs 1000"):
+        first_within(plans[1000], request, fit, None)
+    plans[700] = plans[500] = plans[1000]
+    with pytest.raises(StrategyError, match="needs 1000"):
+        first_within(plans[1000], request, fit, search)
 
 
 @pytest.mark.parametrize(
