@@ -105,10 +105,9 @@ def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | N
     name, given = config.data.collate, config.data.collate_args
     collate = None if name is None else targets.bound(name, given, "data.collate")
     training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
-    wanted = config.evaluate
-    if wanted.metric is None and wanted.every is None and wanted.batch_size is None and not wanted.args:
+    if not config.evaluate.wanted:
         return training, None, collate
-    args = config.data.args | wanted.args
+    args = config.data.args | config.evaluate.args
     return training, build_dataset(config.data.target, args, config.data.path, what="data"), collate
 
 

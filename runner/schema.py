@@ -11,9 +11,8 @@ import re
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
 
-from runner.errors import allowed
 from runner.forms import check_counts
 from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
@@ -21,16 +20,8 @@ from runner.sections.cluster import ClusterForm
 from runner.sections.launch import Launch
 from runner.sections.parallel import Parallel
 from runner.sections.predict import Predict
-from runner.sections.section import Arguments, Count, Dotted, Glob, Positive, Section, dotted, refusal
-
-
-def _metric(name: str) -> str:
-    if name != "accuracy" and "." not in name:
-        raise ValueError(f"is neither accuracy nor a dotted name.{allowed(name, ['accuracy', 'package.module.Name'])}")
-    return name if name == "accuracy" else dotted(name)
-
-
-Metric = Annotated[str, AfterValidator(_metric)]
+from runner.sections.section import Arguments, Count, Dotted, Glob, Positive, Section, refusal
+from runner.sections.training import Evaluate, Train
 
 Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
 
@@ -114,50 +105,6 @@ class Optimizer(Section):
     scheduler: Scheduler
 
 
-class Train(Section):
-    steps: Count | None
-    epochs: Count | None
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-    precision: Literal["fp32", "fp64", "bf16", "fp16", "bf16_autocast"]
-    loss_scale: Annotated[Positive | None, Field(description="For fp16; null: one that adapts.")]
-    accumulate: Count
-    clip: Positive | None
-    random: Literal["fast", "exact"]
-    compile: StrictBool
-    measure_memory: StrictBool
-    resume: Annotated[str | None, Field(description="null, auto (the newest checkpoint of the run) or a path.")]
-    log_every: Count
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.steps is not None and self.epochs is not None:
-            raise refusal(
-                f"train.steps = {self.steps} and train.epochs = {self.epochs} cannot both be given; "
-                "drop one with train.steps=null or train.epochs=null.",
-                "train.steps",
-                "train.epochs",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_scale(self) -> Train:
-        if self.loss_scale is not None and self.precision != "fp16":
-            raise refusal(
-                f"train.loss_scale = {self.loss_scale:g} is for fp16, but train.precision = {self.precision!r} needs "
-                "no scale; choose train.precision=fp16 or train.loss_scale=null.",
-                "train.loss_scale",
-                "train.precision",
-            )
-        return self
-
-
-class Evaluate(Section):
-    metric: Annotated[Metric | None, Field(description="null, accuracy, or a dotted name.")]
-    every: Count | None
-    args: Arguments
-    batch_size: Count | None
-
-
 class Verify(Section):
     steps: Count
     tolerance: Positive | None
@@ -202,6 +149,17 @@ class Config(Section):
                 "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
                 "train.epochs=10.",
                 "train.steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_found(self) -> Config:
+        if self.checkpoint.best is not None and not self.evaluate.wanted:
+            raise refusal(
+                f"checkpoint.best = {self.checkpoint.best!r} is what an evaluation finds, but nothing is evaluated; "
+                "set evaluate.every (steps) or evaluate.metric, or checkpoint.best=null.",
+                "checkpoint.best",
+                "evaluate.every",
             )
         return self
 

@@ -96,6 +96,7 @@ BAD = [
     (["+recipe=data_parallel", "parallel.dataset_strategy=full_batch"], "Allowed here: data_parallel"),
     (["+recipe=data_parallel", "parallel.dataset_strategy=full_btach"], "Did you mean 'full_batch'?"),
     (["+recipe=hybrid_matmul", "parallel.dataset_strategy=[[3,1],[1,1]]"], "parallel.dataset_strategy: input 0"),
+    ([QUICK, "checkpoint.best=loss"], "but nothing is evaluated; set evaluate.every"),
     ([QUICK, "data.path=runs/epoch=3"], "needs quotes inside quotes"),
     ([QUICK, "parallel.mesh={dp:2"], "a bracket, brace or quote is not closed"),
     ([QUICK, "train.steps=1,2"], "add -m"),
