@@ -29,7 +29,7 @@ from hydra import compose, initialize_config_module
 from runner import config, launch, recipes, words
 from runner.jobs import train
 from runner.origins import Origins
-from runner.recovery import RESTARTS
+from runner.recovery.restarting import RESTARTS
 
 EVERY, STEPS = 4, 14
 BACKGROUND = "saved in the background, 4 ranks"

@@ -31,10 +31,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner import config, recipes, stopping, words
+from runner import config, recipes, words
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.folders import CONFIG_FILE, remove_if_unused
 from runner.origins import Origins, given
+from runner.recovery import stopping
 from runner.rewording import reword
 from runner.sweeps.job import Job, folder_of, records, typed
 from runner.sweeps.results import Sweep, mark_of

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoints, faults, report
+from runner import checkpoints, report
 from runner.checkpoints import rescue
 from runner.deciding import prepare_decided
 from runner.errors import ConfigError
+from runner.inference import weights
+from runner.inference.predictor import predict
 from runner.launchers.sharing import require_shared
-from runner.predictions import weights
-from runner.predictions.predictor import predict
 from runner.prepare import Prepared
+from runner.recovery import faults
 from runner.schema import Config
 from runner.trainer import Job, train
 from runner.worker import RankContext

@@ -24,11 +24,11 @@ from runner.building import captured_from_shapes, objective
 from runner.clusters import cluster_of
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
+from runner.inference import rows as predicted
 from runner.memory_limit import check_stages, first_within, within_limit
 from runner.offloading import check_modules
 from runner.planning import planned
 from runner.precision import DTYPES, cast, check_half
-from runner.predictions import rows as predicted
 from runner.schema import Config
 from runner.scores import Structure, scores, tried
 from runner.sections.recompute import Recompute

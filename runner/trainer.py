@@ -27,14 +27,14 @@ from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
 from runner.evaluate import Evaluator, evaluator
 from runner.execution import Execution, execution, gather_axes, whole
-from runner.faults import Faults
 from runner.metering import Meter
 from runner.metrics import metrics_of
 from runner.offloading import activations, change, offload_of
 from runner.offloading import told as told_moved
 from runner.precision import DTYPES, cast
 from runner.prepare import WEIGHTS, Prepared, datasets
-from runner.stopping import begun
+from runner.recovery.faults import Faults
+from runner.recovery.stopping import begun
 from runner.timeline import Marks, marked, told
 from runner.worker import RankContext
 from strategies.engine import compiled, weights

@@ -15,10 +15,10 @@ import torch
 
 from runner.checkpoints import chance, folder
 from runner.checkpoints.content import Content, name_of
+from runner.checkpoints.continuation import Continuation, compare
 from runner.checkpoints.header import faults, mark, read_header, unmark
 from runner.checkpoints.reading import Checkpoint, read
 from runner.checkpoints.schedules import regrouped
-from runner.continuation import Continuation, compare
 from runner.errors import ConfigError
 from strategies.engine.optimizer_state import Plain, States, Stored
 from strategies.engine.pieces import MODEL, OPTIMIZER

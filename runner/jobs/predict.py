@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from runner import launch
+from runner.inference.without_training import without_training
 from runner.offload_folder import own_folder
-from runner.predictions.without_training import without_training
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runner import launch, recovery
+from runner import launch
 from runner.errors import Stopped
 from runner.launchers.dry_run import dry_run
 from runner.metrics import require_tensorboard
 from runner.offload_folder import offload_folder, own_folder
+from runner.recovery import restarting
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready
@@ -35,7 +36,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ready = make_ready(config, run_dir, folder)
         marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
-        result = recovery.train(ready, config, run_dir, payload)
+        result = restarting.train(ready, config, run_dir, payload)
     if result is None:
         print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
         return None

@@ -8,7 +8,7 @@ works for ranks that hang in the kernel, hold a lock, are stopped, or have died.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,12 +92,12 @@ def where(path: Path) -> Where | None:
     return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined)
 
 
-def absent(wait: Wait, ranks: Sequence[Where | None]) -> list[int]:
-    """The ranks that have not joined the call of `wait`."""
+def absent(wait: Wait, ranks: Sequence[Where | None], halted: Collection[int] = ()) -> list[int]:
+    """The ranks that have not joined the call of `wait`, or that `halted` in it."""
     found = []
     for rank in wait.group.ranks:
         at = ranks[rank]
-        if at is None or at.joined.get(wait.group, 0) < wait.number:
+        if at is None or at.joined.get(wait.group, 0) < wait.number + (rank in halted and at.wait == wait):
             found.append(rank)
     return found
 
@@ -110,21 +110,24 @@ class Diagnosis:
     hung: tuple[int, ...]
 
 
-def diagnose(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
-    """What the whereabouts of all ranks say about a hang; None where nobody waits for anybody."""
+def diagnose(ranks: Sequence[Where | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
+    """What the whereabouts of all ranks say about a hang; None where nobody waits for anybody. Ranks that `halted` do
+    nothing any more, whatever they were in: a call that all have joined cannot end without them."""
     waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
-    missing = {rank: absent(wait, ranks) for rank, wait in waits.items()}
+    missing = {rank: absent(wait, ranks, halted) for rank, wait in waits.items() if rank not in halted}
     for rank, wait in waits.items():
         for other, its in waits.items():
             same_call = (its.group, its.number) == (wait.group, wait.number)
             if same_call and its.kind != wait.kind and {its.kind, wait.kind} != {"send", "receive"}:
                 return Diagnosis(f"{_ranks((rank, other))} disagree: {_each(waits, (rank, other))}", ())
-    for rank, wait in waits.items():
-        hung = tuple(other for other in missing[rank] if not missing.get(other))  # nor does it wait for anybody
+    for rank, others in missing.items():
+        hung = tuple(other for other in others if not missing.get(other))  # nor does it wait for anybody
         if hung:
-            with_it = tuple(other for other, its in waits.items() if its == wait or other == rank)
-            told = f"{_ranks(hung)} of {len(ranks)} never joined {wait.told}, in which {_ranks(with_it)} waited "
-            return Diagnosis(f"{told}{timeout:g} s", hung)
+            wait = waits[rank]
+            with_it = tuple(other for other in missing if waits[other] == wait)
+            inside = all(waits.get(other) == wait for other in hung)
+            told = f"{_ranks(hung)} of {len(ranks)} {'came to a halt in' if inside else 'never joined'} {wait.told}, "
+            return Diagnosis(f"{told}in which {_ranks(with_it)} waited {timeout:g} s", hung)
     circle = _circle(missing)
     if circle:
         return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())

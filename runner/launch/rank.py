@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner import logs, stopping
+from runner import logs
 from runner.launch.failure import from_exception
+from runner.recovery import stopping
 
 STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""

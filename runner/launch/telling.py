@@ -64,8 +64,7 @@ def _hang(
     at = [hangs.where(whereabouts_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
     hung = () if found is None else found.hung
-    silent = [number for number, rank in ranks.items() if rank.report is None]
-    asked = silent if found is None else list(hung)
+    asked = [number for number, rank in ranks.items() if rank.report is None] if found is None else list(hung)
     here = [number for number in asked if number in ranks]
     for number in here:
         ranks[number].send_signal(signal.SIGUSR1)
@@ -73,6 +72,13 @@ def _hang(
     for number in here:
         ranks[number].wait(deadline - time.monotonic())
     places = {number: failure.dumped_place(ranks[number].said()) for number in here}
+    halted = [number for number in here if not places[number] and ranks[number].report is None]
+    if halted and (found is None or len(halted) < len(hung)):
+        # Who answers only waits, in a call that all of them have joined, for one who does not.
+        found = hangs.diagnose(at, timeout, halted) or found
+    if found is not None:
+        asked, hung = list(found.hung), found.hung
+        here = [number for number in asked if number in ranks]
     if found is None and cause is not None and len(asked) == 1:
         return failure.missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0], tuple(asked)
     if found is None and cause is not None:
@@ -84,7 +90,7 @@ def _hang(
     for number in asked:
         spot, place = at[number], places.get(number)
         told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
-        if number in ranks:
+        if number in places:
             told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
     seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
     return f"{told}.", seen[0], hung

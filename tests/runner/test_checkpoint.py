@@ -15,7 +15,7 @@ import torch
 
 from runner import checkpoints
 from runner.checkpoints import committing, folder, index, writing
-from runner.continuation import compare, differences
+from runner.checkpoints.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
 

@@ -3,9 +3,9 @@
 import pytest
 from small import MODES, SMALL
 
-from runner import recovery
 from runner.agreement import different
 from runner.errors import RunFailed
+from runner.recovery import restarting
 
 
 def test_those_who_differ_from_most_are_named():
@@ -28,7 +28,7 @@ def test_those_who_differ_from_most_are_named():
     ],
 )
 def test_a_rank_with_another_program(start, monkeypatch, entry, told):
-    plain = recovery.start
-    monkeypatch.setattr(recovery, "start", lambda _, *args: plain(f"drill_entries:{entry}", *args))
+    plain = restarting.start
+    monkeypatch.setattr(restarting, "start", lambda _, *args: plain(f"drill_entries:{entry}", *args))
     with pytest.raises(RunFailed, match=told):
         start(*SMALL, *MODES["semi_auto"], "train.steps=2")

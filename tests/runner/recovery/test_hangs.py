@@ -36,7 +36,8 @@ def ranks(tmp_path):
 
 @pytest.fixture
 def told(tmp_path):
-    return lambda timeout=5.0: diagnose([where(tmp_path / f"{rank}.where") for rank in range(WORLD)], timeout)
+    files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
+    return lambda timeout=5.0, halted=(): diagnose([where(file) for file in files], timeout, halted)
 
 
 def join(rank, group, kind=SUM, text=None):
@@ -94,6 +95,27 @@ def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, told
     join(ranks[1], "tp")
     join(ranks[0], "tp")
     assert told().told.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
+
+
+def test_one_who_halted_in_a_call_that_all_have_joined(ranks, told):
+    """Nothing but its silence tells it from the one that waits for it there."""
+    join(ranks[0], "tp", GATHER, "weight")
+    join(ranks[1], "tp", GATHER, "weight")
+    join(ranks[2], "world", SUM, "the loss")
+    join(ranks[3], "world", SUM, "the loss")
+    assert told().hung == (0, 1)
+    found = told(halted=[1])
+    assert found.hung == (1,)
+    assert found.told == "rank 1 of 4 came to a halt in all_gather #1 over (tp) of weight, in which rank 0 waited 5 s"
+
+
+def test_one_who_halted_in_a_call_of_all(ranks, told):
+    for rank in ranks:
+        join(rank, "world")
+    assert told() is None
+    assert told(halted=[2]).told == (
+        "rank 2 of 4 came to a halt in all_reduce #1 over (dp, tp), in which ranks 0, 1, 3 waited 5 s"
+    )
 
 
 def test_ranks_that_make_different_calls(ranks, told):
@@ -224,7 +246,8 @@ def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
 
     thread = threading.Thread(target=stop)
     thread.start()
-    with pytest.raises(RunFailed, match=r"rank 1 of 4 never joined .* Rank 1 was in .* of step \d+ and did not"):
+    cause = r"^rank 1 of 4 (never joined|came to a halt in) .* Rank 1 was in .* of step \d+ and did not say where"
+    with pytest.raises(RunFailed, match=cause):
         start(*HANGING, "train.steps=5000", "train.log_every=1000")
     thread.join()
 

@@ -1,6 +1,6 @@
 """Which hosts and ranks a run goes on with when some are gone."""
 
-from runner.shrinking import hosts_left
+from runner.recovery.shrinking import hosts_left
 
 HOSTS = [
     {"name": name, "ranks": ranks, "devices": [0, 1]} for name, ranks in (("a", [0, 3]), ("b", [1, 4]), ("c", [2, 5]))

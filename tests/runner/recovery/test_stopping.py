@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 from small import MODES, SMALL
 
-from runner import checkpoints, stopping
+from runner import checkpoints
 from runner.errors import Stopped
-from runner.stopping import EXIT_CODE, Stopping
+from runner.recovery import stopping
+from runner.recovery.stopping import EXIT_CODE, Stopping
 
 
 @pytest.mark.parametrize("coupled", [True, False])

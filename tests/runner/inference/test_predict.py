@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runner.errors import ConfigError
-from runner.predictions.without_training import without_training
+from runner.inference.without_training import without_training
 from runner.recipes import catalogue
 from runner.schema import Config
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner import injuries
 from runner.checkpoints import folder
 from runner.errors import ConfigError
 from runner.execution import Execution
+from runner.recovery import injuries
 from runner.schema import Config
 from runner.sections.faults import Fault, Phase
 from runner.worker import RankContext

@@ -15,8 +15,8 @@ from typing import Any
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
+from runner.recovery.shrinking import smaller
 from runner.schema import Config
-from runner.shrinking import smaller
 from runner.start import Ready, start
 from strategies.errors import StrategyError
 

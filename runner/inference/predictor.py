@@ -13,9 +13,9 @@ import torch
 
 from runner.evaluate import evaluator
 from runner.execution import execution, gather_axes
-from runner.predictions.files import Predictions
-from runner.predictions.rows import dataset
-from runner.predictions.weights import check, fill, open_checkpoint
+from runner.inference.files import Predictions
+from runner.inference.rows import dataset
+from runner.inference.weights import check, fill, open_checkpoint
 from runner.prepare import Prepared
 from runner.worker import RankContext
 
