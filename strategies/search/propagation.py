@@ -10,7 +10,6 @@ situations x candidates x edges, with chains cached; repeated layers meet the sa
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,49 +24,25 @@ from strategies.mesh import Mesh
 from strategies.meshing import Meshing
 from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.classes import classes, repeats
 from strategies.search.defaults import batch_parallel
 from strategies.search.problem import Problem
-from strategies.search.recursive import apart, in_rounds, prices, refine
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
-FOLLOWED = 8
-"""Products of a net that can be followed by hand."""
-LIGHT = 1e9
-"""Flops of all products of a net whose plan hardly matters."""
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
 
 def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
-    """An assignment for every operator by id, and whether propagation reached it (else it is the default).
-
-    A model with repeated layers, many products or large ones is refined afterwards: what propagation met once it
-    decided for all layers, so a neighbour that it left dearer than need be is paid as often. What rounds find around
-    the configured operators is taken where it is cheaper still. Small nets keep what can be followed step by step.
-    """
+    """An assignment for every operator by id, and whether propagation reached it (else it is the default). Raises
+    StrategyError where nothing is configured."""
     if not problem.fixed:
         raise StrategyError(
             "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
             "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
-    found = _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
-    if _small(problem):
-        return found
-    pricing, limit = prices(problem, cluster), problem.memory or math.inf
-    refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
-    around = apart(pricing, in_rounds(pricing, classes(problem), meshing.fixed), meshing.fixed)
-    best = min(refined, around, key=lambda one: (max(one.bytes, limit), one.seconds)).assignments
-    return {id: (best[id], reached) for id, (_, reached) in found.items()}
-
-
-def _small(problem: Problem) -> bool:
-    flops = [
-        sharding.flops for operator in problem.graph.operators if (sharding := problem.shardings[operator.id]).sums
-    ]
-    return len(flops) <= FOLLOWED and sum(flops) <= LIGHT and not repeats(problem)
+    return _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
 
 
 class _Propagation:
