@@ -2,10 +2,11 @@
 redistribution.
 
 Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
-decided; what still waits when nothing else is left decides with what it knows. Choice: least time on the links for
-decided edges forward, then backward, then for what the operator sends by itself, then its own work, and the
-lexicographically smallest counts. Source: MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct
-situations x candidates x edges, with chains cached; repeated layers meet the same situations.
+decided; what still waits when nothing else is left decides with what it knows. A parameter with several users lies as
+the first of them that is decided needs it. Choice: least time on the links for decided edges forward, then backward,
+then for what the operator sends by itself, then its own work, and the lexicographically smallest counts. Source:
+MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct situations x candidates x edges, with
+chains cached; repeated layers meet the same situations.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str,
             "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
-    return _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
+    return Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
 
 
-class _Propagation:
+class Propagation:
     def __init__(self, problem: Problem, wire: Wire) -> None:
         self.problem, self.graph, self.wire = problem, problem.graph, wire
         self.chosen: dict[str, Assignment] = dict(problem.fixed)
@@ -94,9 +95,10 @@ class _Propagation:
         """What the decision depends on: the operator's rule and the decided values next to it."""
         sharding, edges = self.problem.shardings[operator.id], []
         for position, ref in enumerate(operator.operands):
-            have = self._have(ref)
+            have = self._have(ref, operator)
             if have is not None:
-                trained = ref in self.problem.trained
+                shared = isinstance(self.graph.by_id[ref.id], Source)  # its gradients are added where it lies
+                trained = ref in self.problem.trained and not shared
                 edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
         for index in range(len(operator.results)):
             ref = Ref(operator.id, index)
@@ -141,8 +143,15 @@ class _Propagation:
                 options = [option for option, price in zip(options, prices, strict=True) if price <= least]
         return options[0]
 
-    def _have(self, ref: Ref) -> Layout | None:
+    def _have(self, ref: Ref, operator: Operator) -> Layout | None:
+        """How an operand lies, if that is decided: a parameter as another user needs it, a configured one first."""
         node = self.graph.by_id[ref.id]
+        if isinstance(node, Source) and node.kind == "parameter":
+            users = sorted(self.graph.users[ref], key=lambda use: use[0].id not in self.problem.fixed)
+            for user, position in users:
+                if user.id in self.chosen and user.id != operator.id:
+                    return self.problem.shardings[user.id].operand_layouts(self.chosen[user.id])[position]
+            return None
         if isinstance(node, Source):
             return self.problem.inputs[node.name] if node.kind == "input" else None
         return self.problem.result_layout(ref, self.chosen[ref.id]) if ref.id in self.chosen else None

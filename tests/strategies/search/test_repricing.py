@@ -12,6 +12,7 @@ from strategies.cost.cluster import Cluster, Level, Link
 from strategies.meshing import meshing
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted
+from strategies.rules.sharding import Assignment
 from strategies.search.exact import search
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
@@ -59,7 +60,8 @@ def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
 def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() -> None:
     graph, mesh = gpt(2), prime_mesh(4)
     names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
-    made, machine = problem(graph, mesh, dict.fromkeys(names, {"batch0": ("d0", "d1")})), node(4)
+    rows: Assignment = {"batch0": ("d0", "d1")}
+    made, machine = problem(graph, mesh, dict.fromkeys(names, rows)), node(4)
     one = found(made, machine)
     assert one.cheapest <= one.followed and math.isclose(seconds(made, one, machine), one.cheapest)
 
