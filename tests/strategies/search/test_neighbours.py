@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from strategies.graph import Operator, OperatorGraph, Ref, Source
 from strategies.layout import Layout
@@ -20,26 +20,15 @@ from strategies.redistribution import chain
 from strategies.request import Wanted
 from strategies.rules import rule_of
 from strategies.search.propagation import Propagation
-from tests.strategies.test_propagation import model_of, plan_of, wanted
+from tests.strategies.test_propagation import Body, model_of, plan_of, wanted
 from tests.strategies.whole_model import TOLERANCE, Model
 
 
-class Tied(nn.Module):
-    """Two layers of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(16, 16, bias=False) for _ in range(2))
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.relu(self.first(x)))
-        return out
-
-
 def tied() -> Model:
-    torch.manual_seed(0)
-    return Model(Tied(), nn.MSELoss(), (torch.randn(16, 16), torch.randn(16, 16)))
+    """b and c have one weight."""
+    net = Body(lambda net, x: net.c(net.b(net.a(x))))
+    net.c.weight = net.b.weight
+    return Model(net, nn.MSELoss(), (torch.randn(16, 16), torch.randn(16, 16)))
 
 
 ROWS, COLUMNS, SUMS, BOTH = ((8, 1), (1, 1)), ((1, 1), (8, 1)), ((1, 8), (1, 8)), ((2, 4), (1, 4))
@@ -69,7 +58,7 @@ WAYS: dict[str, tuple[Callable[[], Model], dict[str, Wanted]]] = {
         {"a": wanted(*COLUMNS)},
     ),
     "a transpose": (lambda: model_of(lambda n, x: torch.relu(n.a(x).t()).t()), {"a": wanted((2, 1), (4, 1))}),
-    "a shared parameter": (tied, {"first": wanted((2, 1), (4, 1))}),
+    "a shared parameter": (tied, {"a": wanted((2, 1), (1, 1)), "c": wanted((2, 1), (4, 1))}),
     "one value for many": (lambda: model_of(lambda n, x: sum(f(n.a(x)) for f in (n.b, n.c))), {"a": wanted(*COLUMNS)}),
 }
 
