@@ -127,9 +127,8 @@ class Exactly:
         return [finest(mesh), *coarser]
 
     def on(self, factors: Factors) -> Answer:
-        fine = factors == finest(self.problem.mesh) and not searchable(self.problem.mesh)
-        found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
-        assert found is not None  # else it is none of the factorisations
+        whole = factors == finest(self.problem.mesh)
+        found = self._halved() if whole and not searchable(self.problem.mesh) else self._searched(factors, whole)
         self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
         return self.found[factors]
 
@@ -139,9 +138,19 @@ class Exactly:
     def least(self) -> float:
         return least_of_all(self.problem, self.cluster)
 
+    def _searched(self, factors: Factors, whole: bool) -> Found:
+        """What the exact search finds; where it leaves a gap on the whole mesh, what rounds find if that is cheaper."""
+        found = search_on(self.problem, self.cluster, factors)
+        assert found is not None  # else it is none of the factorisations
+        if not whole or _certain(found.cost, found.lower_bound):
+            return found
+        other, limit = self._halved(), self.problem.memory
+        fits = limit is None or other.bytes <= limit
+        return replace(other, lower_bound=found.lower_bound) if fits and other.cost < found.cost else found
+
     def _halved(self) -> Found:
         found = recursive.in_rounds(recursive.prices(self.problem, self.cluster), classes(self.problem))
-        kept = plan_bytes(self.problem, recursive.checked(self.problem, found).assignments)
+        kept = plan_bytes(self.problem, found.assignments)
         return Found(found.assignments, {}, found.seconds, min(self.least(), found.seconds), kept)
 
 

@@ -50,9 +50,12 @@ def propagated(problem: Problem, meshing: Meshing, cluster: Cluster) -> Propagat
     pricing, limit = prices(problem, cluster), problem.memory or math.inf
     chosen = {id: assignment for id, (assignment, _) in reached.items()}
     followed = Found(chosen, pricing.total(chosen), plan_bytes(problem, chosen))
-    refined = refine(problem, cluster, chosen, meshing.fixed)
-    around = apart(pricing, in_rounds(pricing, classes(problem), meshing.fixed), meshing.fixed)
-    best = min((followed, refined, around), key=lambda one: (max(one.bytes, limit), one.seconds))
+    refined, alike = refine(problem, cluster, chosen, meshing.fixed), classes(problem)
+    around = [
+        apart(pricing, in_rounds(pricing, alike, axes), meshing.fixed)
+        for axes in (meshing.fixed, (problem.mesh.names,))  # from all axes as one, too
+    ]
+    best = min((followed, refined, *around), key=lambda one: (max(one.bytes, limit), one.seconds))
     by_price = best is not followed and (not _small(problem) or _settled(problem))
     taken = best.assignments if by_price else chosen
     found = {id: (taken[id], arrived) for id, (_, arrived) in reached.items()}
