@@ -238,7 +238,7 @@ class Deciding:
         request = request_of(with_choice(self.config, choice), self.ranks // choice.stages)
         key = rows, choice.stages, choice.zero, room
         if key not in self._plans:
-            bare = replace(request, recompute=None, memory_limit=room)
+            bare = replace(request, recompute=None, memory_limit=room, runner_up=False)
             self._plans[key] = make_plan(graph, bare, self.cluster)
         if request.recompute is None:
             return self._plans[key]
