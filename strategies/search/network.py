@@ -21,6 +21,7 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
+from strategies.search.agreeing import Agreeing
 from strategies.search.cells import Cell, Network, Part, Table, table
 from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
@@ -29,6 +30,8 @@ from strategies.search.transfers import Integers, Prices, Rows, Seconds
 
 MOST_SHARING = 3
 """Uses of a value up to which it is exact to let one of its layouts be shared."""
+MOST_AGREEING = 4
+"""The same, of a network that is too wide to be eliminated as it is."""
 MOST_ENTRIES = 2**23
 """Of a table, up to which a value is split."""
 
@@ -102,8 +105,10 @@ class Building:
     """Makes the network of a problem, and reads a solution of it. `split` are the values with a variable of their own
     for what is shared."""
 
-    def __init__(self, problem: Problem, menu: Offers, split: frozenset[Ref] = frozenset()) -> None:
-        self.problem, self.graph, self.menu, self.split = problem, problem.graph, menu, split
+    def __init__(
+        self, problem: Problem, menu: Offers, split: frozenset[Ref] = frozenset(), *, wide: bool = False
+    ) -> None:
+        self.problem, self.graph, self.menu, self.split, self.wide = problem, problem.graph, menu, split, wide
         self.transfers, self.network = menu.transfers, Network()
         self.choices = {operator.id: menu.of(operator) for operator in self.graph.operators}
         self.variables: dict[str, int] = {}
@@ -197,7 +202,10 @@ class Building:
         return frozenset(found)
 
     def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
-        """Whether it is exact and small enough to give a value a variable of its own."""
+        """Whether it is exact and small enough to give a value a variable of its own; in a wide network, a table."""
+        users = {user for user, _ in uses}
+        if self.wide:
+            return ref not in self.split and len(uses) == len(users) <= MOST_AGREEING
         widest = max(len(pair.of_option) for _, pair in uses)
         entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest
         return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
@@ -220,7 +228,7 @@ class Building:
             assert isinstance(menu, Menu)  # classes of layouts do not say how a parameter lies
             shared = self._remember(key, lambda: SharedParameter(menu, source, self._uses(ref), self.choices))
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
-        elif ref in self.split and len(self.graph.users[ref]) <= MOST_SHARING:
+        elif ref in self.split and not self.wide:
             given, pairs = self._given(ref), self._pairs(ref)
             sharing = self._remember(("sharing", id(given), *map(id, pairs)), lambda: _sharing(given, pairs))
             if sharing is not None:
@@ -311,6 +319,11 @@ class Building:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
         users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
+        if self.wide and ref in self.split:
+            key = ("agreeing", id(given), *map(id, pairs))
+            cell = self._remember(key, lambda: _agreeing(given, pairs, producer is None))
+            self.network.tables.append(Table(((producer,) if producer is not None else ()) + tuple(users), cell))
+            return
         if ref in self.sharings:
             variable, sharing = self.sharings[ref]
             self._add((producer, variable), sharing.first)
@@ -355,6 +368,21 @@ class Building:
 def _paid(given: Side, pair: Pair, uses: int) -> Cell:
     """What one of several uses pays [options of the producer, options of the user]."""
     return Cell(lambda: pair.seconds[np.ix_(given.of_option, pair.of_option)] / uses)
+
+
+def _agreeing(given: Side, pairs: Sequence[Pair], lone: bool) -> Agreeing:
+    every = list(dict.fromkeys(target for pair in pairs for target in pair.targets))
+    places = {target: place for place, target in enumerate(every)}
+    columns = [np.array([places[target] for target in pair.targets]) for pair in pairs]
+
+    def prices() -> Seconds:
+        found = np.zeros((len(given.rows), len(every)))
+        for pair, places in zip(pairs, columns, strict=True):
+            found[:, places] = pair.seconds
+        return np.asarray(found[given.of_option])
+
+    wanted = [places[pair.of_option] for pair, places in zip(pairs, columns, strict=True)]
+    return Agreeing(prices, wanted, lone)
 
 
 def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
