@@ -17,56 +17,61 @@ from strategies.search.transfers import Integers, Seconds
 Uses = frozenset[int]
 
 
-class Agreeing(Cell):
-    """Seconds over the options of a producer and of its users. `price` makes what each layout costs [options of the
-    producer, layouts that some use wants]; `wanted` [options of the user] is the layout of every use. `lone`: nothing
-    produces the value, so there is one row and users are the only variables."""
+class _Side:
+    """Which of so many layouts every option has."""
 
-    def __init__(self, price: Callable[[], Seconds], wanted: Sequence[Integers], lone: bool) -> None:
+    def __init__(self, of_option: Integers, layouts: int) -> None:
+        self.of_option, self.layouts = of_option, layouts
+        self.order = np.argsort(of_option, kind="stable")
+        self.names, self.starts = np.unique(of_option[self.order], return_index=True)
+
+    def least(self, seconds: Seconds) -> Seconds:
+        """The least of the options for every layout; infinite where there are none."""
+        found = np.full(self.layouts, np.inf)
+        found[self.names] = np.minimum.reduceat(seconds[self.order], self.starts)
+        return found
+
+
+class Agreeing(Cell):
+    """Seconds over the options of a producer and of its users. `price` makes what each layout costs [layouts of the
+    value, layouts that some use wants]; `given` [options of the producer] and `wanted` [options of the user], one per
+    use, tell which these are. `given` is None where nothing produces the value: users are the only variables."""
+
+    def __init__(self, price: Callable[[], Seconds], given: Integers | None, wanted: Sequence[Integers]) -> None:
         super().__init__(lambda: self.taken(self.every))
-        self.price, self.wanted, self.lone = price, tuple(wanted), lone
-        self.prices = price()
-        self.order = [np.argsort(one, kind="stable") for one in self.wanted]
-        firsts = [
-            np.unique(one[order], return_index=True) for one, order in zip(self.wanted, self.order, strict=True)
-        ]
-        self.names, self.starts = [names for names, _ in firsts], [starts for _, starts in firsts]
+        self.price, self.prices = price, price()
+        self.given = None if given is None else _Side(given, len(self.prices))
+        self.wanted = [_Side(one, self.prices.shape[1]) for one in wanted]
 
     @property
     def every(self) -> list[Integers]:
         """All options of every variable."""
-        rows = [] if self.lone else [np.arange(len(self.prices))]
-        return [*rows, *(np.arange(len(one)) for one in self.wanted)]
+        sides = [*([] if self.given is None else [self.given]), *self.wanted]
+        return [np.arange(len(one.of_option)) for one in sides]
 
     def refresh(self) -> None:
         super().refresh()
         self.prices = self.price()
 
     def left(self, moved: Sequence[Seconds], place: int | None = None) -> Seconds:
-        given = np.zeros(1) if self.lone else moved[0]
-        uses = moved if self.lone else moved[1:]
-        told = [self._by_layout(use, -seconds) for use, seconds in enumerate(uses)]
+        uses = moved if self.given is None else moved[1:]
+        told = [one.least(-seconds) for one, seconds in zip(self.wanted, uses, strict=True)]
         every, together = frozenset(range(len(uses))), dict[Uses, Seconds]()
+        if self.given is not None and place == 0:
+            return np.asarray(self._divided(every, told, together)[self.given.of_option])
+        before = np.zeros(1) if self.given is None else self.given.least(-moved[0])
         if place is None:
-            return np.asarray((self._divided(every, told, together) - given).min())
-        if place == 0 and not self.lone:
-            return self._divided(every, told, together)
-        own = place if self.lone else place - 1
+            return np.asarray((self._divided(every, told, together) + before).min())
+        own = place if self.given is None else place - 1
         best = np.full(self.prices.shape[1], np.inf)
         for group in _subsets(every - {own}):
-            rest = self._divided(every - {own} - group, told, together) - given
+            rest = self._divided(every - {own} - group, told, together) + before
             paid = (self.prices + rest[:, None]).min(0)
             best = np.minimum(best, sum((told[use] for use in group), paid))
-        return np.asarray(best[self.wanted[own]])
-
-    def _by_layout(self, use: int, seconds: Seconds) -> Seconds:
-        """The least of a user's options for every layout; infinite where it never wants that."""
-        found = np.full(self.prices.shape[1], np.inf)
-        found[self.names[use]] = np.minimum.reduceat(seconds[self.order[use]], self.starts[use])
-        return found
+        return np.asarray(best[self.wanted[own].of_option])
 
     def _divided(self, uses: Uses, told: Sequence[Seconds], together: dict[Uses, Seconds]) -> Seconds:
-        """[options of the producer]: the least that these uses pay, divided as is best."""
+        """[layouts of the value]: the least that these uses pay, divided as is best."""
         if not uses:
             return np.zeros(len(self.prices))
         if uses not in together:
@@ -81,8 +86,9 @@ class Agreeing(Cell):
         return together[uses]
 
     def taken(self, kept: Sequence[Integers]) -> Seconds:
-        rows = self.prices if self.lone else self.prices[kept[0]]
-        layouts = [one[few] for one, few in zip(self.wanted, kept if self.lone else kept[1:], strict=True)]
+        rows = self.prices if self.given is None else self.prices[self.given.of_option[kept[0]]]
+        users = kept if self.given is None else kept[1:]
+        layouts = [one.of_option[few] for one, few in zip(self.wanted, users, strict=True)]
         found = np.zeros((len(rows), *map(len, layouts)))
         for use, one in enumerate(layouts):
             pays = _placed(rows[:, one], (0, use + 1), found.ndim)
@@ -90,7 +96,7 @@ class Agreeing(Cell):
                 apart = layouts[before][:, None] != one
                 pays = pays * _placed(apart, (before + 1, use + 1), found.ndim)
             found += pays
-        return np.asarray(found[0] if self.lone else found)
+        return np.asarray(found[0] if self.given is None else found)
 
 
 def _placed(table: Seconds, places: tuple[int, int], dims: int) -> Seconds:

@@ -29,6 +29,8 @@ from strategies.search.problem import Problem
 
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+AGAIN = 12
+"""Solutions of a wide network with one bound."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class Found:
 
 
 class Finding:
-    def __init__(self, problem: Problem, menu: Menu, tolerance: float) -> None:
+    def __init__(self, problem: Problem, menu: Menu, tolerance: float, wide: bool = False) -> None:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
-        self.wide = False
-        """Whether the network was too wide to be eliminated as it is."""
+        self.wide = wide
+        """Whether the network is too wide to be eliminated as it is."""
         self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
         self.picks: list[int] = []
@@ -64,8 +66,11 @@ class Finding:
             network = self.building.network
             self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)
 
-    def solve(self) -> tuple[list[int], float]:
-        """The options of a solution, and what every one costs at least."""
+    def solve(self, prove: bool = True) -> tuple[list[int], float]:
+        """The options of a solution, and what every one costs at least. A wide network takes long to `prove` anything:
+        else its best options are compared again, and the bound is the last one."""
+        if isinstance(self.solver, Narrowed) and not prove:
+            return self.solver.again()
         try:
             return self.solver.solve()
         except TooWide:
@@ -79,9 +84,9 @@ class Finding:
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
-        solutions = 0
+        solutions, proven = 0, 1  # the latter: how many there were when the bound was found
         while True:
-            picks, bound = self.solve()
+            picks, bound = self.solve(proven > solutions)
             lower = max(lower, bound)
             raised = self.building.settle(picks)
             cost, kept = self.building.cost(picks), self.building.bytes(picks)
@@ -95,10 +100,12 @@ class Finding:
             if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
                 break
             split = self.building.underpaid(picks) if not raised or self.many else frozenset()
-            if not raised and not split:
+            if not raised and not split and proven == solutions:
                 break
             if split:
                 self._build(self.building.split | split)
+            if split or not raised or solutions - proven == AGAIN:
+                proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
 
     def within(self, limit: float, free: Found, most: int | None = None) -> Found:

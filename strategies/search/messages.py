@@ -9,7 +9,6 @@ Invariant: the bound never falls, and a solution with an option costs at least t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +22,8 @@ MOST_SWEEPS = 60
 """After which the bound is taken as it is."""
 RISING = 1e-5
 """Of the bound: what sweeps gain at least, if more are made."""
+MOST = 1e3
+"""Seconds that a variable is given at most: those of an option that is impossible are infinite."""
 
 
 @dataclass(eq=False)
@@ -54,12 +55,11 @@ class Messages:
             self.factors.append(factor)
             for place, v in enumerate(one.variables):
                 self.around[v].append((factor, place))
-        self.most = 1e3
 
     def bound(self) -> float:
         """The least that any solution costs, after sweeps until they gain nothing; sets `slack`."""
         self.own = [sum((one.seconds for one in tables), np.zeros(size)) for tables, size in zip(self.alone, self.sizes, strict=True)]
-        found = -math.inf
+        found = self._sum()
         for _ in range(MOST_SWEEPS // SWEEPS):
             for sweep in range(SWEEPS):
                 self._sweep(sweep % 2 == 0)
@@ -76,7 +76,7 @@ class Messages:
             for factor, place in self.around[v]:
                 last = len(factor.variables) - 1
                 if place != (0 if forward else last):
-                    factor.moved[place] = np.minimum(factor.cell.left(factor.moved, place), self.most)
+                    factor.moved[place] = np.minimum(factor.cell.left(factor.moved, place), MOST)
                     before += 1
                 if place != (last if forward else 0):
                     behind.append((factor, place))

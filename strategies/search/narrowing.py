@@ -29,19 +29,24 @@ class Narrowed:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.messages = Messages(network)
+        self.lower = -math.inf
+        """What any solution costs at least, as far as it is known."""
+        self.kept: list[Integers] = []
+
+    def again(self) -> tuple[list[int], float]:
+        """As `solve`, of the options that were kept then; the bound is still that one."""
+        return self._best(self.kept)[0], self.lower
 
     def solve(self) -> tuple[list[int], float]:
         """The option of every variable in the best solution found, and what any solution costs at least."""
         lower = self.messages.bound()
-        found: tuple[list[int], float] | None = None
         for effort in EFFORTS:
-            kept, beyond = self._kept(effort)
-            picks, seconds = self._best(kept)
-            found = picks, max(lower, min(seconds, lower + beyond))
-            if seconds <= found[1]:
+            self.kept, beyond = self._kept(effort)
+            picks, seconds = self._best(self.kept)
+            self.lower = max(lower, min(seconds, lower + beyond))
+            if seconds <= self.lower:
                 break
-        assert found is not None
-        return found
+        return picks, self.lower
 
     def _kept(self, most: float) -> tuple[list[Integers], float]:
         """The options of least slack with which an elimination makes at most so many entries; and the least slack of
@@ -75,7 +80,7 @@ class Narrowed:
             part = part.reshape([len(kept[v]) for v in varied])
             tables[varied] = table(varied, tables[varied].seconds + part if varied in tables else part)
         alone = tables.pop((), None)
-        rest = eliminate({v: len(one) for v, one in enumerate(kept) if len(one) > 1}, tables.values())
+        rest = eliminate({v: len(one) for v, one in enumerate(kept) if len(one) > 1}, tables.values(), largest=math.inf)
         picks = {v: 0 for v, one in enumerate(kept) if len(one) == 1}
         rest.complete(picks)
         seconds = float(rest.table.seconds) + (0.0 if alone is None else float(alone.seconds))

@@ -319,10 +319,12 @@ class Building:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
         users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
-        if self.wide and ref in self.split:
-            key = ("agreeing", id(given), *map(id, pairs))
-            cell = self._remember(key, lambda: _agreeing(given, pairs, producer is None))
-            self.network.tables.append(Table(((producer,) if producer is not None else ()) + tuple(users), cell))
+        if self.wide and len(set(users)) == len(users):
+            produced = () if producer is None else (producer,)
+            together = [list(zip(users, pairs, strict=True))]
+            for some in together if ref in self.split else [[one] for one in together[0]]:
+                cell = self._agreeing(given, [pair for _, pair in some], len(users) // len(some), produced != ())
+                self.network.tables.append(Table((*produced, *(user for user, _ in some)), cell))
             return
         if ref in self.sharings:
             variable, sharing = self.sharings[ref]
@@ -335,6 +337,12 @@ class Building:
             if key not in self.known:
                 self.known[key] = _paid(given, pair, len(users))
             self._add((producer, user), self.known[key])
+
+    def _agreeing(self, given: Side, pairs: Sequence[Pair], share: int, produced: bool) -> Agreeing:
+        """What these uses pay together; each pays one of `share` parts."""
+        key = ("agreeing", id(given), share, produced, *map(id, pairs))
+        cell: Agreeing = self._remember(key, lambda: _agreeing(given, pairs, share, produced))
+        return cell
 
     def _add(self, variables: tuple[int | None, ...], cell: Cell) -> None:
         """A table; a value that no operator produces has one layout and no variable."""
@@ -370,19 +378,19 @@ def _paid(given: Side, pair: Pair, uses: int) -> Cell:
     return Cell(lambda: pair.seconds[np.ix_(given.of_option, pair.of_option)] / uses)
 
 
-def _agreeing(given: Side, pairs: Sequence[Pair], lone: bool) -> Agreeing:
+def _agreeing(given: Side, pairs: Sequence[Pair], share: int, produced: bool) -> Agreeing:
     every = list(dict.fromkeys(target for pair in pairs for target in pair.targets))
     places = {target: place for place, target in enumerate(every)}
     columns = [np.array([places[target] for target in pair.targets]) for pair in pairs]
 
     def prices() -> Seconds:
         found = np.zeros((len(given.rows), len(every)))
-        for pair, places in zip(pairs, columns, strict=True):
-            found[:, places] = pair.seconds
-        return np.asarray(found[given.of_option])
+        for pair, column in zip(pairs, columns, strict=True):
+            found[:, column] = pair.seconds / share
+        return found
 
-    wanted = [places[pair.of_option] for pair, places in zip(pairs, columns, strict=True)]
-    return Agreeing(prices, wanted, lone)
+    wanted = [column[pair.of_option] for pair, column in zip(pairs, columns, strict=True)]
+    return Agreeing(prices, given.of_option if produced else None, wanted)
 
 
 def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
