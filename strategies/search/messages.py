@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strategies.search.cells import Cell, Network, Table, table
+from strategies.search.cells import Cell, Network, Table
 from strategies.search.transfers import Seconds
 
 SWEEPS = 4
@@ -42,6 +42,8 @@ class Messages:
         self.sizes = network.sizes
         self.alone: list[list[Table]] = [[] for _ in self.sizes]
         """The tables over one variable."""
+        self.own = [np.zeros(size) for size in self.sizes]
+        """What these add up to."""
         self.around: list[list[tuple[Factor, int]]] = [[] for _ in self.sizes]
         """The factors of every variable, and its place in each."""
         self.factors: list[Factor] = []
@@ -58,7 +60,10 @@ class Messages:
 
     def bound(self) -> float:
         """The least that any solution costs, after sweeps until they gain nothing; sets `slack`."""
-        self.own = [sum((one.seconds for one in tables), np.zeros(size)) for tables, size in zip(self.alone, self.sizes, strict=True)]
+        self.own = [
+            sum((one.seconds for one in tables), np.zeros(size))
+            for tables, size in zip(self.alone, self.sizes, strict=True)
+        ]
         found = self._sum()
         for _ in range(MOST_SWEEPS // SWEEPS):
             for sweep in range(SWEEPS):
