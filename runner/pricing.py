@@ -8,9 +8,9 @@ from runner import pipelining
 from runner.memory_limit import updating_of
 from runner.prepare import lowered, options_of
 from runner.schema import Config
-from strategies.cost.activations import trace
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import memory
+from strategies.cost.repeating import trace_repeated
 from strategies.cost.step import step_cost
 from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import cost_of_stages
@@ -35,7 +35,7 @@ def priced(
         program = lowered(config, *in_step)
         seconds = step_cost(graph, plan, program, cluster, updating).total
         yield Priced(plan, seconds, None)
-        yield Priced(plan, seconds, memory(trace(program, updating), updating).peak)
+        yield Priced(plan, seconds, memory(trace_repeated(program, updating), updating).peak)
         return
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
@@ -44,7 +44,7 @@ def priced(
     ]
     seconds = cost_of_stages(stages, alone, schedule, updating.accumulate, cluster)[0]["total"]
     yield Priced(plan, seconds, None)
-    traces = [trace(program, updating) for program in programs]
+    traces = [trace_repeated(program, updating) for program in programs]
     groups = enumerate(schedule)
     peak = max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
     yield Priced(plan, seconds, peak)

@@ -69,6 +69,9 @@ def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeat
 
     peaks, filled = {name: 0 for name in less.peaks}, 0
     for one, other in zip(few.segments, more.segments, strict=True):
+        if one.phase == "update":  # all gradients are there all the time
+            peaks["update"] = grown(*(max(now for _, now in each.moments) for each in (one, other)))
+            continue
         both = _Both(one.moments, other.moments)
         if not both.agree:
             return None
