@@ -6,6 +6,8 @@ from typing import Any
 
 from runner.layers import Kind, Row, Sums, kinds
 
+CALLS = "operator calls"
+"""The limit of operators that compute for less time than it takes to begin them."""
 HEAD = ("layer", "number", "layouts", "compute", "communication", "sent", "parameters", "results")
 
 
@@ -65,10 +67,19 @@ def next_better(told: dict[str, Any]) -> list[str]:
         )
     elif told["seconds"]:
         gains = sorted(told["speedups"].items(), key=lambda entry: -entry[1])
-        best = ", ".join(f"twice the {name} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
+        best = ", ".join(f"{_better(name)} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
         room = shown_bytes(told["memory_limit"] - told["memory"])
         lines.append(f"next better: {best or 'no single rate helps'}; {room} of memory per device are free")
+        if told["ranks"] < told["devices"]:
+            lines[-1] += f", and {told['devices'] - told['ranks']} devices idle (world_size=null takes all)"
     return lines
+
+
+def _better(name: str) -> str:
+    """What doubles a rate, in words; a link's bandwidth and latency are doubled and halved together."""
+    if name == CALLS:
+        return "calls that begin in half the time"
+    return f"a {name} twice as fast" if name.endswith(" link") else f"twice the {name}"
 
 
 def _times(kind: Kind) -> str:

@@ -72,18 +72,44 @@ def test_slow_links_bind_and_faster_ones_help(start, capsys):
     assert max(told["speedups"], key=told["speedups"].get) == "gpu link"
     assert 1.5 < told["speedups"]["gpu link"] < 2
     out = capsys.readouterr().out
-    assert "limit that binds: gpu link" in out and "next better: twice the gpu link 1." in out
+    assert "limit that binds: gpu link" in out and "next better: a gpu link twice as fast 1." in out
+
+
+def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
+    """A net of a few thousand parameters on a fast GPU: neither its flops nor its memory take any time."""
+    told = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
+        "prediction"
+    ]
+    assert told["binding"] == "operator calls"
+    assert told["shares"]["operator calls"] > 100 * (told["shares"]["flops"] + told["shares"]["memory bandwidth"])
+    assert told["speedups"]["operator calls"] > 1.5
+    assert "next better: calls that begin in half the time 1." in capsys.readouterr().out
+
+
+def test_no_plan_does_more_than_the_peak(start):
+    """Products that run in bf16 are measured by the peak of bf16, whatever their parameters are."""
+    options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
+    plain = start(*options, verb="plan").plan["prediction"]
+    mixed = start(*options, "train.precision=bf16_autocast", verb="plan").plan["prediction"]
+    assert plain["seconds"] == pytest.approx(mixed["seconds"], rel=0.5)
+    assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
+
+
+def test_devices_that_are_left_over_are_told(start, capsys):
+    start(*SMALL, *MODES["auto"], "cluster=dgx_h100", "cluster.nodes=2", verb="plan")
+    assert "12 devices idle (world_size=null takes all)" in capsys.readouterr().out
 
 
 def test_every_rate_is_doubled_alone():
     cluster = described("dgx_h100", shipped("dgx_h100", 4))
     found = doubled(cluster)
-    assert list(found) == ["flops", "memory bandwidth", "node link", "gpu link"]
+    assert list(found) == ["flops", "memory bandwidth", "operator calls", "node link", "gpu link"]
+    assert found["operator calls"].launch == cluster.launch / 2
     assert found["flops"].peak("bfloat16") == 2 * cluster.peak("bfloat16")
     assert found["node link"].levels[0].link.bandwidth == 2 * cluster.levels[0].link.bandwidth
     assert found["node link"].levels[1] == cluster.levels[1]
     assert found["memory bandwidth"].memory_bandwidth == 2 * cluster.memory_bandwidth
-    assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth"]
+    assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth", "operator calls"]
 
 
 def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
