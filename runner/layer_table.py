@@ -46,7 +46,7 @@ def promise(content: dict[str, Any]) -> str:
         lines[0] += f", {shown_rate(told['samples_per_second'])} samples/s"
         if told["tokens_per_second"]:
             lines[0] += f", {shown_rate(told['tokens_per_second'])} tokens/s"
-        lines[0] += f", {told['mfu']:.1%} of peak flops (MFU)"
+        lines[0] += f", {shown_share(told['mfu'])} of peak flops (MFU)"
     total = sum(told["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in told["shares"].items() if seconds)
     lines.append(f"limit that binds: {told['binding']} (time by limit: {shares})")
@@ -101,7 +101,14 @@ def shown_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= (0.1 if unit == "ms" else 1.0) * size:
             return f"{seconds / size:.2f} {unit}"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0 ms"
+    if not seconds:
+        return "0 ms"
+    return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us"
+
+
+def shown_share(share: float) -> str:
+    """A share of a whole, such as MFU."""
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 def shown_bytes(count: float) -> str:

@@ -94,8 +94,15 @@ def test_the_report_of_a_plan(folder, content):
         "(dp, -, -) (tp, -) (tp) -> (dp, -, tp)",
         ": 4 ranks across, over the gpu link",
         "is the limit that binds",
+        "by what limits it",
+        "operator calls ",
+        "results of operators, of a rank",
+        "layers.[0-1] x 2 0.",
+        "sliced over tp",
+        "thick red: something is sent",
     ):
         assert needed in told, needed
+    assert "0 ms" not in parsed.texts and "0 B" not in parsed.texts, "cells of nothing are empty"
     found = kinds(content["operators"])
     assert parsed.seen["tr"] == 1 + sum(1 + len(kind.rows()) for kind in found)
     assert parsed.seen["details"] == len(found)
