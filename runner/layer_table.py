@@ -61,9 +61,12 @@ def next_better(told: dict[str, Any]) -> list[str]:
             f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= told['memory_limit'] else ''}"
             for keys, needed in told["shrunk"].items()
         ]
+        asked = {word.partition("=")[0] for keys in told["shrunk"] for word in keys.split()}
+        auto = " ".join(f"{key}=auto" for key in sorted(asked, reverse=True))
         lines.append(
             f"it does not fit: {shown_bytes(told['memory'])} per rank, and a device has "
             f"{shown_bytes(told['memory_limit'])}; {', '.join(options) or 'take more ranks, or slice parameters'}"
+            f"{f'; {auto} finds the fastest that fits' if auto else ''}"
         )
     elif told["seconds"]:
         gains = sorted(told["speedups"].items(), key=lambda entry: -entry[1])

@@ -51,6 +51,7 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
     assert plan["prediction"]["binding"] == "memory"
     out = capsys.readouterr().out
     assert "it does not fit: " in out and "and a device has 95.4 MiB; parallel.zero.stage=1 would need " in out
+    assert "; parallel.zero.stage=auto parallel.recompute=auto finds the fastest that fits\n" in out
     shrunk = plan["prediction"]["shrunk"]
     zero = [shrunk[f"parallel.zero.stage={stage}"] for stage in (1, 2, 3)]
     assert plan["prediction"]["memory"] > zero[0] > zero[1] > zero[2]
