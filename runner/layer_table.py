@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from runner.layers import Kind, Row, Sums, kinds
@@ -50,12 +51,14 @@ def promise(content: dict[str, Any]) -> str:
     total = sum(told["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in told["shares"].items() if seconds)
     lines.append(f"limit that binds: {told['binding']} (time by limit: {shares})")
-    return "\n".join([*lines, *next_better(told)])
+    return "\n".join([*lines, *next_better(content)])
 
 
-def next_better(told: dict[str, Any]) -> list[str]:
-    """What would make the plan fit or, if it does, faster."""
-    lines = []
+def next_better(content: Mapping[str, Any]) -> list[str]:
+    """What would make the plan fit or, if it does, faster; and that ranks are of no use, if they are not."""
+    told, lines = content["prediction"], []
+    if told["ranks"] > 1 and all(_whole(layout) for one in content["operators"] for layout in one["out_layouts"]):
+        lines.append("nothing is sliced: every rank computes the whole batch, and world_size=1 would be no slower")
     if told["memory"] > told["memory_limit"]:
         options = [
             f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= told['memory_limit'] else ''}"
@@ -76,6 +79,10 @@ def next_better(told: dict[str, Any]) -> list[str]:
         if told["ranks"] < told["devices"]:
             lines[-1] += f", and {told['devices'] - told['ranks']} devices idle (world_size=null takes all)"
     return lines
+
+
+def _whole(layout: str) -> bool:
+    return not set(layout) - set("(-, )")
 
 
 def _better(name: str) -> str:

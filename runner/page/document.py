@@ -31,7 +31,7 @@ def page(content: Content, title: str) -> str:
         element("h1", title),
         element("p", _subtitle(content), class_="note"),
         _tiles(content["prediction"]),
-        *(element("p", line) for line in next_better(content["prediction"])),
+        *(element("p", line) for line in next_better(content)),
         *([section("Decided", _decided(content["search"]["decided"]))] if content["search"].get("decided") else []),
         section(
             "Time of a step",

@@ -196,7 +196,9 @@ def test_a_browser_draws_it(folder, tmp_path):
     """Every browser on this machine keeps all elements, none is moved or dropped, and the picture is not blank."""
     file = folder / "report.html"
     expected = check(file.read_text()).seen
-    for path in filter(None, map(shutil.which, BROWSERS)):
+    found = [path for path in map(shutil.which, BROWSERS) if path]
+    assert found, "no browser draws the report: apt-get install chromium (make browser)"
+    for path in found:
         options = [path, "--headless", "--window-size=1300,2000"]
         if "firefox" not in path:
             options += ["--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]

@@ -99,6 +99,18 @@ def test_no_plan_does_more_than_the_peak(start):
     assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
 
 
+def test_ranks_that_are_of_no_use_are_told(start, capsys):
+    """A net so small that the exact search gathers the batch and computes it on every rank."""
+    options = ("parallel=auto", "parallel.search=dynamic_programming", "cluster=dgx_h100")
+    layouts = {
+        layout for entry in start(*SMALL, *options, verb="plan").plan["operators"] for layout in entry["out_layouts"]
+    }
+    assert not any("d" in layout for layout in layouts)
+    assert "nothing is sliced: every rank computes the whole batch" in capsys.readouterr().out
+    start(*SMALL, *MODES["auto"], verb="plan", folder="sliced")
+    assert "nothing is sliced" not in capsys.readouterr().out
+
+
 def test_devices_that_are_left_over_are_told(start, capsys):
     start(*SMALL, *MODES["auto"], "cluster=dgx_h100", "cluster.nodes=2", verb="plan")
     assert "12 devices idle (world_size=null takes all)" in capsys.readouterr().out
