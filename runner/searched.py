@@ -50,7 +50,7 @@ class Searches:
         plan = found.plan
         assert plan is not None
         if "bytes" in plan.search and found.asked.stage != asked.stage:
-            plan = replace(plan, search=plan.search | {"bytes": self._bytes(plan, asked)})
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(plan, asked)})
         again = request.recompute
         return plan if again is None else replace(plan, recompute=recomputed(self.graph, self.rules, again))
 
