@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import pipelining
+from runner import pipelining, search_lines
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
 from runner.memory_limit import updating_of
@@ -145,7 +145,8 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         loaded = plan.search.get("loaded_from")
         found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
-        found += _certificate(plan) + _meshes(plan)
+        found += _certificate(plan)
+        found = "\n".join([found, *search_lines.lines(plan.search)])
         lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -187,19 +188,6 @@ def _decided(told: Mapping[str, Any]) -> str:
 
 def _choice(told: Mapping[str, Any]) -> str:
     return str(Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"]))
-
-
-def _meshes(plan: Plan) -> str:
-    """Which mesh would have been the next best."""
-    if plan.search.get("mesh") is None:
-        return ""
-    best, second, many = (plan.search[key] for key in ("mesh", "runner_up", "meshes"))
-    shown = " x ".join(map(str, best["mesh"])) or "1"
-    if second is None:
-        return f"\nmesh: {shown}; {many} factorisations of the ranks lead to it"
-    slower = 100 * (second["seconds"] / best["seconds"] - 1) if best["seconds"] else 0.0
-    other = " x ".join(map(str, second["mesh"])) or "1"
-    return f"\nmesh: {shown}, of {many} factorisations of the ranks; the runner-up {other} is {slower:.2g} % slower"
 
 
 def totals(content: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+from runner import search_lines
 from runner.decision_table import HEAD, counted, decision_rows
 from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds, shown_share
 from runner.layers import Kind, Row, Sums, kinds
@@ -128,7 +129,8 @@ def _mesh(content: Content) -> Markup:
     for axis, way in zip(reversed(long), ("across", "down", *["in blocks"] * len(long)), strict=False):
         size = content["mesh"][axis]
         lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
-    return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"))
+    told = [element("p", line, class_="note") for line in search_lines.lines(content["search"])]
+    return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"), *told)
 
 
 def _decided(told: Content) -> Markup:
