@@ -62,7 +62,9 @@ class Building:
     ) -> None:
         self.problem, self.graph, self.menu, self.split, self.wide = problem, problem.graph, menu, split, wide
         self.transfers, self.network = menu.transfers, Network()
-        self.choices = like.choices if like else {one.id: menu.of(one) for one in self.graph.operators}
+        self.choices: dict[str, Choices] = (
+            like.choices if like else {one.id: menu.of(one) for one in self.graph.operators}
+        )
         self.variables: dict[str, int] = {}
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
