@@ -1,4 +1,4 @@
-"""No solution costs less than the messages say of it, and what narrowing leaves of a network still holds its optimum."""
+"""No solution costs less than the messages say of it, and what narrowing leaves of a network holds its optimum."""
 
 from __future__ import annotations
 
