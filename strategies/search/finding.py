@@ -29,6 +29,8 @@ from strategies.search.problem import Problem
 
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+WIDE_ROUNDS = 8
+"""The same in a wide network, where each takes long."""
 AGAIN = 12
 """Solutions of a wide network with one bound."""
 
@@ -114,7 +116,8 @@ class Finding:
         lower, best, low = free.lower_bound, None, 0.0
         high = free.cost / limit
         over, under, building = self.picks, self.picks, self.building
-        for _ in range(ROUNDS):
+        most = AGAIN if most is None and self.wide else most
+        for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
             price = (low + high) / 2 if best is not None else high
             found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
