@@ -29,6 +29,8 @@ from strategies.search.problem import Problem
 
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+WIDE_ROUNDS = 8
+"""The same in a wide network, where each takes long."""
 AGAIN = 12
 """Solutions of a wide network with one bound."""
 
@@ -55,16 +57,17 @@ class Finding:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
         self.wide = wide
         """Whether the network is too wide to be eliminated as it is."""
-        self._build(frozenset())
+        self.building = self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
-    def _build(self, split: frozenset[Ref]) -> None:
+    def _build(self, split: frozenset[Ref], like: Building | None = None) -> Building:
         with uncollected():
-            self.building = Building(self.problem, self.menu, split, wide=self.wide)
-            network = self.building.network
+            building = Building(self.problem, self.menu, split, wide=self.wide, like=like)
+            network = building.network
             self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)
+        return building
 
     def solve(self, prove: bool = True) -> tuple[list[int], float]:
         """The options of a solution, and what every one costs at least. A wide network takes long to `prove` anything:
@@ -75,7 +78,7 @@ class Finding:
             return self.solver.solve()
         except TooWide:
             self.wide = True
-            self._build(frozenset())
+            self.building = self._build(frozenset(), self.building)
             return self.solver.solve()
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
@@ -103,7 +106,7 @@ class Finding:
             if not raised and not split and proven == solutions:
                 break
             if split:
-                self._build(self.building.split | split)
+                self.building = self._build(self.building.split | split, self.building)
             if split or not raised or solutions - proven == AGAIN:
                 proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
@@ -113,7 +116,8 @@ class Finding:
         lower, best, low = free.lower_bound, None, 0.0
         high = free.cost / limit
         over, under, building = self.picks, self.picks, self.building
-        for _ in range(ROUNDS):
+        most = AGAIN if most is None and self.wide else most
+        for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
             price = (low + high) / 2 if best is not None else high
             found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
