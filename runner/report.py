@@ -25,6 +25,8 @@ from strategies.pipeline.describe import describe_stages
 from strategies.plan import Plan
 from strategies.search.joint import Choice
 
+ROUNDING = 1e-9
+"""Of two sums of the same seconds in another order, relative."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Of plan.json's `memory`, in the order in which they are told."""
 
@@ -167,7 +169,8 @@ def _certificate(plan: Plan) -> str:
     if plan.search.get("gap") is None:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
-    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+    shown = f"{100 * gap:.2g}" if gap > ROUNDING else "0"
+    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {shown} %"
 
 
 def _decided(told: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ class Searches:
 
     def plan(self, request: Request, room: int | None) -> Plan:
         """The best plan that keeps `room` bytes, with what `request` computes again. Raises StrategyError."""
-        asked = replace(request, recompute=None, memory_limit=room)
+        asked = replace(request, recompute=None, memory_limit=room, runner_up=False)
         found = next((one for one in self.done if one.answers(asked)), None)
         if found is None:
             for one in self.done:
@@ -50,7 +50,7 @@ class Searches:
         plan = found.plan
         assert plan is not None
         if "bytes" in plan.search and found.asked.stage != asked.stage:
-            plan = replace(plan, search=plan.search | {"bytes": self._bytes(plan, asked)})
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(plan, asked)})
         again = request.recompute
         return plan if again is None else replace(plan, recompute=recomputed(self.graph, self.rules, again))
 

@@ -27,7 +27,7 @@ th, td { text-align: left; padding: 4px 8px; border-bottom: 1px solid var(--line
 th { color: var(--dim); font-weight: 600 }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 tr.kind td { background: var(--soft); font-weight: 600 } td.name { padding-left: 26px }
-code { font: 12.5px ui-monospace, monospace }
+code { font: 12.5px ui-monospace, monospace } td code { white-space: normal }
 details { border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; margin: 8px 0 }
 summary { cursor: pointer }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif }

@@ -163,6 +163,27 @@ def test_help_shows_verbs_recipes_and_examples(command):
     assert "parallel: auto, data_parallel, hybrid, semi_auto, stand_alone" in text
 
 
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if not verb.composed])
+def test_help_of_verbs_that_need_no_config(command, verb):
+    for word in ("--help", "-h"):
+        done = command(verb, word)
+        assert done.code == 0 and done.out.startswith(f"run {verb} ") and VERBS[verb].example in done.out
+
+
+@pytest.mark.parametrize(("words", "said"), [(("recipes",), 0), ((QUICK, "job=doctor_of_nobody"), 1)])
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said):
+    """`run recipes | head -1`; what is refused is told on stderr all the same."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "runner", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr.count("\n")) == (2 if said else 141, said), done.stderr
+
+
 def test_job_gets_config_and_folder(command, job, left):
     seen = []
     job(lambda config, run_dir: seen.append((config, run_dir)))
