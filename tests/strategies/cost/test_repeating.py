@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_layers_of_other_widths_are_no_repetition():
         def __init__(self) -> None:
             super().__init__()
             sizes = [8, 8, 8, 8, 9, 8, 8, 8, 8]
-            self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+            self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
