@@ -168,6 +168,12 @@ class Deciding:
             on_host(self._seen[rows][1].graph, self.config.parallel.place)
         return self._seen[rows]
 
+    def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
+        """The models of all choices, by rows of a micro-batch."""
+        for rows in sorted({self._rows(choice) for choice in self.choices}):
+            self._captured(rows)
+        return self._seen
+
     @cached_property
     def choices(self) -> list[Choice]:
         """All that the config allows. Raises the error of the first one if none is."""
