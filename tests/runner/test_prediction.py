@@ -148,6 +148,9 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage(start):
     plan = start("+recipe=gpt_pipeline", verb="plan").plan
     assert plan["prediction"]["shares"]["waiting"] == plan["cost"]["waiting"] > 0
     assert len([entry for entry in plan["operators"] if "predicted" in entry]) == len(plan["operators"])
+    before = {entry["name"] for entry in plan["operators"] if entry["stage"] == 0}
+    first = next(entry for entry in plan["operators"] if entry["stage"] == 1)
+    assert first["name"] == "layers.2.attention_norm" and "layers.1@1" in set(first["inputs"]) & before
 
 
 def test_units():
