@@ -7,9 +7,10 @@ not know that something was open. The plan tells the decision in its `search`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from runner.precision import DTYPES, cast
 from runner.prepare import Prepared, datasets, device_of, prepare, request_of
 from runner.pricing import priced
 from runner.schema import Config
+from runner.searched import Searches
 from runner.stored import read_content
 from strategies import plan_cache
 from strategies.capture import Captured, Objective
@@ -36,9 +38,7 @@ from strategies.cost.updating import Updating
 from strategies.engine.place import on_host
 from strategies.errors import StrategyError
 from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.recompute import recomputed, repeated_layers
-from strategies.rules import rule_of
+from strategies.recompute import repeated_layers
 from strategies.search.joint import Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
@@ -110,7 +110,7 @@ class Deciding:
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
-        decision = decide(self.bounds, self.limit, self.price)
+        decision = decide(self.bounds, self.limit, self.look)
         plan = decision.priced.plan
         plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
         if folder is not None:
@@ -153,7 +153,8 @@ class Deciding:
         return {}
 
     @cached_property
-    def _plans(self) -> dict[tuple[int, int, int, int | None], Plan]:
+    def _searches(self) -> dict[tuple[int, int], Searches]:
+        """By rows and stages."""
         return {}
 
     def _rows(self, choice: Choice) -> int:
@@ -232,36 +233,30 @@ class Deciding:
         return updating_of(with_choice(self.config, choice), self._captured(self.rows)[1].graph, self.device)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
-        """The best plan of a choice that keeps `room` bytes, searched once for all ways to recompute. Raises
-        StrategyError."""
-        graph, rows = self._captured(self._rows(choice))[1].graph, self._rows(choice)
-        request = request_of(with_choice(self.config, choice), self.ranks // choice.stages)
-        key = rows, choice.stages, choice.zero, room
-        if key not in self._plans:
-            bare = replace(request, recompute=None, memory_limit=room)
-            self._plans[key] = make_plan(graph, bare, self.cluster)
-        if request.recompute is None:
-            return self._plans[key]
-        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        return replace(self._plans[key], recompute=recomputed(graph, rules, request.recompute))
+        """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
+        rows, request = self._rows(choice), request_of(with_choice(self.config, choice), self.ranks // choice.stages)
+        key = rows, choice.stages
+        if key not in self._searches:
+            self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
+        return self._searches[key].plan(request, room)
 
-    def price(self, choice: Choice, best: float) -> Priced:
-        """The best plan of a choice; whether it fits is only looked at where it is faster than `best`. Raises
-        StrategyError where there is none."""
+    def look(self, choice: Choice) -> Iterator[Priced]:
+        """Plans of a choice, first the fastest, then those for less room, as `decide` asks for them: each first without
+        and then with its bytes. Raises StrategyError where there is none."""
         config = with_choice(self.config, choice)
         step, captured, tensors = self._captured(self._rows(choice))
-        graph, of_step = captured.graph, partial(copies.of_step, config, step, tensors, captured.graph)
-        plan = self._plan(choice, None)
-        found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
-        for _ in range(NARROWER):
-            if found.bytes is None or found.bytes <= self.limit or "bytes" not in plan.search:
-                break
+        graph, plan = captured.graph, self._plan(choice, None)
+        for _ in range(1 + NARROWER):
+            in_step = copies.of_step(config, step, tensors, graph, plan)
+            found = Priced(plan, math.inf, None)
+            for found in priced(config, graph, plan, in_step, self.device, self.cluster):
+                yield found
+            if found.bytes is None or "bytes" not in plan.search:
+                return
             room = int(plan.search["bytes"]) - choice.stages * (found.bytes - self.limit)
             if room <= 0:
-                break
+                return
             try:
                 plan = self._plan(choice, room)
             except StrategyError:
-                break  # no other plan is small enough: what was found is told
-            found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
-        return found
+                return  # no other plan is small enough: what was found is told

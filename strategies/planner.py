@@ -21,12 +21,9 @@ from strategies.request import NamedDims, Operand, Request, check, operands, wit
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
-from strategies.search.exact import search
-from strategies.search.kept import plan_bytes
-from strategies.search.meshes import choose
 from strategies.search.problem import Problem
 from strategies.search.propagation import propagate
-from strategies.search.recursive import bisect
+from strategies.search.solving import SOLVERS
 
 
 def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
@@ -63,14 +60,11 @@ class _Planning:
         problem = replace(priced, fixed=fixed, outputs=outputs)
         certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
         shared: Mapping[Ref, Layout] = {}
-        if self.request.mode == "auto" and self.request.search == "dynamic_programming":
-            best = search(problem, self.cluster)
-            searched = {id: (assignment, True) for id, assignment in best.assignments.items()}
-            shared = best.tensors
-            certificate = {"cost": best.cost, "lower_bound": best.lower_bound, "gap": best.gap, "bytes": best.bytes}
-        elif self.request.mode == "auto" and self.request.search == "recursive_programming":
-            searched, meshes = self._bisected(problem)
-            certificate |= meshes
+        if self.request.mode == "auto" and self.request.search in SOLVERS:
+            solved = SOLVERS[self.request.search](problem, self.cluster, self._axes())
+            searched = {id: (assignment, True) for id, assignment in solved.assignments.items()}
+            shared = solved.tensors
+            certificate |= solved.told
         else:
             searched = self._search(problem)
         operators = {
@@ -297,16 +291,10 @@ class _Planning:
             found[operator.id] = assignment, False
         return found
 
-    def _bisected(self, problem: Problem) -> tuple[dict[str, tuple[Assignment, bool]], dict[str, Any]]:
-        """Recursive programming; over several meshes where nobody fixed one, and then which was the best."""
-        if self.meshing.named:
-            found: Mapping[str, Assignment] = bisect(problem, self.cluster, self.meshing.fixed)
-            told: dict[str, Any] = {}
-        else:
-            chosen = choose(problem, self.cluster)
-            found, told = chosen.assignments, chosen.to_json()
-        told |= {"bytes": plan_bytes(problem, found)}
-        return {id: (assignment, True) for id, assignment in found.items()}, told
+    def _axes(self) -> tuple[Axes, ...] | None:
+        """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""
+        certain = self.request.search == "dynamic_programming" and not self.request.runner_up
+        return self.meshing.fixed if self.meshing.named or certain else None
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:
         if not self.shardings[operator.id].known:

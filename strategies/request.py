@@ -71,7 +71,7 @@ class WantedRecompute:
 class Request:
     """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. What a
     search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element, and
-    `memory_limit`, bytes per rank."""
+    `memory_limit`, bytes per rank. Without `runner_up`, an exact search of an open mesh ends with the best plan."""
 
     mode: Mode
     world_size: int
@@ -85,6 +85,7 @@ class Request:
     stage: int = 0
     states: float = 2.0
     memory_limit: int | None = None
+    runner_up: bool = True
 
 
 def check(request: Request) -> None:

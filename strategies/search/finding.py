@@ -22,12 +22,15 @@ from strategies.rules.sharding import Assignment
 from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
 from strategies.search.kept import too_large
+from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+AGAIN = 12
+"""Solutions of a wide network with one bound."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +51,42 @@ class Found:
 
 
 class Finding:
-    def __init__(self, problem: Problem, menu: Menu, tolerance: float) -> None:
+    def __init__(self, problem: Problem, menu: Menu, tolerance: float, wide: bool = False) -> None:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
+        self.wide = wide
+        """Whether the network is too wide to be eliminated as it is."""
         self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
-        self.solved: frozenset[Ref] = frozenset()
-        """Values that were split when the network was last solved."""
-        self.refused: frozenset[Ref] = frozenset()
-        """Values that stay whole, because split they would make a table too large."""
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
     def _build(self, split: frozenset[Ref]) -> None:
         with uncollected():
-            self.building = Building(self.problem, self.menu, split)
-            self.folded = Folded(self.building.network)
+            self.building = Building(self.problem, self.menu, split, wide=self.wide)
+            network = self.building.network
+            self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)
+
+    def solve(self, prove: bool = True) -> tuple[list[int], float]:
+        """The options of a solution, and what every one costs at least. A wide network takes long to `prove` anything:
+        else its best options are compared again, and the bound is the last one."""
+        if isinstance(self.solver, Narrowed) and not prove:
+            return self.solver.again()
+        try:
+            return self.solver.solve()
+        except TooWide:
+            self.wide = True
+            self._build(frozenset())
+            return self.solver.solve()
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions. Raises TooWide."""
+        that costs `enough` is the last one, and the best of `most` solutions."""
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
-        solutions = 0
+        solutions, proven = 0, 1  # the latter: how many there were when the bound was found
         while True:
-            picks, bound = self.solve()
+            picks, bound = self.solve(proven > solutions)
             lower = max(lower, bound)
             raised = self.building.settle(picks)
             cost, kept = self.building.cost(picks), self.building.bytes(picks)
@@ -85,32 +99,14 @@ class Finding:
             solutions += 1
             if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
                 break
-            split = self.building.underpaid(picks) - self.refused if not raised or self.many else frozenset()
-            if not raised and not split:
+            split = self.building.underpaid(picks) if not raised or self.many else frozenset()
+            if not raised and not split and proven == solutions:
                 break
             if split:
                 self._build(self.building.split | split)
+            if split or not raised or solutions - proven == AGAIN:
+                proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
-
-    def solve(self) -> tuple[list[int], float]:
-        """The options and seconds of the optimum. Where a table would be too large, values of fewer kinds are split
-        (alike ones of repeated layers together), so a gap may stay. Raises TooWide where none helps."""
-        while True:
-            try:
-                found = self.folded.solve()
-                self.solved = self.building.split
-                return found
-            except TooWide:
-                more = self.building.split - self.solved
-                kinds: dict[tuple[int, int], set[Ref]] = {}
-                for ref in sorted(more, key=lambda ref: (ref.id, ref.index)):
-                    kinds.setdefault((id(self.building.choices.get(ref.id)), ref.index), set()).add(ref)
-                if not kinds:
-                    raise
-                kept = list(kinds.values())[: len(kinds) // 2]
-                if not kept:
-                    self.refused |= more
-                self._build(self.solved.union(*kept))
 
     def within(self, limit: float, free: Found, most: int | None = None) -> Found:
         """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""

@@ -44,13 +44,17 @@ class Joined:
 def joinings(problem: Problem, cluster: Cluster) -> Iterator[Joined]:
     """The problem on every mesh of few axes that end where levels end, as far as configured layouts allow it."""
     for runs in factorisations(problem.mesh, cluster):
-        joined = _joined(problem, runs)
-        if joined is not None and len(runs) < len(problem.mesh.sorted(problem.mesh.names)):
-            yield Joined(joined, runs)
+        if len(runs) < len(problem.mesh.sorted(problem.mesh.names)) and (joined := on_runs(problem, runs)) is not None:
+            yield joined
+
+
+def on_runs(problem: Problem, runs: Factors) -> Joined | None:
+    """The problem on the mesh of these axes; None where a configured layout tells axes of one run apart."""
+    joined = _joined(problem, runs)
+    return None if joined is None else Joined(joined, runs)
 
 
 def _joined(problem: Problem, runs: Factors) -> Problem | None:
-    """None where a configured layout tells axes of one run apart."""
     mesh = Mesh(tuple((run[0], problem.mesh.product(run)) for run in runs))
     single = frozenset(axis for axis, size in problem.mesh.axes if size == 1)
     layouts = [*problem.inputs.values(), *(one for group in problem.outputs.values() for one in group)]

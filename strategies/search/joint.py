@@ -1,15 +1,17 @@
 """What a plan does not hold, decided together with it: the stage of ZeRO, stages and micro-batches of a pipeline, and
 what is computed again.
 
-Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. Choices are
-priced by rising bound, each with the best plan that it allows, until the next bound is no better than what was found.
-Invariant: a choice that was not priced could not have been faster than the best, or could not have kept the limit.
+Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. A choice is
+looked at in steps, each of which costs more and never tells less seconds: its fastest plan, the memory of that, a
+slower plan for less room. The next step is always taken for the choice that is told the least seconds, so no step is
+taken for a choice that is slower than what is decided. Invariant: a choice that was left open could not have been
+faster than the best, or could not have kept the limit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ class Bound:
 @dataclass(frozen=True)
 class Priced:
     """A plan of a choice: predicted seconds of a step, and bytes of the fullest rank at its fullest moment; None where
-    nobody looked, because others are faster."""
+    nobody has looked yet."""
 
     plan: Plan
     seconds: float
@@ -71,45 +73,70 @@ class Decision:
         return asdict(self.choice) | {"seconds": self.priced.seconds} | counts | {"runner_up": second}
 
 
-def decide(bounds: Mapping[Choice, Bound], limit: float, price: Callable[[Choice, float], Priced]) -> Decision:
-    """The best of the choices in `bounds` by what `price` tells of one, given the seconds of the best so far. Raises
-    StrategyError where none keeps `limit`, and the first error of `price` where it refuses all that could."""
-    found: dict[Choice, Priced] = {}
-    slower: dict[Choice, float] = {}
-    refusals: list[StrategyError] = []
+@dataclass(frozen=True, order=True)
+class _Next:
+    """Where a choice stands: told to take at least `seconds`; of those that are told the same, what was looked at
+    comes first."""
+
+    seconds: float
+    unseen: bool
+    choice: Choice
+
+
+def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:
+    """The best of the choices in `bounds`. `look` takes the steps of one: plans with ever more seconds, each first
+    without and then with its bytes; after one that keeps `limit` no other is asked for. Raises StrategyError where none
+    keeps `limit`, and the first error of `look` where it refuses all that could."""
+    steps: dict[Choice, Iterator[Priced]] = {}
+    last: dict[Choice, Priced] = {}
+    refusals: dict[Choice, StrategyError] = {}
     too_large: dict[Choice, float] = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
-    open_choices = sorted(bounds.keys() - too_large.keys(), key=lambda choice: (bounds[choice].seconds, choice))
-    tried, best = 0, math.inf
-    for choice in open_choices:
-        if bounds[choice].seconds >= best:
+    waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - too_large.keys()]
+    heapq.heapify(waiting)
+    while waiting:
+        choice = heapq.heappop(waiting).choice
+        if choice in last and _fits(last[choice], limit):
             break
-        tried += 1
+        if choice not in steps:
+            steps[choice] = look(choice)
         try:
-            one = price(choice, best)
+            one = next(steps[choice], None)
         except StrategyError as error:
-            refusals.append(error)
+            refusals[choice] = error
             continue
-        if one.bytes is not None and one.bytes > limit:
-            too_large[choice] = one.bytes
-        elif one.bytes is not None and one.seconds < best:
-            found[choice] = one
-            best = one.seconds
-        else:
-            slower[choice] = one.seconds
-    if not found:
+        if one is not None:
+            if one.bytes is not None and one.bytes > limit:
+                too_large[choice] = min(one.bytes, too_large.get(choice, one.bytes))
+            last[choice] = one
+            heapq.heappush(waiting, _Next(one.seconds, False, choice))
+    else:
         if not too_large:
-            raise refusals[0]
+            raise next(iter(refusals.values()))
         raise StrategyError(_nothing_fits(too_large, limit))
-    first = min(found, key=lambda choice: found[choice].seconds)
-    behind = slower | {choice: one.seconds for choice, one in found.items() if choice != first}
-    second = None
-    for choice in sorted(behind, key=lambda choice: (behind[choice], choice)):
-        one = found[choice] if choice in found else price(choice, math.inf)
-        if one.bytes is not None and one.bytes <= limit:
-            second = choice, one.seconds
-            break
-    over = len([choice for choice, size in too_large.items() if bounds[choice].bytes <= limit])
-    return Decision(first, found[first], second, tried, len(bounds) - tried, over, len(refusals))
+    found = last[choice]
+    second = _second([one for one in sorted(waiting) if not one.unseen], steps, last, limit)
+    over = len([one for one in too_large if bounds[one].bytes <= limit and one != choice])
+    return Decision(choice, found, second, len(steps), len(bounds) - len(steps), over, len(refusals))
+
+
+def _fits(one: Priced, limit: float) -> bool:
+    return one.bytes is not None and one.bytes <= limit
+
+
+def _second(
+    waiting: list[_Next], steps: Mapping[Choice, Iterator[Priced]], last: Mapping[Choice, Priced], limit: float
+) -> tuple[Choice, float] | None:
+    """The next best of what was looked at, with the plan that is known; no other plan is searched for it."""
+    for choice in (one.choice for one in waiting):
+        known: Priced | None = last[choice]
+        if known is not None and known.bytes is None:
+            try:
+                known = next(steps[choice], None)
+            except StrategyError:
+                continue  # it has no such plan
+        if known is not None and _fits(known, limit):
+            return choice, known.seconds
+    return None
 
 
 def _nothing_fits(needs: Mapping[Choice, float], limit: float) -> str:

@@ -1,95 +1,47 @@
-"""The mesh, where nobody named one: factorisations of the ranks that respect the levels of the cluster, each searched,
-and the best one beside its runner-up.
+"""Factorisations of the ranks into the axes of a mesh, as far as they respect the levels of the cluster.
 
-A factorisation says which prime axes are sliced with as one. The finest leaves most choice, coarser ones keep a search
-that goes axis by axis from small steps. Axes that no operator tells apart are one axis of the mesh that was found, and
-only another mesh is a runner-up. Invariant: what is left out could not have been among the best two, because work
-alone, cut as far as its axes allow, takes longer.
+A factorisation says which prime axes are sliced with as one. The finest contains all others: a plan on a coarser one is
+a plan on it. Axes that no operator tells apart are one axis of the mesh that was found. Invariant: no plan on a
+factorisation takes less than `least` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise, product
-from typing import Any
 
 from strategies.cost.cluster import Cluster
 from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
-from strategies.search.classes import Classes, classes
+from strategies.search.classes import Classes
 from strategies.search.prices import Pricing
-from strategies.search.problem import Problem
-from strategies.search.recursive import MOST_AXES, Found, apart, checked, in_rounds, prices
 
 Factors = tuple[Axes, ...]
+MOST_AXES = 6
+"""Prime axes up to which recursive programming tries what lies between the finest and the levels."""
 MOST_RUNS = 3
 """Axes of the coarser factorisations that are tried."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A mesh by the sizes of its axes, and the seconds of the best plan on it."""
-
-    mesh: tuple[int, ...]
-    seconds: float
+def finest(mesh: Mesh) -> Factors:
+    """The prime axes by themselves."""
+    return tuple((name,) for name, size in mesh.axes if size > 1)
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The best plan over all meshes, the best on another mesh, and how many were searched and left out."""
-
-    assignments: Mapping[str, Assignment]
-    best: Tried
-    runner_up: Tried | None
-    searched: int
-    left_out: int
-
-    def to_json(self) -> dict[str, Any]:
-        """What a plan's `search` tells of it."""
-        runner_up = None if self.runner_up is None else asdict(self.runner_up)
-        return {"mesh": asdict(self.best), "runner_up": runner_up, "meshes": self.searched, "left_out": self.left_out}
+def factorisations(mesh: Mesh, cluster: Cluster, most: int = MOST_AXES) -> Iterator[Factors]:
+    """The finest; then every way to join neighbours to at most three axes that end where levels end. Of a mesh of more
+    than `most` prime axes only the levels."""
+    yield finest(mesh)
+    yield from joined(mesh, cluster, most)
 
 
-def choose(problem: Problem, cluster: Cluster) -> Chosen:
-    """The cheapest plan on any factorisation of the problem's mesh of prime axes. Raises StrategyError where none keeps
-    the problem's memory."""
-    pricing, alike = prices(problem, cluster), classes(problem)
-    best: dict[tuple[int, ...], Found] = {}
-    smallest: Found | None = None
-    searched = left_out = 0
-    finest, *coarser = factorisations(problem.mesh, cluster)
-    bounds = {finest: 0.0} | {factors: least(pricing, alike, factors) for factors in coarser}
-    for factors in sorted(bounds, key=bounds.__getitem__):
-        if len(best) > 1 and bounds[factors] >= sorted(one.seconds for one in best.values())[1]:
-            left_out += 1
-            continue
-        found = in_rounds(pricing, alike, factors)
-        searched += 1
-        if smallest is None or found.bytes < smallest.bytes:
-            smallest = found
-        if problem.memory is not None and found.bytes > problem.memory:
-            continue
-        told = told_apart(problem.mesh, found.assignments)
-        if told not in best or found.seconds < best[told].seconds:
-            best[told] = found
-    if not best and smallest is not None:
-        checked(problem, smallest)
-    ranked = sorted(best, key=lambda sizes: best[sizes].seconds)
-    tried = [Tried(sizes, best[sizes].seconds) for sizes in ranked[:2]]
-    first = apart(pricing, best[ranked[0]])
-    return Chosen(first.assignments, tried[0], tried[1] if len(tried) > 1 else None, searched, left_out)
-
-
-def factorisations(mesh: Mesh, cluster: Cluster) -> Iterator[Factors]:
-    """The prime axes by themselves; then every way to join neighbours to at most three axes that end where levels end.
-    Of a mesh of many prime axes only the levels."""
+def joined(mesh: Mesh, cluster: Cluster, most: int) -> Iterator[Factors]:
+    """All of them but the finest."""
     names = tuple(name for name, size in mesh.axes if size > 1)
     ends = list(accumulate((mesh.sizes[name] for name in names), lambda left, right: left * right))
     levels = {place + 1 for place, end in enumerate(ends) if end in cluster.units(mesh.size)}
-    yield tuple((name,) for name in names)
-    others = [place for place in range(1, len(names)) if place not in levels] if len(names) <= MOST_AXES else []
+    others = [place for place in range(1, len(names)) if place not in levels] if len(names) <= most else []
     for more in range(max(MOST_RUNS - len(levels), 1)):
         for chosen in combinations(others, more):
             cuts = sorted({0, *levels, *chosen, len(names)})
@@ -117,16 +69,21 @@ def least(pricing: Pricing, alike: Classes, factors: Factors) -> float:
     return seconds
 
 
-def told_apart(mesh: Mesh, assignments: Mapping[str, Assignment]) -> tuple[int, ...]:
-    """The sizes of the mesh after neighbours that always slice together are joined."""
+def told_apart(mesh: Mesh, assignments: Mapping[str, Assignment]) -> Factors:
+    """The axes of the mesh, neighbours that always slice together joined."""
     runs = {axes for assignment in assignments.values() for axes in assignment.values()}
-    sizes = [1]
-    for axis, after in pairwise((*mesh.names, "")):
-        sizes[-1] *= mesh.sizes[axis]
-        if not all((axis in run) == (after in run) and _follows(run, axis, after) for run in runs):
-            sizes.append(1)
-    return tuple(size for size in sizes if size > 1)
+    found: list[Axes] = [()]
+    for axis, after in pairwise((*mesh.sorted(mesh.names), "")):
+        found[-1] += (axis,)
+        if after and not all((axis in run) == (after in run) and _follows(run, axis, after) for run in runs):
+            found.append(())
+    return tuple(run for run in found if run)
 
 
 def _follows(run: Axes, axis: str, after: str) -> bool:
     return axis not in run or run[run.index(axis) + 1 :][:1] == (after,)
+
+
+def refines(fine: Sequence[Axes], coarse: Sequence[Axes]) -> bool:
+    """Whether every plan on `coarse` is a plan on `fine`: every end of an axis there is one here."""
+    return {run[-1] for run in coarse} <= {run[-1] for run in fine}

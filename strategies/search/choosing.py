@@ -1,0 +1,219 @@
+"""The mesh, where nobody named one: every factorisation of the ranks is bounded below, what could be among the best two
+is searched, and the best is told beside its runner-up.
+
+The searcher is a parameter. One that knows bounds of its own (the exact one) says more: what bounds the plans of a
+factorisation bounds those of all that it refines, and a factorisation that contains the best mesh has nothing better
+where that is the best there is. Only another mesh is a runner-up, after axes that no operator tells apart are one.
+Invariant: what is left out could not have been among the best two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from strategies.cost.cluster import Cluster
+from strategies.errors import StrategyError
+from strategies.graph import Ref
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+from strategies.rules.sharding import Assignment
+from strategies.search import recursive
+from strategies.search.classes import classes
+from strategies.search.exact import search
+from strategies.search.finding import Found
+from strategies.search.joining import least as least_of_all
+from strategies.search.joining import on_runs
+from strategies.search.kept import plan_bytes, too_large
+from strategies.search.meshes import Factors, factorisations, finest, joined, least, refines, told_apart
+from strategies.search.problem import Problem
+
+CERTAIN = 0.01
+"""A plan that costs at most so much more than the bound of all plans, relative to it, is the best there is."""
+
+MOST_PRIMES = 7
+"""Prime axes up to which the finest factorisation is searched exactly."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan that was found on a factorisation: assignments by operator id, layouts of parameters with several
+    uses, seconds, bytes that a rank keeps, and the least that any plan there takes (0: not known)."""
+
+    assignments: Mapping[str, Assignment]
+    seconds: float
+    bytes: float
+    bound: float = 0.0
+    tensors: Mapping[Ref, Layout] = field(default_factory=dict)
+
+
+class Searcher(Protocol):
+    """A search of single factorisations."""
+
+    def factorisations(self) -> list[Factors]:
+        """The finest, and coarser ones that may be searched."""
+
+    def on(self, factors: Factors) -> Answer:
+        """What it finds. Raises StrategyError where no plan keeps the limit of memory."""
+
+    def finished(self, factors: Factors) -> Answer:
+        """What it found there, with what is only done to the plan that is taken."""
+
+    def least(self) -> float:
+        """Seconds below those of any plan, where it knows them without a search; else 0."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A mesh by the sizes of its axes, and the seconds of the best plan on it."""
+
+    mesh: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best plan over all meshes, with the least that any takes (0: not known); the best on another mesh; of how
+    many factorisations the best plan is known, and how many were left out."""
+
+    answer: Answer
+    bound: float
+    best: Tried
+    runner_up: Tried | None
+    known: int
+    left_out: int
+
+    def to_json(self) -> dict[str, Any]:
+        """What a plan's `search` tells of it."""
+        runner_up = None if self.runner_up is None else asdict(self.runner_up)
+        return {"mesh": asdict(self.best), "runner_up": runner_up, "meshes": self.known, "left_out": self.left_out}
+
+
+class Halving:
+    """Recursive programming, with prices that all factorisations share."""
+
+    def __init__(self, problem: Problem, cluster: Cluster) -> None:
+        self.problem, self.cluster = problem, cluster
+        self.pricing, self.alike = recursive.prices(problem, cluster), classes(problem)
+        self.found: dict[Factors, recursive.Found] = {}
+
+    def factorisations(self) -> list[Factors]:
+        return list(factorisations(self.problem.mesh, self.cluster))
+
+    def on(self, factors: Factors) -> Answer:
+        found = self.found[factors] = recursive.in_rounds(self.pricing, self.alike, factors)
+        return Answer(found.assignments, found.seconds, found.bytes)
+
+    def finished(self, factors: Factors) -> Answer:
+        found = recursive.apart(self.pricing, self.found[factors])
+        return Answer(found.assignments, found.seconds, found.bytes)
+
+    def least(self) -> float:
+        return 0.0
+
+
+class Exactly:
+    """Dynamic programming: the finest factorisation is the problem's own mesh, coarser ones join its axes. Of very many
+    ranks the finest would take minutes, so there recursive programming answers for it, and its bound is work alone."""
+
+    def __init__(self, problem: Problem, cluster: Cluster) -> None:
+        self.problem, self.cluster = problem, cluster
+        self.found: dict[Factors, Answer] = {}
+
+    def factorisations(self) -> list[Factors]:
+        mesh, every = self.problem.mesh, len(self.problem.mesh.names)
+        coarser = [runs for runs in joined(mesh, self.cluster, every) if on_runs(self.problem, runs) is not None]
+        return [finest(mesh), *coarser]
+
+    def on(self, factors: Factors) -> Answer:
+        fine = factors == finest(self.problem.mesh) and not searchable(self.problem.mesh)
+        found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
+        assert found is not None  # else it is none of the factorisations
+        self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
+        return self.found[factors]
+
+    def finished(self, factors: Factors) -> Answer:
+        return self.found[factors]
+
+    def least(self) -> float:
+        return least_of_all(self.problem, self.cluster)
+
+    def _halved(self) -> Found:
+        found = recursive.in_rounds(recursive.prices(self.problem, self.cluster), classes(self.problem))
+        kept = plan_bytes(self.problem, recursive.checked(self.problem, found).assignments)
+        return Found(found.assignments, {}, found.seconds, min(self.least(), found.seconds), kept)
+
+
+def searchable(mesh: Mesh) -> bool:
+    """Whether the exact search takes seconds on all prime axes of a mesh."""
+    return len(finest(mesh)) <= MOST_PRIMES
+
+
+def search_on(problem: Problem, cluster: Cluster, factors: Factors) -> Found | None:
+    """The exact search on the mesh of these axes, whose bound is that of plans there; None where configured layouts
+    tell axes apart that are one. Raises StrategyError."""
+    if all(len(run) == 1 for run in factors):
+        return search(problem, cluster)
+    there = on_runs(problem, factors)
+    if there is None:
+        return None
+    found = search(there.problem, cluster)
+    assignments = {id: there.assignment(one) for id, one in found.assignments.items()}
+    return replace(
+        found, assignments=assignments, tensors={ref: there.layout(one) for ref, one in found.tensors.items()}
+    )
+
+
+def choose(problem: Problem, cluster: Cluster, searcher: Searcher) -> Chosen:
+    """The cheapest plan on any factorisation of the problem's mesh of prime axes. Raises StrategyError where none keeps
+    the problem's memory."""
+    pricing, alike = recursive.prices(problem, cluster), classes(problem)
+    whole = finest(problem.mesh)
+    bounds = {
+        factors: 0.0 if factors == whole else least(pricing, alike, factors) for factors in searcher.factorisations()
+    }
+    best: dict[Factors, tuple[Factors, Answer]] = {}
+    """By mesh: where the best plan on it was found."""
+    smallest: float | None = None
+    refused: StrategyError | None = None
+    known = left_out = 0
+    for factors in sorted(bounds, key=bounds.__getitem__):
+        ranked = sorted(best, key=lambda mesh: best[mesh][1].seconds)
+        if len(ranked) > 1 and bounds[factors] >= best[ranked[1]][1].seconds:
+            left_out += 1
+            continue
+        if ranked and refines(factors, ranked[0]) and _certain(best[ranked[0]][1].seconds, bounds[factors]):
+            known += 1
+            continue
+        try:
+            answer = searcher.on(factors)
+        except StrategyError as error:
+            refused = refused or error
+            continue
+        known += 1
+        for other in bounds:
+            if refines(factors, other):
+                bounds[other] = max(bounds[other], answer.bound)
+        if problem.memory is not None and answer.bytes > problem.memory:
+            smallest = min(smallest or answer.bytes, answer.bytes)
+            continue
+        mesh = told_apart(problem.mesh, answer.assignments)
+        if mesh not in best or answer.seconds < best[mesh][1].seconds:
+            best[mesh] = factors, answer
+    if not best:
+        if problem.memory is not None and smallest is not None:
+            raise StrategyError(too_large(problem.memory, smallest))
+        assert refused is not None
+        raise refused
+    first, *others = sorted(best, key=lambda mesh: best[mesh][1].seconds)
+    answer = searcher.finished(best[first][0])
+    tried = [
+        Tried(tuple(problem.mesh.product(run) for run in mesh), best[mesh][1].seconds) for mesh in (first, *others[:1])
+    ]
+    bound = min(bounds.get(whole) or searcher.least(), answer.seconds)
+    return Chosen(answer, bound, tried[0], tried[1] if others else None, known, left_out)
+
+
+def _certain(seconds: float, bound: float) -> bool:
+    return seconds - bound <= CERTAIN * bound
