@@ -33,7 +33,7 @@ def priced(
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
         program = lowered(config, *in_step)
-        seconds = step_cost(graph, plan, program, cluster, updating).total
+        seconds = step_cost(*in_step, program, cluster, updating).total
         yield Priced(plan, seconds, None)
         yield Priced(plan, seconds, memory(trace_repeated(program, updating), updating).peak)
         return
