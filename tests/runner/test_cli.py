@@ -170,6 +170,20 @@ def test_help_of_verbs_that_need_no_config(command, verb):
         assert done.code == 0 and done.out.startswith(f"run {verb} ") and VERBS[verb].example in done.out
 
 
+def test_folders_of_the_user_do_not_hide_ours(tmp_path):
+    """`python -m` puts the working directory first; launchers start ranks that way."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('the wrong models')\n")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# Mine\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for words in (["recipes"], ["plan", QUICK, "parallel.plan_cache=null", "hydra.run.dir=here"]):
+        line = [sys.executable, "-m", "runner", *words]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert words != ["recipes"] or {"mine", "quickstart"} <= {row.split()[0] for row in done.stdout.splitlines()}
+
+
 @pytest.mark.parametrize(("words", "said"), [(("recipes",), 0), ((QUICK, "job=doctor_of_nobody"), 1)])
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said):
     """`run recipes | head -1`; what is refused is told on stderr all the same."""
