@@ -72,6 +72,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             programs[0],
             updating=updating,
             cluster=cluster,
+            in_step=prepared.step,
         )
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
@@ -171,7 +172,7 @@ def _certificate(plan: Plan) -> str:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
     shown = f"{100 * gap:.2g}" if gap > ROUNDING else "0"
-    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {shown} %"
+    return f"; cost {cost:.4g} s per step by the search's own prices, lower bound {bound:.4g} s, gap {shown} %"
 
 
 def _decided(told: Mapping[str, Any]) -> str:
