@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 PARALLEL := -n 2 --dist loadfile
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-slow launchers lint format coverage fuzz clean
+.PHONY: run test test-slow launchers browser lint format coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -23,7 +23,7 @@ run: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
-test-slow: lint launchers
+test-slow: lint launchers browser
 	$(BIN)/python -m pytest -q -m "slow or not slow" $(PARALLEL) $(ARGS)
 
 # What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.
@@ -33,6 +33,17 @@ launchers:
 	    apt-get install -y -q openmpi-bin pdsh iproute2; \
 	elif [ -n "$$missing" ]; then \
 	    echo "the slow tests of launchers need$$missing, and root: apt-get install openmpi-bin pdsh iproute2"; exit 1; \
+	fi
+
+# What draws the reports in a slow test.
+browser:
+	@for program in chromium chromium-browser google-chrome chrome-headless-shell firefox; do \
+	    command -v $$program >/dev/null && exit 0; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get install -y -q --no-install-recommends chromium; \
+	else \
+	    echo "a slow test needs a browser, and root to install it: apt-get install chromium"; exit 1; \
 	fi
 
 lint: $(VENV)/.installed-test

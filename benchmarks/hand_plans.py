@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
     free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=asked.dataset_strategy)
     machine = by_bytes(hand.ranks)
 
-    def price(choice: Choice, best: float) -> Priced:
+    def look(choice: Choice) -> Iterator[Priced]:
         """The least seconds within the limit; the search's own bytes are a model, so it is given several rooms."""
         fits: Priced | None = None
         for share in (None, *ROOMS):
@@ -216,10 +216,10 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
                 break
         if fits is None:
             raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
-        return fits
+        yield fits
 
     bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in sorted({0, hand.stage})}
-    decision = decide(bounds, limit, price)
+    decision = decide(bounds, limit, look)
     return decision.priced.plan, decision.choice.zero
 
 

@@ -45,7 +45,7 @@ MODELS = {
     "gpt_offload_disk": "+recipe=gpt_offload_disk",
     "resnet": f"+recipe=resnet {OTHER} data.batch_size=32",
 }
-STEPS = "train.epochs=null train.steps=4 checkpoint.at_end=false evaluate.metric=null evaluate.every=null"
+STEPS = "train.epochs=null checkpoint.at_end=false evaluate.metric=null evaluate.every=null"
 ZERO = [f"parallel.zero.stage={stage}" for stage in range(4)]
 HOST, DISK = "parallel.offload.activations.to=host", "parallel.offload.activations.to=disk"
 FULL, CHEAP = "parallel.recompute=full", "parallel.recompute=selective"
@@ -77,6 +77,10 @@ PAIRS: list[tuple[str, str]] = [
     *(("resnet", words) for words in (ZERO[0], HOST)),
 ]
 """Model and the words of the plan."""
+FEW, MANY, NOISE = 4, 12, 0.01
+"""Steps of a pair, and of one that differs by more than NOISE: on a busy machine threads of gloo hold what was sent
+over whole steps."""
+
 LOWER = ("recompute", "activations.to", "offload.optimizer")
 """What a plan has whose peak is compared with that of the same plan without it."""
 
@@ -94,9 +98,15 @@ class Result:
         return (int(self.predicted["peak"]) - int(self.measured["peak"])) / int(self.measured["peak"])
 
 
-def measure(model: str, words: str) -> Result:
-    """Train for four steps; the measured rank is the one with the highest peak."""
-    given = [*MODELS[model].split(), *STEPS.split(), *words.split(), "train.measure_memory=true"]
+def measure(model: str, words: str, steps: int = FEW) -> Result:
+    """Train for so many steps; the measured rank is the one with the highest peak."""
+    given = [
+        *MODELS[model].split(),
+        *STEPS.split(),
+        *words.split(),
+        "train.measure_memory=true",
+        f"train.steps={steps}",
+    ]
     composed = compose("config", given)
     checked = config.load(composed, Origins(tuple(given)))
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
@@ -118,8 +128,8 @@ def table(results: list[Result]) -> str:
         "",
         "`python -m benchmarks.memory` trains each pair for four steps on real ranks (CPU, gloo) and counts the",
         "tensors that are alive. Bytes of the fullest rank at the fullest moment of a step (the median of the steps",
-        "after the first: threads of gloo now and then hold what was sent a moment longer); what offload moves counts",
-        "as the host's.",
+        "after the first: threads of gloo now and then hold what was sent a moment longer; where more than 1 % is",
+        "missing, of 12 steps); what offload moves counts as the host's.",
         f"{len(results)} pairs: mean difference {sum(errors) / len(errors):.2%}, most over "
         f"{max(one.difference for one in results):+.2%}, most under {min(one.difference for one in results):+.2%}.",
         "",
@@ -158,8 +168,10 @@ def run(out: Path | None = None, only: str = "") -> list[Result]:
     with initialize_config_module("conf", version_base="1.3"):
         for model, words in PAIRS:
             if only in f"{model} {words}":
-                results.append(measure(model, words))
-                one = results[-1]
+                one = measure(model, words)
+                if abs(one.difference) > NOISE:
+                    one = measure(model, words, MANY)
+                results.append(one)
                 print(f"{one.difference:+7.2%}  {one.measured['peak']:>12,}  {model}: {words}", flush=True)
     if out is not None:
         out.write_text(table(results))

@@ -229,47 +229,72 @@ def calibrated(file: Path, ranks: int, seconds: float) -> None:
     file.write_text(described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)))
 
 
+@dataclass(frozen=True)
+class Result:
+    """One plan of a model: its predicted cost, and the measured seconds of a step."""
+
+    model: str
+    wish: Wish
+    predicted: Any
+    seconds: float
+
+
+def run(models: Sequence[str], ranks: int, rounds: int, seconds: float, cluster: Path | None) -> list[Result]:
+    """Measure every plan of the models on so many ranks; the machine is what the file `cluster` describes, or is
+    calibrated in so many seconds."""
+    launch.warm()
+    from runner.clusters import from_description
+    from strategies.cost.step import step_cost
+
+    with tempfile.TemporaryDirectory() as name:
+        file = cluster or Path(name) / "calibrated.yaml"
+        if cluster is None:
+            calibrated(file, ranks, seconds)
+            print(file.read_text(), flush=True)
+        machine = from_description(file)
+        wanted = [(model, wish, task) for model in models for wish, task in tasks(model, ranks)]
+        payload = {"tasks": [tuple(vars(task).values()) for _, _, task in wanted], "rounds": rounds}
+        measured = launch.run_ranks(
+            "benchmarks.step_time:measure", payload, world_size=ranks,
+            run_dir=Path(name), device="cpu", timeout=300, threads=1,
+        )  # fmt: skip
+    return [
+        Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, updating(task)), found)
+        for (model, wish, task), found in zip(wanted, measured, strict=True)
+    ]
+
+
+def of_best(results: Sequence[Result]) -> float:
+    """How much slower than the fastest plan the one is that is predicted to be the fastest."""
+    first = min(results, key=lambda one: one.predicted.total)
+    return first.seconds / min(one.seconds for one in results)
+
+
+def correlation(results: Sequence[Result]) -> float:
+    """Spearman's."""
+    return spearman([one.predicted.total for one in results], [one.seconds for one in results])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--models", default="ffn,gpt,llama")
-    parser.add_argument("--cluster")
+    parser.add_argument("--cluster", type=Path)
     options = parser.parse_args()
-    launch.warm()
-    from runner.clusters import from_description
-    from strategies.cost.step import step_cost
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        file = Path(options.cluster) if options.cluster else folder / "calibrated.yaml"
-        if not options.cluster:
-            calibrated(file, options.ranks, options.seconds)
-            print(file.read_text(), flush=True)
-        cluster = from_description(file)
-        models = options.models.split(",")
-        wanted = {model: list(tasks(model, options.ranks)) for model in models}
-        every = [tuple(vars(task).values()) for model in models for _, task in wanted[model]]
-        measured = launch.run_ranks(
-            "benchmarks.step_time:measure", {"tasks": every, "rounds": options.rounds}, world_size=options.ranks,
-            run_dir=folder, device="cpu", timeout=300, threads=1,
-        )  # fmt: skip
-        predicted: list[float] = []
-        for model in models:
-            costs = [
-                step_cost(task.graph, task.plan, program_of(task), cluster, updating(task)) for _, task in wanted[model]
-            ]
-            found = measured[len(predicted) : len(predicted) + len(costs)]
-            print(f"{model:14} predicted  measured   ms: compute, communication, optimizer predicted")
-            for (wish, _), cost, seconds in zip(wanted[model], costs, found, strict=True):
-                parts = ", ".join(f"{x * 1e3:.1f}" for x in (cost.compute, cost.communication, cost.optimizer))
-                print(f"  {wish.name:12} {cost.total * 1e3:9.1f} {seconds * 1e3:9.1f}   {parts}")
-            totals = [cost.total for cost in costs]
-            ratio = f"the plan predicted best takes {found[totals.index(min(totals))] / min(found):.3f} of the best"
-            print(f"  Spearman {spearman(totals, found):.3f}; {ratio}")
-            predicted += totals
-        print(f"Spearman over {len(predicted)} plans: {spearman(predicted, measured):.3f}")
+    models = options.models.split(",")
+    results = run(models, options.ranks, options.rounds, options.seconds, options.cluster)
+    for model in models:
+        found = [one for one in results if one.model == model]
+        print(f"{model:14} predicted  measured   ms: compute, communication, optimizer predicted")
+        for one in found:
+            cost = one.predicted
+            parts = ", ".join(f"{x * 1e3:.1f}" for x in (cost.compute, cost.communication, cost.optimizer))
+            print(f"  {one.wish.name:12} {cost.total * 1e3:9.1f} {one.seconds * 1e3:9.1f}   {parts}")
+        ratio = f"the plan predicted best takes {of_best(found):.3f} of the best"
+        print(f"  Spearman {correlation(found):.3f}; {ratio}")
+    print(f"Spearman over {len(results)} plans: {correlation(results):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """`python -m runner` is the command `run`."""
 
-from runner.cli import main
+from runner.search_path import installed_first
 
 if __name__ == "__main__":
+    installed_first()
+    from runner.cli import main
+
     main()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import os
 import secrets
+import select
+import signal
 import sys
 import time
 import traceback
@@ -43,6 +45,8 @@ from runner.verbs import VERBS
 
 ERROR_FILE = "error.txt"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+READER_GONE = 128 + signal.SIGPIPE
+"""As of a program that the signal ends, of which Python makes an exception."""
 TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 
@@ -72,6 +76,8 @@ class Failure:
             return cls((str(error),), 2)
         if isinstance(error, RunFailed):
             return cls((str(error),), 1)
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
@@ -99,6 +105,8 @@ def main() -> None:
     except Exception as error:
         _tell_traceback(error)
         failure = Failure.of(error)
+        if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
+            sys.exit(failure.code)
         hint = " MESHWRIGHT_TRACEBACK=1 shows the traceback." if failure.traceback else ""
         _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
 
@@ -109,6 +117,9 @@ def _command(typed: Sequence[str]) -> None:
         print("\n".join(verbs))
     verb, rest = words.split_verb(typed)
     if verb is not None and not VERBS[verb].composed:
+        if {"--help", "-h"} & set(rest):
+            print(VERBS[verb].help)
+            return
         sys.exit(VERBS[verb].function()(rest))
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()
@@ -278,6 +289,16 @@ def _is_strategy_error(error: Exception) -> bool:
 def _record(failure: Failure, run_dir: Path) -> None:
     text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
     (run_dir / ERROR_FILE).write_text(text, encoding="utf-8")
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe without a reader; from then on output is dropped, else the interpreter's end fails."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _tell_traceback(error: Exception) -> None:

@@ -49,6 +49,8 @@ NO_MODEL = (
     "there is nothing to run: choose a recipe, e.g. `run +recipe=quickstart` (`run recipes` lists them, `run --help` "
     "explains), or give your own with model.target=package.module.Class and data.target=package.module.Class."
 )
+NODES_AGAIN = ("cluster", "machine", "levels", "node", "size")
+"""Where `cluster.nodes` stands a second time in the clusters that come with the package."""
 
 
 def load(composed: DictConfig, origins: Origins) -> Config:
@@ -133,7 +135,10 @@ def _validate(values: Any, origins: Origins) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(*(_paragraph(e, origins) for e in _one_each(error.errors()))) from None
+        found = _one_each(error.errors())
+        if any(one["loc"] == ("cluster", "nodes") for one in found):
+            found = [one for one in found if one["loc"] != NODES_AGAIN]
+        raise ConfigError(*(_paragraph(e, origins) for e in found)) from None
 
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

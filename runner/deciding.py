@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from runner.errors import ConfigError
 from runner.memory_limit import updating_of
 from runner.precision import DTYPES, cast
 from runner.prepare import Prepared, datasets, device_of, prepare, request_of
-from runner.pricing import priced
+from runner.pricing import Price, price_of
 from runner.schema import Config
+from runner.searched import Searches
 from runner.stored import read_content
 from strategies import plan_cache
 from strategies.capture import Captured, Objective
@@ -36,9 +37,7 @@ from strategies.cost.updating import Updating
 from strategies.engine.place import on_host
 from strategies.errors import StrategyError
 from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.recompute import recomputed, repeated_layers
-from strategies.rules import rule_of
+from strategies.recompute import repeated_layers
 from strategies.search.joint import Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
@@ -110,7 +109,7 @@ class Deciding:
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
-        decision = decide(self.bounds, self.limit, self.price)
+        decision = decide(self.bounds, self.limit, self.look)
         plan = decision.priced.plan
         plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
         if folder is not None:
@@ -153,7 +152,8 @@ class Deciding:
         return {}
 
     @cached_property
-    def _plans(self) -> dict[tuple[int, int, int, int | None], Plan]:
+    def _searches(self) -> dict[tuple[int, int], Searches]:
+        """By rows and stages."""
         return {}
 
     def _rows(self, choice: Choice) -> int:
@@ -167,6 +167,12 @@ class Deciding:
             self._seen[rows] = captured_from_shapes(self.config, names, own, self.say)
             on_host(self._seen[rows][1].graph, self.config.parallel.place)
         return self._seen[rows]
+
+    def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
+        """The models of all choices, by rows of a micro-batch."""
+        for rows in sorted({self._rows(choice) for choice in self.choices}):
+            self._captured(rows)
+        return self._seen
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -232,36 +238,53 @@ class Deciding:
         return updating_of(with_choice(self.config, choice), self._captured(self.rows)[1].graph, self.device)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
-        """The best plan of a choice that keeps `room` bytes, searched once for all ways to recompute. Raises
-        StrategyError."""
-        graph, rows = self._captured(self._rows(choice))[1].graph, self._rows(choice)
-        request = request_of(with_choice(self.config, choice), self.ranks // choice.stages)
-        key = rows, choice.stages, choice.zero, room
-        if key not in self._plans:
-            bare = replace(request, recompute=None, memory_limit=room, runner_up=False)
-            self._plans[key] = make_plan(graph, bare, self.cluster)
-        if request.recompute is None:
-            return self._plans[key]
-        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        return replace(self._plans[key], recompute=recomputed(graph, rules, request.recompute))
+        """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
+        rows, request = self._rows(choice), request_of(with_choice(self.config, choice), self.ranks // choice.stages)
+        key = rows, choice.stages
+        if key not in self._searches:
+            self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
+        return self._searches[key].plan(request, room)
 
-    def price(self, choice: Choice, best: float) -> Priced:
-        """The best plan of a choice; whether it fits is only looked at where it is faster than `best`. Raises
-        StrategyError where there is none."""
-        config = with_choice(self.config, choice)
+    @cached_property
+    def _prices(self) -> dict[Choice, Price]:
+        """Of the fastest plans."""
+        return {}
+
+    def _price(self, choice: Choice, plan: Plan) -> Price:
         step, captured, tensors = self._captured(self._rows(choice))
-        graph, of_step = captured.graph, partial(copies.of_step, config, step, tensors, captured.graph)
+        config, graph = with_choice(self.config, choice), captured.graph
+        in_step = copies.of_step(config, step, tensors, graph, plan)
+        return price_of(config, graph, in_step, self.device, self.cluster)
+
+    def _fastest(self, choice: Choice) -> Price:
+        """The price of a choice's fastest plan."""
+        if choice not in self._prices:
+            self._prices[choice] = self._price(choice, self._plan(choice, None))
+        return self._prices[choice]
+
+    def look(self, choice: Choice) -> Iterator[Priced]:
+        """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
+        computed again; then its plans, first the fastest, then those for less room, each without and then with its
+        bytes. Raises StrategyError where there is none."""
         plan = self._plan(choice, None)
-        found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
-        for _ in range(NARROWER):
-            if found.bytes is None or found.bytes <= self.limit or "bytes" not in plan.search:
-                break
-            room = int(plan.search["bytes"]) - choice.stages * (found.bytes - self.limit)
+        stored = replace(choice, recompute="none")
+        if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
+            yield Priced(plan, self._fastest(plain).common, None)
+        if stored in self.bounds and stored != choice:
+            yield Priced(plan, self._fastest(stored).seconds, None)
+        price = self._fastest(choice)
+        for narrower in range(1 + NARROWER):
+            if narrower:
+                price = self._price(choice, plan)
+            yield Priced(plan, price.seconds, None)
+            size = price.bytes()
+            yield Priced(plan, price.seconds, size)
+            if "bytes" not in plan.search:
+                return
+            room = int(plan.search["bytes"]) - choice.stages * (size - self.limit)
             if room <= 0:
-                break
+                return
             try:
                 plan = self._plan(choice, room)
             except StrategyError:
-                break  # no other plan is small enough: what was found is told
-            found = priced(config, graph, plan, of_step(plan), self.device, self.cluster, best)
-        return found
+                return  # no other plan is small enough: what was found is told

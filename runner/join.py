@@ -2,7 +2,10 @@
 
 import sys
 
-from runner.launchers.joining import main
+from runner.search_path import installed_first
 
 if __name__ == "__main__":
+    installed_first()
+    from runner.launchers.joining import main
+
     sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from runner.layers import Kind, Row, Sums, kinds
 
+CALLS = "operator calls"
+"""The limit of operators that compute for less time than it takes to begin them."""
 HEAD = ("layer", "number", "layouts", "compute", "communication", "sent", "parameters", "results")
 
 
@@ -44,31 +47,50 @@ def promise(content: dict[str, Any]) -> str:
         lines[0] += f", {shown_rate(told['samples_per_second'])} samples/s"
         if told["tokens_per_second"]:
             lines[0] += f", {shown_rate(told['tokens_per_second'])} tokens/s"
-        lines[0] += f", {told['mfu']:.1%} of peak flops (MFU)"
+        lines[0] += f", {shown_share(told['mfu'])} of peak flops (MFU)"
     total = sum(told["shares"].values())
     shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in told["shares"].items() if seconds)
     lines.append(f"limit that binds: {told['binding']} (time by limit: {shares})")
-    return "\n".join([*lines, *next_better(told)])
+    return "\n".join([*lines, *next_better(content)])
 
 
-def next_better(told: dict[str, Any]) -> list[str]:
-    """What would make the plan fit or, if it does, faster."""
-    lines = []
+def next_better(content: Mapping[str, Any]) -> list[str]:
+    """What would make the plan fit or, if it does, faster; and that ranks are of no use, if they are not."""
+    told, lines = content["prediction"], []
+    useless = all(_whole(layout) for one in content["operators"] for layout in one["out_layouts"])
+    if told["ranks"] > 1 and useless:
+        lines.append("nothing is sliced: every rank computes the whole batch, and world_size=1 would be no slower")
     if told["memory"] > told["memory_limit"]:
         options = [
             f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= told['memory_limit'] else ''}"
             for keys, needed in told["shrunk"].items()
         ]
+        asked = {word.partition("=")[0] for keys in told["shrunk"] for word in keys.split()}
+        auto = " ".join(f"{key}=auto" for key in sorted(asked, reverse=True))
         lines.append(
             f"it does not fit: {shown_bytes(told['memory'])} per rank, and a device has "
             f"{shown_bytes(told['memory_limit'])}; {', '.join(options) or 'take more ranks, or slice parameters'}"
+            f"{f'; {auto} finds the fastest that fits' if auto else ''}"
         )
     elif told["seconds"]:
         gains = sorted(told["speedups"].items(), key=lambda entry: -entry[1])
-        best = ", ".join(f"twice the {name} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
+        best = ", ".join(f"{_better(name)} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
         room = shown_bytes(told["memory_limit"] - told["memory"])
         lines.append(f"next better: {best or 'no single rate helps'}; {room} of memory per device are free")
+        if told["ranks"] < told["devices"] and not useless:
+            lines[-1] += f", and {told['devices'] - told['ranks']} devices idle (world_size=null takes all)"
     return lines
+
+
+def _whole(layout: str) -> bool:
+    return not set(layout) - set("(-, )")
+
+
+def _better(name: str) -> str:
+    """What doubles a rate, in words; a link's bandwidth and latency are doubled and halved together."""
+    if name == CALLS:
+        return "calls that begin in half the time"
+    return f"a {name} twice as fast" if name.endswith(" link") else f"twice the {name}"
 
 
 def _times(kind: Kind) -> str:
@@ -90,7 +112,14 @@ def shown_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= (0.1 if unit == "ms" else 1.0) * size:
             return f"{seconds / size:.2f} {unit}"
-    return f"{seconds * 1e6:.1f} us" if seconds else "0 ms"
+    if not seconds:
+        return "0 ms"
+    return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us"
+
+
+def shown_share(share: float) -> str:
+    """A share of a whole, such as MFU."""
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 def shown_bytes(count: float) -> str:

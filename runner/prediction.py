@@ -7,14 +7,16 @@ cluster; nothing is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from runner.layer_table import CALLS
 from strategies.cost.activations import trace
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.memory import memory
+from strategies.cost.operators import backward_work
 from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
 from strategies.describe import in_model, told_operators
@@ -26,8 +28,8 @@ from strategies.recompute import recomputed
 from strategies.request import WantedRecompute
 from strategies.rules import rule_of
 
-TRAINING = 3
-"""Flops of a training step, relative to those of forward: the products of backward are two for one."""
+ATTENTION = 2.0
+"""Flops of attention's backward relative to forward's, as they are counted for MFU: without what is computed again."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,19 @@ class Part:
             found = self.graph.by_id[found.operands[0].id]
         return in_model(found) if isinstance(found, Operator) else found.name
 
-    def products(self) -> float:
-        """Flops of the step's products over all devices, recompute not counted."""
+    def at_peak(self, cluster: Cluster) -> float:
+        """Seconds in which one device that reached the peak of every dtype would do the step's products, recompute not
+        counted; backward's are one per factor that learns."""
         found = 0.0
         for operator in self.graph.operators:
-            sharding = rule_of(operator, self.graph)
-            if sharding.sums or operator.op == "scaled_dot_product_attention":
-                found += sharding.flops
-        return TRAINING * self.updating.accumulate * found
+            sharding, attends = rule_of(operator, self.graph), operator.op == "scaled_dot_product_attention"
+            if sharding.sums or attends:
+                learns = [ref in self.graph.trained for ref in operator.operands]
+                _, backward = backward_work(sharding, operator, learns)
+                back = any(learns) * (ATTENTION if attends else backward)
+                dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
+                found += (1 + back) * sharding.flops / cluster.peak(dtype)
+        return self.updating.accumulate * cluster.fraction * found
 
 
 def predict(
@@ -77,6 +84,7 @@ def predict(
     the batch holds none)."""
     costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
+    made = {in_model(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
         together: dict[str, OperatorCost] = {}
         for operator in part.graph.operators:
@@ -84,11 +92,9 @@ def predict(
             together[name] = one + together[name] if name in together else one
         for operator in told_operators(part.graph, part.plan):
             entry = next(entries)
-            entry["inputs"] = [part.maker(ref) for ref in operator.operands]
+            entry["inputs"] = [_sender(part.maker(ref), made) for ref in operator.operands]
             entry["predicted"] = asdict(together[in_model(operator)])
     seconds = content["cost"]["total"]
-    dtype = next((s.spec.dtype for s in parts[0].graph.of_kind("parameter") if s.spec.floating), "float32")
-    peak = cluster.peak(dtype) / cluster.fraction * ranks
     shares = shares_of(costs) | {
         "optimizer": content["cost"]["optimizer"],
         "waiting": content["cost"].get("waiting", 0.0),
@@ -101,7 +107,7 @@ def predict(
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
-        "mfu": sum(part.products() for part in parts) / peak / seconds if seconds else None,
+        "mfu": sum(part.at_peak(cluster) for part in parts) / ranks / seconds if seconds else None,
         "memory": content["memory"]["peak"],
         "memory_limit": cluster.memory,
         "shares": shares,
@@ -111,6 +117,12 @@ def predict(
     }
 
 
+def _sender(name: str, made: Set[str]) -> str:
+    """The operator of another stage whose result a stage receives as `NAME[RESULT]`; every other name as it is."""
+    operator = name.rpartition("[")[0]
+    return operator if operator in made else name
+
+
 def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:
     """The slowest level of the cluster that neighbours along an axis of the mesh cross; None for one rank."""
     spread = zip(cluster.levels, cluster.spread(mesh, (axis,)), strict=True)
@@ -118,10 +130,11 @@ def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:
 
 
 def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:
-    """Seconds by what limits them: flops, memory (its bandwidth, and calls), and a link per level."""
-    found = {"flops": 0.0, "memory bandwidth": 0.0}
+    """Seconds by what limits them: flops, the bandwidth of memory, beginning calls, and a link per level."""
+    found = {"flops": 0.0, "memory bandwidth": 0.0, CALLS: 0.0}
     for cost in (cost for stage in costs for cost in stage.values()):
-        found["flops" if cost.flop_bound else "memory bandwidth"] += cost.forward + cost.backward
+        found[CALLS] += cost.calls
+        found["flops" if cost.flop_bound else "memory bandwidth"] += cost.forward + cost.backward - cost.calls
         for level, seconds in cost.levels.items():
             found[f"{level} link"] = found.get(f"{level} link", 0.0) + seconds
     return found
@@ -169,6 +182,7 @@ def doubled(cluster: Cluster) -> dict[str, Cluster]:
     found = {
         "flops": replace(cluster, flops={dtype: 2 * rate for dtype, rate in cluster.flops.items()}),
         "memory bandwidth": replace(cluster, memory_bandwidth=2 * cluster.memory_bandwidth),
+        CALLS: replace(cluster, launch=cluster.launch / 2, view=cluster.view / 2),
     }
     for level in cluster.levels:
         if level.size > 1:

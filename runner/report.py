@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import pipelining, searched
+from runner import pipelining, search_lines
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
 from runner.memory_limit import updating_of
@@ -25,6 +25,8 @@ from strategies.pipeline.describe import describe_stages
 from strategies.plan import Plan
 from strategies.search.joint import Choice
 
+ROUNDING = 1e-9
+"""Of two sums of the same seconds in another order, relative."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Of plan.json's `memory`, in the order in which they are told."""
 
@@ -70,6 +72,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             programs[0],
             updating=updating,
             cluster=cluster,
+            in_step=prepared.step,
         )
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
@@ -144,7 +147,7 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         loaded = plan.search.get("loaded_from")
         found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
         found += _certificate(plan)
-        found = "\n".join([found, *searched.lines(plan.search)])
+        found = "\n".join([found, *search_lines.lines(plan.search)])
         lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -168,7 +171,8 @@ def _certificate(plan: Plan) -> str:
     if plan.search.get("gap") is None:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
-    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {100 * gap:.2g} %"
+    shown = f"{100 * gap:.2g}" if gap > ROUNDING else "0"
+    return f"; cost {cost:.4g} s per step by the search's own prices, lower bound {bound:.4g} s, gap {shown} %"
 
 
 def _decided(told: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pydantic import Field, StrictBool, field_validator, model_validator
 from runner.forms import check_counts
 from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
-from runner.sections.cluster import ClusterForm
+from runner.sections.cluster import NODE, ClusterForm
 from runner.sections.launch import Launch
 from runner.sections.parallel import Parallel
 from runner.sections.predict import Predict
@@ -312,6 +312,21 @@ class Config(Section):
             )
         return self
 
+    def _all_devices(self, stages: int) -> None:
+        """Without a world_size, what is only described is planned for all devices of the cluster."""
+        machine = self.cluster.machine
+        if machine is None or self.world_size is not None or self.job.name not in ("plan", "explain"):
+            return
+        for key, shape in self.parallel.meshes():
+            if prod(shape) * stages != machine.devices and self.parallel.mode != "stand_alone":
+                raise refusal(
+                    f"{key} = {list(shape)} has {prod(shape) * stages} devices, but world_size = null takes all "
+                    f"{machine.devices} of cluster = {self.cluster.name!r}; set world_size={prod(shape) * stages}, or "
+                    f"{key} for all of them.",
+                    key,
+                    "world_size",
+                )
+
     @model_validator(mode="after")
     def _devices_agree(self) -> Config:
         if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
@@ -329,6 +344,7 @@ class Config(Section):
             known = [("world_size", (self.world_size,))]
         elif self.world_size is not None and stages is not None:
             known = [("world_size / parallel.pipeline.stages", (self.world_size // stages,))]
+        self._all_devices(stages or 1)
         known += self.parallel.meshes()
         for key, shape in known[1:]:
             first, expected = known[0][0], prod(known[0][1])
@@ -343,7 +359,8 @@ class Config(Section):
         if machine is not None and ranks > machine.devices:
             raise refusal(
                 f"{known[0][0]} = {_shown(known[0][1])} needs {ranks} devices, but cluster = "
-                f"{self.cluster.name!r} has {machine.devices}; choose a larger cluster (cluster.nodes) or fewer ranks.",
+                f"{self.cluster.name!r} has {machine.devices}; choose a larger cluster"
+                f"{' (cluster.nodes)' * (NODE in machine.levels)} or fewer ranks (world_size={machine.devices}).",
                 known[0][0],
                 "cluster.nodes",
             )

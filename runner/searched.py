@@ -1,49 +1,93 @@
-"""What a search tells beside its plan, in words: the mesh that it chose with the runner-up, and what propagation
-followed.
+"""The plans that one decision searches, each once.
 
-Invariant: made from plan.json's `search` alone, so the command, explain and the report say the same.
+Invariant: what is taken from another search is what a search of its own would find. Without a limit a plan is the same
+at all stages of ZeRO, which change bytes alone; a plan that is the best for more room and keeps less is the best for
+less; and where nothing is small enough, nothing is at a lower stage or for less room.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from strategies.cost.cluster import Cluster
+from strategies.errors import StrategyError
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.recompute import recomputed
+from strategies.request import Request
+from strategies.rules import rule_of
+from strategies.rules.sharding import Sharding
+from strategies.search.kept import plan_bytes
+from strategies.search.problem import Problem
 
 
-def mesh_line(told: Mapping[str, Any]) -> str | None:
-    """The mesh and how much slower the next one would be; None where somebody named the mesh."""
-    if told.get("mesh") is None:
-        return None
-    best, second = told["mesh"], told["runner_up"]
-    shown = f"mesh: {_sizes(best)}, the best of {told['meshes'] + told['left_out']} factorisations of the ranks"
-    if told["left_out"]:
-        shown += f" ({told['left_out']} left out by bounds)"
-    if second is None:
-        return f"{shown}; the others that were searched have the same best plan, so there is no runner-up"
-    slower = second["seconds"] / best["seconds"] - 1 if best["seconds"] else 0.0
-    return (
-        f"{shown}; the runner-up {_sizes(second)} takes {second['seconds']:.4g} s per step, {100 * slower:.2g} % more"
-    )
+@dataclass(frozen=True)
+class Searches:
+    """Of one `graph` on as many ranks as all requests have."""
+
+    graph: OperatorGraph
+    cluster: Cluster
+    done: list[_Search] = field(default_factory=list)
+
+    @cached_property
+    def rules(self) -> Mapping[str, Sharding]:
+        """Of all operators, by id."""
+        return {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
+
+    def plan(self, request: Request, room: int | None) -> Plan:
+        """The best plan that keeps `room` bytes, with what `request` computes again. Raises StrategyError."""
+        asked = replace(request, recompute=None, memory_limit=room, runner_up=False)
+        found = next((one for one in self.done if one.answers(asked)), None)
+        if found is None:
+            for one in self.done:
+                if one.refused is not None and one.refuses(asked):
+                    raise one.refused
+            found = self._searched(asked)
+        plan = found.plan
+        assert plan is not None
+        if "bytes" in plan.search and found.asked.stage != asked.stage:
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(plan, asked)})
+        again = request.recompute
+        return plan if again is None else replace(plan, recompute=recomputed(self.graph, self.rules, again))
+
+    def _searched(self, asked: Request) -> _Search:
+        try:
+            found = _Search(asked, make_plan(self.graph, asked, self.cluster), None)
+        except StrategyError as error:
+            self.done.append(_Search(asked, None, error))
+            raise
+        self.done.append(found)
+        return found
+
+    def _bytes(self, plan: Plan, asked: Request) -> float:
+        """What a rank keeps at the stage that is `asked` for, by the search's own model."""
+        planned = {operator.id: plan.operators[operator.name] for operator in self.graph.operators}
+        outputs = {id: one.outputs for id, one in planned.items() if one.outputs is not None}
+        problem = Problem(self.graph, plan.mesh, self.rules, {}, {}, outputs, asked.stage, asked.states)
+        return plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
 
 
-def propagation_line(told: Mapping[str, Any]) -> str | None:
-    """What propagation ended with; None for other searches, and where both plans cost the same."""
-    prices = told.get("propagation")
-    if prices is None or prices["cheapest"] >= prices["followed"]:
-        return None
-    followed, cheapest = (f"{prices[key]:.4g} s" for key in ("followed", "cheapest"))
-    if prices["by_price"]:
-        return f"propagation: {cheapest} per step, decided again by price; followed step by step it was {followed}"
-    return (
-        f"propagation: followed step by step, {followed} per step; by price alone, {cheapest} around the same "
-        "strategies (parallel.search=dynamic_programming)"
-    )
+@dataclass(frozen=True)
+class _Search:
+    """What was `asked`, and the plan or why there is none."""
 
+    asked: Request
+    plan: Plan | None
+    refused: StrategyError | None
 
-def lines(told: Mapping[str, Any]) -> list[str]:
-    """All that there is to tell."""
-    return [line for line in (mesh_line(told), propagation_line(told)) if line is not None]
+    def answers(self, asked: Request) -> bool:
+        if self.plan is None or asked.memory_limit is None:
+            return self.plan is not None and self.asked.memory_limit is None
+        more = self.asked.memory_limit is None or asked.memory_limit <= self.asked.memory_limit
+        kept = self.plan.search.get("bytes", math.inf)
+        return more and asked.stage == self.asked.stage and kept <= asked.memory_limit
 
-
-def _sizes(mesh: Mapping[str, Any]) -> str:
-    return " x ".join(map(str, mesh["mesh"])) or "1"
+    def refuses(self, asked: Request) -> bool:
+        """Only a limit makes a search fail for one stage and not for others."""
+        if asked.memory_limit is None or self.asked.memory_limit is None:
+            return self.asked.memory_limit is None
+        return asked.stage <= self.asked.stage and asked.memory_limit <= self.asked.memory_limit

@@ -162,7 +162,8 @@ def _check_arguments(function: Callable[..., Any], args: Mapping[str, Any], targ
     unknown = [name for name in args if name not in parameters]
     if unknown and not _open_ended(parameters):
         options = closest(unknown[0], parameters) or " It takes no arguments."
-        raise ConfigError(f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}")
+        leave_out = f" '~{what}.args.{unknown[0]}' on the command line leaves out what a recipe gives."
+        raise ConfigError(f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}{leave_out}")
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
     lacking = [name for name in needed if name not in args]
     if lacking:

@@ -23,6 +23,7 @@ class Verb:
         target: `module:function`.
         composed: whether it needs a config.
         argument: the key of which a bare word behind the verb is the value; none: there is no such word.
+        usage: what follows the verb, where that is not a recipe.
     """
 
     summary: str
@@ -30,6 +31,12 @@ class Verb:
     target: str
     composed: bool = True
     argument: str = ""
+    usage: str = ""
+
+    @property
+    def help(self) -> str:
+        """What `--help` tells of a verb that needs no config."""
+        return f"{self.usage}\n\n    {self.summary}\n\nFor example:\n    {self.example}"
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function. Raises what the import raises."""
@@ -82,23 +89,27 @@ VERBS = {
         "run diff runs/a/plan.json runs/b",
         "runner.jobs.diff:run",
         composed=False,
+        usage="run diff A B    (each a plan.json, or the folder of a run)",
     ),
     "convert": Verb(
         "write a checkpoint in another form or for another plan; also weights of torch and DeepSpeed",
         "run convert runs/mine merged",
         "runner.jobs.convert:run",
         composed=False,
+        usage="run convert FROM TO [form=merged|sharded] [plan=FILE]",
     ),
     "doctor": Verb(
-        "check that this machine and installation can run; or every file of a checkpoint",
+        "check that this machine and installation can run; or every file of a checkpoint, and what could be lost",
         "run doctor",
         "runner.jobs.doctor:run",
         composed=False,
+        usage="run doctor [CHECKPOINT or PLAN]    (a file, or the folder of a run)",
     ),
     "recipes": Verb(
         "list the recipes, or print one",
         "run recipes quickstart",
         "runner.jobs.recipes:run",
         composed=False,
+        usage="run recipes [NAME]",
     ),
 }

@@ -37,6 +37,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
     Raises ConfigError for a word that is no verb, no option and no override, and for a second verb.
     """
+    if "--diff" in words and "plan" in words:  # plans are compared without a config
+        return "diff", [word for word in words if word not in ("--diff", "plan")]
     verb: str | None = None
     rest: list[str] = []
     previous = ""

@@ -36,7 +36,8 @@ def run(config: Config, run_dir: Path) -> float | None:
     from strategies.cost.laws import fit
 
     device, ranks = device_of(config)
-    print(f"calibrate: {ranks} ranks on {device}, about {config.calibrate.seconds:g} seconds", flush=True)
+    who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
+    print(f"calibrate: {who}, about {config.calibrate.seconds:g} seconds", flush=True)
     try:
         measured = launch.run_ranks(
             "runner.calibration:measure",
@@ -70,7 +71,7 @@ def described(name: str, measured: Measured, found: Fit) -> str:
     links = dict(found.links)
     errors = {what: f"fitted within {one.middle:.0%}, at worst {one.worst:.0%}" for what, one in found.errors.items()}
     lines = [
-        f"# {world} ranks on {measured.device} of one machine, measured by `run calibrate`: every number is that of",
+        f"# {world} rank{'s' * (world > 1)} on {measured.device}, measured by `run calibrate`: every number is that of",
         "# one rank while all are busy. Rates are bytes or flops per second and one way, times are seconds.",
         f"name: {name}",
         "nodes: null",

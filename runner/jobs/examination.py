@@ -1,5 +1,5 @@
 """`run doctor CHECKPOINT`: every file against its size and checksum, what was saved, and which ranks' files could be
-lost without loss. Nothing is changed.
+lost without loss. Nothing is changed. A plan without a checkpoint tells which ranks will hold the same.
 
 What could be lost is found by taking the files away in thought: all parts must be in some other file.
 """
@@ -7,6 +7,7 @@ What could be lost is found by taking the files away in thought: all parts must 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from runner.checkpoints import folder, header, index
 from runner.checkpoints.header import Header
 from runner.checkpoints.index import Index
 from runner.errors import ConfigError
+from runner.folders import CONFIG_FILE
+from runner.stored import PLAN, read_content
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.recoverable import recoverable
@@ -22,7 +25,10 @@ from strategies.recoverable import recoverable
 
 def run(path: Path) -> int:
     """Print a line about the checkpoint that `path` means and one per file. Returns the exit code: 1 if a file is
-    damaged. Raises ConfigError for what is no checkpoint."""
+    damaged. Raises ConfigError for what is neither a checkpoint nor a plan."""
+    if (planned := _planned(path)) is not None:
+        print(planned, flush=True)
+        return 0
     path = folder.locate(path, "doctor")
     try:
         found = header.read_header(path)
@@ -61,26 +67,53 @@ def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> l
     ranks = [rank for rank in range(found.world_size) if _whole(found, forms, {*wrong, *_files(found, rank)})]
     listed = ", ".join(map(str, ranks)) or "none (checkpoint.copies=2 stores what replicas hold twice)"
     lines.append(f"ranks whose files could be lost, one at a time: {listed}")
-    groups = replicas(found)
+    parallel = found.config.get("parallel", {})
+    groups = replicas(found.plan, found.world_size, split=bool(parallel.get("zero", {}).get("stage")))
     return lines + ([f"ranks that hold the same parameters and states: {groups}"] if groups else [])
 
 
-def replicas(found: Header) -> str:
-    """The groups of ranks that could restore one another from memory, as text; nothing where a checkpoint has no plan,
-    or that of a pipeline."""
-    parallel: Mapping[str, Any] = found.config.get("parallel", {})
-    if not found.plan or not (pairs := _layouts(found.plan)):
+def _planned(path: Path) -> str | None:
+    """What the plan in `path` tells, where nothing was saved: two lines. None where there is no plan, or a checkpoint.
+    Raises ConfigError for a file that is no plan."""
+    file = path / PLAN if path.is_dir() else path
+    if not file.is_file() or (path.is_dir() and (folder.newest(path) or folder.newest(path / "checkpoints"))):
+        return None
+    plan, settings = read_content(file), file.parent / CONFIG_FILE
+    parallel = json.loads(settings.read_bytes())["parallel"] if settings.is_file() else {}
+    try:
+        world_size = math.prod(plan["mesh"].values()) * plan.get("pipeline", {}).get("stages", 1)
+        groups = replicas(plan, world_size, split=bool(parallel.get("zero", {}).get("stage")))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({told}).") from None
+    mesh = " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}, mesh {mesh}"
+    return (
+        f"plan {file}: {ranks}; nothing has been saved here\n"
+        f"ranks that hold the same parameters and states, so that any but one of them could be lost: {groups}"
+    )
+
+
+def replicas(plan: Mapping[str, Any], world_size: int, *, split: bool) -> str:
+    """The groups of ranks that could restore one another from memory, as text; nothing where there is no plan, or where
+    it does not tell what the stages of its pipeline hold. `split`: ZeRO gives every rank its own states."""
+    tensors = {name: Layout(tuple(map(tuple, one["dims"]))) for name, one in plan.get("tensors", {}).items()}
+    if not tensors:
         return ""
-    mesh = Mesh(tuple(found.plan["mesh"].items()))
-    if mesh.size != found.world_size:
+    mesh = Mesh(tuple(plan["mesh"].items()))
+    stages = world_size // mesh.size
+    held = {name: one["stages"] for name, one in plan.get("parameters", {}).items() if "stages" in one}
+    if stages > 1 and not held:
         return ""
-    split = bool(parallel.get("zero", {}).get("stage"))
-    groups = dict.fromkeys(recoverable(pairs, mesh, rank, split=split) for rank in range(mesh.size))
+    groups: dict[tuple[int, ...], None] = {}
+    for stage in range(stages):
+        own = [
+            layout for name, layout in tensors.items() if stage in {one % stages for one in held.get(name, (stage,))}
+        ]
+        first = stage * mesh.size
+        for rank in range(first, first + mesh.size):
+            groups[recoverable(own, mesh, rank, stage=stage, split=split)] = None
     return " ".join(f"[{', '.join(map(str, group))}]" for group in groups)
-
-
-def _layouts(plan: Mapping[str, Any]) -> list[Layout]:
-    return [Layout(tuple(map(tuple, entry["dims"]))) for entry in plan.get("tensors", {}).values()]
 
 
 def _files(found: Header, rank: int) -> set[str]:

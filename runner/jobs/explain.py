@@ -19,6 +19,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))
     if content is None:
+        print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")
         return None
     report.write_page(content, prepared, run_dir)
     if content["search"].get("decided") is not None:

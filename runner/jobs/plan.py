@@ -17,6 +17,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))
     if content is None:
+        print(f"parallel.mode={config.parallel.mode} has no plan: the model runs as it is written.")
         return None
     print(layer_table(content))
     print(report.totals(content))

@@ -5,13 +5,14 @@ Made from the content of plan.json alone, repeated layers told once, so its size
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from runner import searched
+from runner import search_lines
 from runner.decision_table import HEAD, counted, decision_rows
-from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds
+from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds, shown_share
 from runner.layers import Kind, Row, Sums, kinds
 from runner.page.markup import Markup, element, joined
 from runner.page.pictures import bar, flow_picture, gauge, layer_picture, mesh_picture
@@ -28,17 +29,31 @@ TEXTS = 3
 def page(content: Content, title: str) -> str:
     """The whole file. `content` is that of plan.json with its predictions; `title` names the run."""
     found = kinds(content["operators"])
+    together = ", all stages together" if "pipeline" in content else ""
     body = (
         element("h1", title),
         element("p", _subtitle(content), class_="note"),
         _tiles(content["prediction"]),
-        *(element("p", line) for line in next_better(content["prediction"])),
+        *(element("p", line) for line in next_better(content)),
         *([section("Decided", _decided(content["search"]["decided"]))] if content["search"].get("decided") else []),
-        section("Time of a step", bar(_times(content["cost"]), title="time of a step by part")),
+        section(
+            "Time of a step",
+            bar(_times(content["cost"]), title="time of a step by part"),
+            element("h3", f"by what limits it{together}"),
+            bar(_limits(content["prediction"]["shares"]), title="time of a step by limit"),
+        ),
         section("Memory of a rank", _memory(content)),
         section("Mesh", _mesh(content)),
         section(
             "Layers",
+            element("h3", f"time{together}"),
+            bar(_by_layer(found, lambda sums: sums.seconds, shown_seconds), title="time by layer"),
+            element("h3", f"parameters of a rank{together}"),
+            bar(_by_layer(found, lambda sums: float(sums.parameters), shown_bytes), title="parameters by layer"),
+            element("h3", f"results of operators, of a rank{together}"),
+            bar(_by_layer(found, lambda sums: float(sums.results), shown_bytes), title="results by layer"),
+            element("h3", "graph"),
+            _axes(list(content["mesh"])),
             element("div", flow_picture(found), class_="wide"),
             *(_layer(kind, list(content["mesh"])) for kind in found),
         ),
@@ -51,7 +66,8 @@ def _subtitle(content: Content) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in content["mesh"].items())
     search = content["search"]
     where = f"loaded from {search['loaded_from']}" if "loaded_from" in search else f"found in {search['seconds']:.2f} s"
-    return f"{len(content['operators'])} operators on the mesh {mesh}; {search['algorithm']}, {where}"
+    gap = "" if search.get("gap") is None else f"; at most {search['gap']:.2%} above the cheapest"
+    return f"{len(content['operators'])} operators on the mesh {mesh}; {search['algorithm']}, {where}{gap}"
 
 
 def _tiles(told: Content) -> Markup:
@@ -61,7 +77,7 @@ def _tiles(told: Content) -> Markup:
         tiles.append((shown_rate(told["samples_per_second"]), "samples per second"))
         if told["tokens_per_second"]:
             tiles.append((shown_rate(told["tokens_per_second"]), "tokens per second"))
-        tiles.append((f"{told['mfu']:.1%}", "of peak flops (MFU)"))
+        tiles.append((shown_share(told["mfu"]), "of peak flops (MFU)"))
     tiles += [(shown_bytes(told["memory"]), f"of {shown_bytes(told['memory_limit'])} memory per device")]
     tiles += [(told["binding"], "is the limit that binds")]
     return element(
@@ -79,6 +95,22 @@ def _times(cost: Content) -> dict[str, tuple[float, str]]:
     parts |= {f"ZeRO's {kind}": seconds for kind, seconds in cost["zero"].items()}
     parts |= {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
     return {name: (seconds, shown_seconds(seconds)) for name, seconds in parts.items()}
+
+
+def _limits(shares: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    return {name: (seconds, shown_seconds(seconds)) for name, seconds in shares.items()}
+
+
+def _by_layer(
+    found: Sequence[Kind], amount: Callable[[Sums], float], show: Callable[[float], str]
+) -> dict[str, tuple[float, str]]:
+    """An amount of every kind of layers, summed over its layers."""
+    amounts = {_heading(kind): amount(kind.sums()) for kind in found}
+    return {name: (one, show(one)) for name, one in amounts.items()}
+
+
+def _heading(kind: Kind) -> str:
+    return kind.name + (f" x {kind.count}" if kind.count > 1 else "")
 
 
 def _memory(content: Content) -> Markup:
@@ -99,8 +131,11 @@ def _mesh(content: Content) -> Markup:
     for axis, way in zip(reversed(long), ("across", "down", *["in blocks"] * len(long)), strict=False):
         size = content["mesh"][axis]
         lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
-    told = [element("p", line, class_="note") for line in searched.lines(content["search"])]
-    return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"), *told)
+    told = [element("p", line, class_="note") for line in search_lines.lines(content["search"])]
+    groups = content["prediction"]["ranks"] // math.prod(content["mesh"].values())
+    note = f"{groups} such meshes follow one another, a group of the pipeline's ranks each." if groups > 1 else None
+    shown = [element("p", note, class_="note")] if note else []
+    return joined(mesh_picture(content["mesh"]), *shown, element("ul", *lines, class_="legend"), *told)
 
 
 def _decided(told: Content) -> Markup:
@@ -127,7 +162,7 @@ def _layer(kind: Kind, axes: list[str]) -> Markup:
         f"communication {shown_seconds(found.communication + found.gradients)}, "
         f"{shown_bytes(found.parameters)} of parameters per rank"
     )
-    title = element("b", kind.name + (f" x {kind.count}" if kind.count > 1 else ""))
+    title = element("b", _heading(kind))
     inner = element("div", layer_picture(kind, axes), class_="wide")
     return element("details", element("summary", title, f": {told}"), inner, open="" if kind.count > 1 else None)
 
@@ -135,8 +170,7 @@ def _layer(kind: Kind, axes: list[str]) -> Markup:
 def _table(found: list[Kind]) -> Markup:
     rows = [element("tr", *(element("th", name, class_=_class(at)) for at, name in enumerate(COLUMNS)))]
     for kind in found:
-        heading = kind.name + (f" x {kind.count}" if kind.count > 1 else "")
-        rows.append(_line(heading, "", "", kind.sums(), class_="kind"))
+        rows.append(_line(_heading(kind), "", "", kind.sums(), class_="kind"))
         rows += [_operator(row) for row in kind.rows()]
     return element("table", *rows)
 
@@ -146,8 +180,9 @@ def _operator(row: Row) -> Markup:
 
 
 def _line(name: str, layouts: str, chosen: str, found: Sums, *, class_: str | None) -> Markup:
-    numbers = [shown_seconds(found.compute), shown_seconds(found.communication + found.gradients)]
-    numbers += map(shown_bytes, (found.sent, found.parameters, found.results))
+    seconds = found.compute, found.communication + found.gradients
+    numbers = [shown_seconds(one) if one else "" for one in seconds]
+    numbers += [shown_bytes(one) if one else "" for one in (found.sent, found.parameters, found.results)]
     first = element("td", name, class_=None if class_ else "name")
     cells = [first, element("td", element("code", layouts)), element("td", chosen)]
     return element("tr", *cells, *(element("td", number, class_="number") for number in numbers), class_=class_)

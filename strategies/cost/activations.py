@@ -7,7 +7,7 @@ recomputed modules keep, where their second run ends and when gradients come and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from strategies.cost.gathering import Gathered, gather_late
 from strategies.cost.live import Live
 from strategies.cost.optimizer import Need, needed
-from strategies.cost.sharded import Sharded, Standing, groups_of
+from strategies.cost.sharded import Group, Sharded, Standing, groups_of
 from strategies.cost.updating import Updating
 from strategies.engine.activations import Activations, look_up_parameters, meant
 from strategies.engine.communicator import Communicator
@@ -33,7 +33,7 @@ from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import MODULE, build
 from strategies.engine.program import Program
-from strategies.engine.updates import learning
+from strategies.engine.updates import Cut, learning
 from strategies.graph import Source
 from strategies.mesh import Mesh
 from strategies.redistribution import Step
@@ -151,15 +151,16 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
 
 def trace(program: Program, updating: Updating) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
-    return _on_shapes(program, updating, lambda one: one.run())
+    return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).run())
 
 
 def stored_in(program: Program, updating: Updating, paths: Collection[str]) -> dict[str, int]:
     """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
-    return _on_shapes(program, updating, lambda one: one.stored_in(paths))
+    return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).stored_in(paths))
 
 
-def _on_shapes(program: Program, updating: Updating, work: Callable[[_Trace], Result]) -> Result:
+def on_shapes(program: Program, updating: Updating, work: Callable[[Program, Need], Result]) -> Result:
+    """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
@@ -168,38 +169,84 @@ def _on_shapes(program: Program, updating: Updating, work: Callable[[_Trace], Re
     try:
         with FakeTensorMode() as shapes:
             shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
-            return work(_Trace(program, updating, need))
+            return work(program, need)
     except NEEDS_NUMBERS:
-        return work(_Trace(program, updating, need))
+        return work(program, need)
 
 
-class _Trace:
+def local_tensors(program: Program, device: str) -> dict[str, Tensor]:
+    """The rank's slices of parameters, buffers and constants, by name."""
+    found: dict[str, Tensor] = {}
+    for source in program.sources:
+        if source.kind != "input":
+            own = _zeros(program, source, device)
+            found[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
+    return found
+
+
+def _zeros(program: Program, source: Source, device: str) -> Tensor:
+    shape = program.layouts[source.id].local_shape(source.spec.shape, program.mesh)
+    return torch.zeros(shape, dtype=getattr(torch, source.spec.dtype), device=device)
+
+
+def parameters_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+
+
+def standing(program: Program, tensors: Mapping[str, Tensor], need: Need, updates: object) -> Standing:
+    """What stays from step to step of a rank's `tensors`."""
+    held = parameters_of(tensors)
+    if isinstance(updates, Sharded):
+        others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in held)
+        return replace(updates.standing, parameters=updates.standing.parameters + others)
+    owned = [held[name] for name in learning(program)]
+    states = sum(int(one.numel() * need.kept) for one in owned)
+    masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
+    return Standing(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
+
+
+def sharded(
+    program: Program,
+    held: Mapping[str, nn.Parameter],
+    groups: Sequence[Group],
+    need: Need,
+    updating: Updating,
+    make: Callable[..., Sharded] = Sharded,
+) -> Sharded:
+    """What ZeRO 1-3 has beside the parameters that are `held`."""
+    return make(
+        program, held, groups, need,
+        stage=updating.stage, accumulate=turns(updating), bucket=updating.bucket, offload=updating.offload,
+    )  # fmt: skip
+
+
+def turns(updating: Updating) -> int:
+    """The micro-batches that are traced: the third is as the second."""
+    return min(updating.accumulate, 2)
+
+
+class Trace:
+    """One step, which is run once."""
+
+    cut: Cut | None = None
+    """How gradients are cut into buckets, if not as `updating` says."""
+
     def __init__(self, program: Program, updating: Updating, need: Need) -> None:
         self.program, self.updating, self.need = program, updating, need
         self.communicator = _Shaped(program.mesh)
         self.inputs = [source for source in program.sources if source.kind == "input"]
-        tensors: dict[str, Tensor] = {}
-        for source in program.sources:
-            if source.kind != "input":
-                own = self._zeros(source)
-                tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
-        self.tensors = tensors
+        self.tensors = local_tensors(program, updating.device)
         self.activations: Activations | None = None
         self.gathered: list[Gathered] = []
-        self.module = build(program, tensors, self.communicator, updating.device)
-        self.held: Mapping[str, nn.Parameter] = {
-            name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
-        }
+        self.module = build(program, self.tensors, self.communicator, updating.device)
+        self.held = parameters_of(self.tensors)
+        self.live = Live(torch.device(updating.device).type)
         self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
-        self.turns = min(updating.accumulate, 2)  # the third is as the second
-
-    def _zeros(self, source: Source) -> Tensor:
-        shape = self.program.layouts[source.id].local_shape(source.spec.shape, self.program.mesh)
-        return torch.zeros(shape, dtype=getattr(torch, source.spec.dtype), device=self.updating.device)
+        self.turns = turns(updating)
 
     def run(self) -> Traced:
-        with Live(torch.device(self.updating.device).type) as live:
+        with self.live as live:
             self._offload()
             updates = self._updates()
             live.see(self.tensors.values())
@@ -216,7 +263,7 @@ class _Trace:
                 if isinstance(updates, BucketedUpdates):
                     updates.reduce()
             gradients = live.now - self.base
-        stands = self._standing(updates)
+        stands = standing(self.program, self.tensors, self.need, updates)
         if isinstance(updates, Sharded):
             update = updates.during_update()
         else:
@@ -238,7 +285,7 @@ class _Trace:
             found[path] += live.now - before
             return results
 
-        with Live(torch.device(self.updating.device).type) as live:
+        with self.live as live:
             self._offload()
             updates = self._updates()
             live.see(self.tensors.values())
@@ -266,28 +313,18 @@ class _Trace:
             return None
         groups = updating.groups_for(program)
         if updating.stage:
-            flat = groups_of(program, groups, updating.stage)
-            found = Sharded(
-                program, self.held, flat, self.need,
-                stage=updating.stage, accumulate=self.turns, bucket=updating.bucket, offload=updating.offload,
-            )  # fmt: skip
+            found = self._sharded(groups_of(program, groups, updating.stage))
             if updating.stage == 3:
                 look_up_parameters(self.module)
                 self.gathered = gather_late(self.module)
             return found
         return BucketedUpdates(
             self.module, program, _Shaped(program.mesh), updating.factory, groups,
-            accumulate=self.turns, cut=updating.cut, overlap=updating.overlap,
+            accumulate=self.turns, cut=self.cut or updating.cut, overlap=updating.overlap,
         )  # fmt: skip
 
-    def _standing(self, updates: BucketedUpdates | Sharded | None) -> Standing:
-        if isinstance(updates, Sharded):
-            others = sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.held)
-            return replace(updates.standing, parameters=updates.standing.parameters + others)
-        owned = [self.held[name] for name in learning(self.program)]
-        states = sum(int(one.numel() * self.need.kept) for one in owned)
-        masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
-        return Standing(sum(tensor.nbytes for tensor in self.tensors.values()), 0, states + masters, 0)
+    def _sharded(self, groups: Sequence[Group]) -> Sharded:
+        return sharded(self.program, self.held, groups, self.need, self.updating)
 
     @contextmanager
     def _phase(self, live: Live, name: str) -> Iterator[None]:
@@ -296,10 +333,13 @@ class _Trace:
         self.peaks[name] = max(self.peaks[name], live.peak - self.base)
         self.away = max(self.away, live.host_peak)
 
+    def _entry(self, source: Source) -> Tensor:
+        return _zeros(self.program, source, self.updating.device).requires_grad_(source.trainable)
+
     def _forward(self, live: Live, turn: int) -> tuple[int, int]:
         """Bytes that autograd has stored, and that are alive more than before."""
         before = live.now
-        entries = [self._zeros(source).requires_grad_(source.trainable) for source in self.inputs]
+        entries = [self._entry(source) for source in self.inputs]
         with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
             self.outputs = self.module(*entries, *([turn] if self.program.random else []))
             del entries

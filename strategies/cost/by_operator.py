@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
-from strategies.cost.operators import operator_work, shares
+from strategies.cost.operators import VIEWS, operator_work, shares
 from strategies.cost.step import repeated, step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.buckets import LARGEST
@@ -38,8 +38,9 @@ hold or have updated by parts is gathered."""
 class OperatorCost:
     """Seconds and bytes of one rank per step. `backward` holds what is computed again, `gradients` the operator's share
     of what is added or gathered for parameters and not hidden behind backward. `flops` are those of the whole operator,
-    forward, for one micro-batch; `flop_bound` says whether computing takes as long as its flops ask for. `levels` are
-    the seconds of communication by the slowest level that they cross."""
+    forward, for one micro-batch; `flop_bound` says whether computing takes as long as its flops ask for, and `calls` is
+    the part of `forward` and `backward` that it takes to begin. `levels` are the seconds of communication by the
+    slowest level that they cross."""
 
     forward: float
     backward: float
@@ -50,6 +51,7 @@ class OperatorCost:
     results: int
     flops: float
     flop_bound: bool
+    calls: float
     levels: Mapping[str, float]
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
@@ -64,6 +66,7 @@ class OperatorCost:
             self.results + other.results,
             self.flops + other.flops,
             self.flop_bound,
+            self.calls + other.calls,
             {key: self.levels.get(key, 0.0) + other.levels.get(key, 0.0) for key in {**self.levels, **other.levels}},
         )
 
@@ -91,7 +94,9 @@ def operator_costs(
         )
         flops = sharding.flops * math.prod(shares(sharding, assignment, plan.mesh).values())
         dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
-        again = work.forward if plan.recompute is not None and repeated(operator, plan.recompute) else 0.0
+        twice = plan.recompute is not None and repeated(operator, plan.recompute)
+        again = work.forward if twice else 0.0
+        begun = cluster.view if operator.op in VIEWS else cluster.launch
         costs[operator.name] = OperatorCost(
             accumulate * work.forward,
             accumulate * (work.backward + again),
@@ -102,6 +107,7 @@ def operator_costs(
             results,
             sharding.flops,
             flops / cluster.peak(dtype) + cluster.launch >= 0.999 * work.forward > 0,
+            accumulate * (work.calls + (begun if twice else 0.0)),
             found.levels.get(operator.name, {}),
         )
     return costs

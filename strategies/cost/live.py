@@ -32,13 +32,15 @@ class _Known:
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`now` are alive in the memory of devices of type `device`, `peak` is the most since the last `restart`; `host`
     are what stands for the host's memory where the device is a CPU: what is made there (`on_side`, `hosted`) or from
-    what is there. While `counting` is false, what is new is counted only when it is seen again."""
+    what is there. While `counting` is false, what is new is counted only when it is seen again. `events`, if they are
+    wanted, are all calls since the last `restart`, each with what was alive behind it."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.now = self.peak = self.host = self.host_peak = 0
         self.counting = True
+        self.events: list[tuple[object, int]] | None = None
         self._known: dict[int, _Known] = {}
 
     @classmethod
@@ -55,6 +57,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             said = side()
             host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)
             self.see(tensors_in(results), host)
+        if self.events is not None:
+            self.events.append((func, self.now))
         return results
 
     def see(self, tensors: Iterable[Tensor], host: bool = False) -> None:
@@ -102,6 +106,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         """Count the peaks anew, from now."""
         self.peak, self.host_peak = self.now, self.host
+        if self.events is not None:
+            self.events = [(None, self.now)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

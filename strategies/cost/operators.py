@@ -35,10 +35,11 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one rank for one micro-batch."""
+    """Seconds of one rank for one micro-batch; `calls` is the part of both that begins calls, whatever they compute."""
 
     forward: float
     backward: float
+    calls: float
 
 
 def operator_seconds(
@@ -61,7 +62,7 @@ def operator_work(
     """The seconds of both ways; backward is 0 where no operand has a gradient."""
     learns = [ref in graph.trained for ref in operator.operands]
     if operator.op in VIEWS:
-        return Work(cluster.view, cluster.view * any(learns))
+        return Work(cluster.view, cluster.view * any(learns), cluster.view * (1 + any(learns)))
     share = shares(sharding, assignment, mesh)
     flops = sharding.flops
     for part in share.values():
@@ -78,11 +79,12 @@ def operator_work(
     peak, bandwidth = cluster.peak(dtype), cluster.memory_bandwidth
     forward = cluster.launch + max(flops / peak, (sum(operands) + results) / bandwidth)
     if not any(learns):
-        return Work(forward, 0.0)
+        return Work(forward, 0.0, cluster.launch)
     own = sum(size for size, learn in zip(operands, learns, strict=True) if learn)
     moved = results + own + (0.0 if operator.op in LINEAR else sum(operands))
     calls, ratio = backward_work(sharding, operator, learns)
-    return Work(forward, calls * cluster.launch + max(ratio * flops / peak, moved / bandwidth))
+    backward = calls * cluster.launch + max(ratio * flops / peak, moved / bandwidth)
+    return Work(forward, backward, (1 + calls) * cluster.launch)
 
 
 def backward_work(sharding: Sharding, operator: Operator, learns: list[bool]) -> tuple[int, float]:

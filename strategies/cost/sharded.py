@@ -166,12 +166,16 @@ class Sharded:
             parameter.grad = None
         self.filled += self.elements[name]
 
+    @property
+    def copied(self) -> list[torch.dtype]:
+        """The copies of a bucket while it is added up; gloo works on one more."""
+        wide = self.low or (self.stage == 3 and self.device.type == "cpu")
+        return [self.dtype, torch.float32] if wide else [self.dtype]
+
     def _flush(self) -> None:
         """Add up the bucket: a copy of it is sent, in fp32."""
         if self.filled:
-            copies = [self._empty(self.filled, self.dtype)]
-            if self.low or (self.stage == 3 and self.device.type == "cpu"):  # gloo works on a copy
-                copies.append(self._empty(self.filled, torch.float32))
+            copies = [self._empty(self.filled, dtype) for dtype in self.copied]
             del copies
         for name in self.names if self.stage > 1 else ():
             self.held[name].grad = None
@@ -187,19 +191,19 @@ class Sharded:
                     self.held[name].grad = None  # copied into the bucket one after the other
                     self.filled += self.elements[name]
                 self._flush()
-                self.pieces = self._taken()
+                self.pieces = self.taken()
         elif self.stage == 2:
             self._flush()
             if not self.pieces:
-                self.pieces = self._taken()
+                self.pieces = self.taken()
             else:
-                self._taken()
+                self.taken()
         else:
             self._flush()
         if last or self.stage > 1:
             self.buffer = None
 
-    def _taken(self) -> list[Tensor]:
+    def taken(self) -> list[Tensor]:
         """What the rank keeps of the sums: its part in fp32, or else all parameters of which it holds a part."""
         if self.lets_go:
             return []

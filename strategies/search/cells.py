@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from strategies.search.transfers import Seconds
+import numpy as np
+
+from strategies.search.transfers import Integers, Seconds
 
 Part = tuple[tuple[int, ...], Seconds]
 """Seconds over some of a table's array dims."""
@@ -18,13 +20,30 @@ class Cell:
 
     make: Callable[[], Seconds]
     split: Callable[[], tuple[Part, ...]] | None = None
-    seconds: Seconds = field(init=False)
+    made: Seconds | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.seconds = self.make()
+    @property
+    def seconds(self) -> Seconds:
+        """All of them, made when they are first asked for."""
+        if self.made is None:
+            self.made = self.make()
+        return self.made
 
     def refresh(self) -> None:
-        self.seconds = self.make()
+        self.made = None
+
+    def left(self, moved: Sequence[Seconds], place: int | None = None) -> Seconds:
+        """The least over all options when `moved` of every variable is taken off; for each option of the variable at
+        `place`, of which nothing is taken off."""
+        found, dims = self.seconds, self.seconds.ndim
+        for at, seconds in enumerate(moved):
+            if at != place:
+                found = found - seconds.reshape([-1 if i == at else 1 for i in range(dims)])
+        return np.asarray(found.min(tuple(at for at in range(dims) if at != place)))
+
+    def taken(self, kept: Sequence[Integers]) -> Seconds:
+        """The seconds of some options of every variable."""
+        return np.asarray(self.seconds[np.ix_(*kept)])
 
 
 @dataclass(frozen=True, eq=False)

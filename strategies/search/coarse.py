@@ -19,12 +19,15 @@ import numpy as np
 
 from strategies.graph import Ref
 from strategies.search.alike import Alike
+from strategies.search.elimination import TooWide
 from strategies.search.finding import Finding, Found, uncollected
 from strategies.search.folding import Folded
 from strategies.search.groups import Classes, Groups, Within
-from strategies.search.network import Building, Pair
+from strategies.search.narrowing import Narrowed
+from strategies.search.network import Building
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Transfers
+from strategies.search.uses import Pair
 from strategies.search.ways import levels_of
 
 PRICES = 8
@@ -44,19 +47,25 @@ class Coarse:
         self.problem, self.transfers, self.tolerance = problem, transfers, tolerance
         self.alike = Alike(transfers, levels_of(problem.mesh, transfers.cluster))
         self.groups = Groups(Classes(problem, transfers, self.alike))
+        self.split: frozenset[Ref] = frozenset()
+        """Values of which uses pay together."""
 
     def cheapest(self, pressure: float = 0.0) -> Found:
-        """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price. Raises
-        TooWide."""
+        """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price."""
         best: Found | None = None
         least = lower = 0.0
         while True:
             with uncollected():
-                building = Building(self.problem, self.groups)
-                folded = Folded(building.network)
+                building = Building(self.problem, self.groups, self.split, wide=bool(self.split))
+                network = building.network
+                solver: Folded | Narrowed = Narrowed(network) if self.split else Folded(network)
             building.press(pressure)
             while True:
-                picks, bound = folded.solve()
+                try:
+                    picks, bound = solver.solve()
+                except TooWide:
+                    solver = Narrowed(network)
+                    picks, bound = solver.solve()
                 lower = max(lower, bound)
                 if best is not None and least - lower <= self.tolerance * lower:
                     return replace(best, lower_bound=min(lower, least))
@@ -70,12 +79,17 @@ class Coarse:
                 if best is None or found.cost + pressure * found.bytes < least:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
-                if least - lower <= self.tolerance * lower or not building.renew():
+                near = least - lower <= self.tolerance * lower
+                split = frozenset() if near else building.underpaid(picks)
+                self.split |= split
+                if split:
+                    break
+                if near or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
     def within(self, limit: float, free: Found) -> Found:
         """A plan that keeps the limit: the best of the classes that are picked at two prices of memory, between which
-        plans begin to keep it. Raises StrategyError where there is none, and TooWide."""
+        plans begin to keep it. Raises StrategyError where there is none."""
         lower, low, high = free.lower_bound, 0.0, free.cost / limit
         over = under = self._classes(self.last)
         price, fits = high, False

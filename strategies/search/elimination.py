@@ -18,31 +18,32 @@ import numpy as np
 from strategies.search.cells import Table, table
 from strategies.search.transfers import Seconds
 
-LARGEST = 2**28
-"""Entries of a table above which a search needs too much memory."""
-
-
+LARGEST = 2**24
+"""Entries of a table above which narrowing a network is faster than eliminating it as it is."""
 CACHED = 2**17
 """Entries of a table that are handled at once."""
 
 
 class TooWide(Exception):
-    """A table would be larger than `LARGEST`."""
+    """A table would be too large."""
 
 
-@dataclass(frozen=True, eq=False)
 class Eliminated:
     """A variable, and the tables that it was in."""
 
-    variable: int
-    tables: tuple[Table, ...]
+    def __init__(self, variable: int, tables: Sequence[Table]) -> None:
+        self.variable = variable
+        self.tables = [
+            ((*one.variables[:place], *one.variables[place + 1 :]), np.moveaxis(one.seconds, place, -1))
+            for one in tables
+            for place in (one.variables.index(variable),)
+        ]
+        """The variables around, and the seconds by their options and the own ones."""
 
     def best(self, picks: Mapping[int, int]) -> int:
         """The option that costs least where its neighbours take `picks`."""
-        total = np.zeros(())
-        for one in self.tables:
-            total = total + one.seconds[tuple(slice(None) if v == self.variable else picks[v] for v in one.variables)]
-        return int(total.argmin())
+        found = [seconds[tuple([picks[v] for v in around])] for around, seconds in self.tables]
+        return int(sum(found[1:], found[0]).argmin()) if found else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +59,12 @@ class Rest:
             picks[step.variable] = step.best(picks)
 
 
-def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = ()) -> Rest:
-    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide."""
+def eliminate(
+    sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = (), largest: float | None = None
+) -> Rest:
+    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide where a
+    table would have more than `largest` entries (None: `LARGEST`)."""
+    largest = LARGEST if largest is None else largest
     waiting = dict(enumerate(tables))
     at: dict[int, set[int]] = {variable: set() for variable in sizes}
     for number, one in waiting.items():
@@ -91,7 +96,7 @@ def eliminate(sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[
         if now != size:
             heapq.heappush(heap, (now, variable))
             continue
-        if size > LARGEST:
+        if size > largest:
             raise TooWide
         around = neighbours(variable)
         own = tuple(waiting.pop(number) for number in sorted(at[variable]))

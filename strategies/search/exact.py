@@ -1,9 +1,10 @@
 """Dynamic programming over the operator graph: the plan that costs least, with a certificate.
 
-problem -> network of tables -> repeated layers folded -> elimination -> assignments, see `finding`. On meshes of more
-than `MOST_AXES` axes the search goes from classes of layouts to layouts (`coarse`). Where that can not be done (a
-parameter has several uses, or a table would be too large) neighbouring axes are joined: the best plan of all joined
-meshes is taken, and the gap is that to what work alone takes on the whole mesh.
+problem -> network of tables -> repeated layers folded -> elimination -> assignments, see `finding`. Networks that are
+too wide for that are narrowed first. On meshes of more than `MOST_AXES` axes the search goes from classes of layouts to
+layouts (`coarse`). A parameter with several uses has no class: up to `MOST_SHARED` axes its layouts are compared one by
+one, and beyond neighbouring axes are joined: the best plan of all joined meshes is taken, and the gap is that to what
+work alone takes on the whole mesh.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import replace
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.search.coarse import Coarse, shared
-from strategies.search.elimination import LARGEST, TooWide
 from strategies.search.finding import Finding, Found
 from strategies.search.joining import joinings, least
 from strategies.search.options import Menu
@@ -23,45 +23,34 @@ from strategies.search.transfers import Transfers
 
 MOST_AXES = 3
 """Axes up to which every layout is an option from the beginning."""
+MOST_SHARED = 4
+"""The same, where a parameter has several uses."""
 
 
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
     """The cheapest plan within the memory limit, or one at most `tolerance` (relative to the bound) more expensive;
     None is 0 on meshes of one or two axes, and 1 % on larger ones. With a limit or more than `MOST_AXES` axes the gap
-    may stay larger. Raises StrategyError where no plan within the limit is found."""
+    may stay larger. Raises StrategyError where no plan within the limit is found, or layouts are too many."""
     transfers = Transfers(problem.mesh, cluster)
+    axes = len(transfers.axes)
     if tolerance is None:
-        tolerance = 0.01 if len(transfers.axes) > 2 else 1e-12
-    if len(transfers.axes) > MOST_AXES and (best := _on_many(problem, transfers, tolerance)) is not None:
-        return best
-    finding = Finding(problem, Menu(problem, transfers), tolerance)
-    try:
-        free = finding.cheapest(0.0)
-    except TooWide:
-        if (best := _on_joined(problem, cluster, tolerance)) is not None:
-            return best
-        raise StrategyError(
-            f"parallel.search = dynamic_programming would need a table of more than {LARGEST:,} entries on this mesh, "
-            "because some operator meets many others. Use parallel.search=recursive_programming, a mesh of fewer "
-            "axes, or configure some strategies."
-        ) from None
-    if problem.memory is None or free.bytes <= problem.memory:
-        return free
-    return finding.within(problem.memory, free)
-
-
-def _on_many(problem: Problem, transfers: Transfers, tolerance: float) -> Found | None:
-    """As `search` on a mesh of many axes; None where its axes can neither be told alike nor be joined."""
-    if shared(problem):
-        return _on_joined(problem, transfers.cluster, tolerance)
-    try:
+        tolerance = 0.01 if axes > 2 else 1e-12
+    if axes > MOST_AXES and not shared(problem):
         coarse = Coarse(problem, transfers, tolerance)
         free = coarse.cheapest()
-        if problem.memory is None or free.bytes <= problem.memory:
-            return free
-        return coarse.within(problem.memory, free)
-    except TooWide:
-        return _on_joined(problem, transfers.cluster, tolerance)
+        return free if problem.memory is None or free.bytes <= problem.memory else coarse.within(problem.memory, free)
+    if axes > MOST_SHARED:
+        best = _on_joined(problem, cluster, tolerance)
+        if best is None:
+            raise StrategyError(
+                f"parallel.search = dynamic_programming has too many layouts to compare on a mesh of {axes} axes where "
+                "a parameter has several uses and configured layouts tell neighbouring axes apart. Use "
+                "parallel.search=recursive_programming, or a mesh of fewer axes."
+            )
+        return best
+    finding = Finding(problem, Menu(problem, transfers), tolerance, wide=axes > MOST_AXES)
+    free = finding.cheapest(0.0)
+    return free if problem.memory is None or free.bytes <= problem.memory else finding.within(problem.memory, free)
 
 
 def _on_joined(problem: Problem, cluster: Cluster, tolerance: float) -> Found | None:

@@ -5,7 +5,8 @@ their own, until the solution costs what the network says. Each solution is a pl
 lower bound, so both are known at any time.
 
 A limit of memory enters as seconds per byte (a Lagrange multiplier): for any such price, the optimum minus the price of
-the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The price is found by bisection.
+the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The next price is that at which the
+plans on both sides of the limit cost the same, until nothing is cheaper there: then the bound is the best one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from strategies.rules.sharding import Assignment
 from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
 from strategies.search.kept import too_large
+from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 
+PRECISE = 1e-6
+"""Of a price, or of what a plan costs at it: what makes no difference."""
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+WIDE_ROUNDS = 8
+"""The same in a wide network, where each takes long."""
+AGAIN = 12
+"""Solutions of a wide network with one bound."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +56,43 @@ class Found:
 
 
 class Finding:
-    def __init__(self, problem: Problem, menu: Menu, tolerance: float) -> None:
+    def __init__(self, problem: Problem, menu: Menu, tolerance: float, wide: bool = False) -> None:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
-        self._build(frozenset())
+        self.wide = wide
+        """Whether the network is too wide to be eliminated as it is."""
+        self.building = self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
-        self.solved: frozenset[Ref] = frozenset()
-        """Values that were split when the network was last solved."""
-        self.refused: frozenset[Ref] = frozenset()
-        """Values that stay whole, because split they would make a table too large."""
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
-    def _build(self, split: frozenset[Ref]) -> None:
+    def _build(self, split: frozenset[Ref], like: Building | None = None) -> Building:
         with uncollected():
-            self.building = Building(self.problem, self.menu, split)
-            self.folded = Folded(self.building.network)
+            building = Building(self.problem, self.menu, split, wide=self.wide, like=like)
+            network = building.network
+            self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)
+        return building
+
+    def solve(self, prove: bool = True) -> tuple[list[int], float]:
+        """The options of a solution, and what every one costs at least. A wide network takes long to `prove` anything:
+        else its best options are compared again, and the bound is the last one."""
+        if isinstance(self.solver, Narrowed) and not prove:
+            return self.solver.again()
+        try:
+            return self.solver.solve()
+        except TooWide:
+            self.wide = True
+            self.building = self._build(frozenset(), self.building)
+            return self.solver.solve()
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions. Raises TooWide."""
+        that costs `enough` is the last one, and the best of `most` solutions."""
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
-        solutions = 0
+        solutions, proven = 0, 1  # the latter: how many there were when the bound was found
         while True:
-            picks, bound = self.solve()
+            picks, bound = self.solve(proven > solutions)
             lower = max(lower, bound)
             raised = self.building.settle(picks)
             cost, kept = self.building.cost(picks), self.building.bytes(picks)
@@ -85,54 +105,46 @@ class Finding:
             solutions += 1
             if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
                 break
-            split = self.building.underpaid(picks) - self.refused if not raised or self.many else frozenset()
-            if not raised and not split:
+            split = self.building.underpaid(picks) if not raised or self.many else frozenset()
+            if not raised and not split and proven == solutions:
                 break
             if split:
-                self._build(self.building.split | split)
+                self.building = self._build(self.building.split | split, self.building)
+            if split or not raised or solutions - proven == AGAIN:
+                proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
-
-    def solve(self) -> tuple[list[int], float]:
-        """The options and seconds of the optimum. Where a table would be too large, values of fewer kinds are split
-        (alike ones of repeated layers together), so a gap may stay. Raises TooWide where none helps."""
-        while True:
-            try:
-                found = self.folded.solve()
-                self.solved = self.building.split
-                return found
-            except TooWide:
-                more = self.building.split - self.solved
-                kinds: dict[tuple[int, int], set[Ref]] = {}
-                for ref in sorted(more, key=lambda ref: (ref.id, ref.index)):
-                    kinds.setdefault((id(self.building.choices.get(ref.id)), ref.index), set()).add(ref)
-                if not kinds:
-                    raise
-                kept = list(kinds.values())[: len(kinds) // 2]
-                if not kept:
-                    self.refused |= more
-                self._build(self.solved.union(*kept))
 
     def within(self, limit: float, free: Found, most: int | None = None) -> Found:
         """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""
-        lower, best, low = free.lower_bound, None, 0.0
-        high = free.cost / limit
+        if free.bytes <= limit:
+            return free
+        lower, best, price = free.lower_bound, None, free.cost / limit
+        large, small = free, free  # the plans next to the limit on either side of it, once there are two
         over, under, building = self.picks, self.picks, self.building
-        for _ in range(ROUNDS):
-            price = (low + high) / 2 if best is not None else high
+        most = AGAIN if most is None and self.wide else most
+        for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
             found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
             if self.building is not building:  # its variables have other numbers
                 over = under = self.picks
                 building = self.building
+            known = min(one.cost + price * one.bytes for one in (large, small))
+            nothing_new = best is not None and found.cost + price * found.bytes >= known * (1 - PRECISE)
             if found.bytes <= limit:
-                under = self.picks
+                under, small = self.picks, found
                 best = found if best is None or found.cost < best.cost else best
-                high = price
             else:
-                over = self.picks
-                low, high = (price, high * 8) if best is None else (price, high)
-            if best is not None and (best.cost - lower <= self.tolerance * lower or high - low <= 1e-6 * high):
+                over, large = self.picks, found
+            if best is None:
+                if found.cost < PRECISE * price * found.bytes:
+                    break  # the least bytes there are
+                price *= 8
+                continue
+            crossing = (small.cost - large.cost) / (large.bytes - small.bytes)
+            done = best.cost - lower <= self.tolerance * lower or nothing_new
+            if done or crossing <= 0 or abs(crossing - price) <= PRECISE * price:
                 break
+            price = crossing
         if best is None:
             raise StrategyError(too_large(limit, found.bytes))
         mixed = self.mixed(over, under, limit)

@@ -1,15 +1,17 @@
 """What a plan does not hold, decided together with it: the stage of ZeRO, stages and micro-batches of a pipeline, and
 what is computed again.
 
-Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. Choices are
-priced by rising bound, each with the best plan that it allows, until the next bound is no better than what was found.
-Invariant: a choice that was not priced could not have been faster than the best, or could not have kept the limit.
+Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. A choice is
+looked at in steps, each of which costs more and never tells less seconds: what others have told of it, its fastest
+plan, the memory of that, a slower plan for less room. The next step is always taken for the choice that is told the
+least seconds, so none is taken for a choice that is slower than what is decided. Invariant: a choice that was left open
+could not have been faster than the best, or could not have kept the limit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ class Bound:
 @dataclass(frozen=True)
 class Priced:
     """A plan of a choice: predicted seconds of a step, and bytes of the fullest rank at its fullest moment; None where
-    nobody looked, because others are faster."""
+    nobody has looked yet."""
 
     plan: Plan
     seconds: float
@@ -71,45 +73,73 @@ class Decision:
         return asdict(self.choice) | {"seconds": self.priced.seconds} | counts | {"runner_up": second}
 
 
-def decide(bounds: Mapping[Choice, Bound], limit: float, price: Callable[[Choice, float], Priced]) -> Decision:
-    """The best of the choices in `bounds` by what `price` tells of one, given the seconds of the best so far. Raises
-    StrategyError where none keeps `limit`, and the first error of `price` where it refuses all that could."""
-    found: dict[Choice, Priced] = {}
-    slower: dict[Choice, float] = {}
-    refusals: list[StrategyError] = []
-    too_large: dict[Choice, float] = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
-    open_choices = sorted(bounds.keys() - too_large.keys(), key=lambda choice: (bounds[choice].seconds, choice))
-    tried, best = 0, math.inf
-    for choice in open_choices:
-        if bounds[choice].seconds >= best:
-            break
-        tried += 1
+@dataclass(frozen=True, order=True)
+class _Next:
+    """Where a choice stands: told to take at least `seconds`; of those that are told the same, what was looked at
+    comes first."""
+
+    seconds: float
+    unseen: bool
+    choice: Choice
+
+
+def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:
+    """The best of the choices in `bounds`. `look` takes the steps of one: ever more seconds, and plans first without,
+    then with their bytes; after one that keeps `limit` no other is asked for. Raises StrategyError where none keeps
+    `limit`, and the first error of `look` where it refuses all that could."""
+    looking = _Looking(bounds, limit, look)
+    first = looking.next()
+    if first is None:
+        if not looking.too_large:
+            raise next(iter(looking.refused.values()))
+        raise StrategyError(_nothing_fits(looking.too_large, limit))
+    over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
+    tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
+    second = looking.next(among_seen=True)
+    behind = None if second is None else (second, looking.last[second].seconds)
+    return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
+
+
+class _Looking:
+    """Where all choices stand: the steps of those that are looked at, and what each has told `last`."""
+
+    def __init__(
+        self, bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]
+    ) -> None:
+        self.limit, self.look = limit, look
+        self.steps: dict[Choice, Iterator[Priced]] = {}
+        self.last: dict[Choice, Priced] = {}
+        self.refused: dict[Choice, StrategyError] = {}
+        self.too_large = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
+        self.waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - self.too_large.keys()]
+        heapq.heapify(self.waiting)
+
+    def next(self, *, among_seen: bool = False) -> Choice | None:
+        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at, by the
+        plans that are known."""
+        while self.waiting:
+            one = heapq.heappop(self.waiting)
+            size = None if one.unseen else self.last[one.choice].bytes
+            if size is not None and size <= self.limit:
+                return one.choice
+            if not (among_seen and (one.unseen or size is not None)):
+                self._step(one.choice)
+        return None
+
+    def _step(self, choice: Choice) -> None:
+        if choice not in self.steps:
+            self.steps[choice] = self.look(choice)
         try:
-            one = price(choice, best)
+            one = next(self.steps[choice], None)
         except StrategyError as error:
-            refusals.append(error)
-            continue
-        if one.bytes is not None and one.bytes > limit:
-            too_large[choice] = one.bytes
-        elif one.bytes is not None and one.seconds < best:
-            found[choice] = one
-            best = one.seconds
-        else:
-            slower[choice] = one.seconds
-    if not found:
-        if not too_large:
-            raise refusals[0]
-        raise StrategyError(_nothing_fits(too_large, limit))
-    first = min(found, key=lambda choice: found[choice].seconds)
-    behind = slower | {choice: one.seconds for choice, one in found.items() if choice != first}
-    second = None
-    for choice in sorted(behind, key=lambda choice: (behind[choice], choice)):
-        one = found[choice] if choice in found else price(choice, math.inf)
-        if one.bytes is not None and one.bytes <= limit:
-            second = choice, one.seconds
-            break
-    over = len([choice for choice, size in too_large.items() if bounds[choice].bytes <= limit])
-    return Decision(first, found[first], second, tried, len(bounds) - tried, over, len(refusals))
+            self.refused[choice] = error
+            return
+        if one is None:
+            return
+        if one.bytes is not None and one.bytes > self.limit:
+            self.too_large[choice] = min(one.bytes, self.too_large.get(choice, one.bytes))
+        self.last[choice] = one
+        heapq.heappush(self.waiting, _Next(one.seconds, False, choice))
 
 
 def _nothing_fits(needs: Mapping[Choice, float], limit: float) -> str:

@@ -13,7 +13,6 @@ repeated layers look the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,70 +20,19 @@ import numpy as np
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
-from strategies.search.cells import Cell, Network, Part, Table, table
+from strategies.search.cells import Cell, Network, Table, table
 from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
 from strategies.search.shared_parameters import SharedParameter
-from strategies.search.transfers import Integers, Prices, Rows, Seconds
+from strategies.search.transfers import Prices, Seconds
+from strategies.search.uses import Pair, Sharing, agreeing, cell_of_use, sharing_of
 
 MOST_SHARING = 3
 """Uses of a value up to which it is exact to let one of its layouts be shared."""
+MOST_AGREEING = 4
+"""The same, of a network that is too wide to be eliminated as it is."""
 MOST_ENTRIES = 2**23
 """Of a table, up to which a value is split."""
-
-
-@dataclass(eq=False)
-class Pair:
-    """What one use of a value costs: `seconds` [layouts of the value, targets]; `of_option` [options of the user] is
-    the target of each. A target is how the value comes (`come`: a row of `wanted`) and how its gradient goes."""
-
-    transfers: Prices
-    spec: TensorSpec
-    given: Rows
-    wanted: Rows
-    returned: Rows | None
-    come: Integers
-    go: Integers
-    of_option: Integers
-
-    def __post_init__(self) -> None:
-        self.whole = self.transfers.whole(self.given)
-        told = [row.tobytes() for row in self.wanted.dims[self.come]]
-        back = [b""] * len(told) if self.returned is None else [row.tobytes() for row in self.returned.partial[self.go]]
-        self.targets = tuple(zip(told, back, strict=True))
-        self.changes = 0
-        self._look()
-
-    def refresh(self) -> bool:
-        """Looks prices up again where some were settled; whether there were any."""
-        changes = self.transfers.changes(self.given, self.wanted, self.spec)
-        if self.returned is not None:
-            changes += self.transfers.changes(self.returned, self.whole, self.spec)
-        if changes == self.changes:
-            return False
-        self.changes = changes
-        self._look()
-        return True
-
-    def _look(self) -> None:
-        self.seconds = self.transfers.seconds(self.given, self.wanted, self.spec)[:, self.come]
-        if self.returned is not None:
-            self.seconds = self.seconds + self.transfers.seconds(self.returned, self.whole, self.spec)[self.go].T
-
-    def settle(self, row: int, target: int) -> None:
-        """Prices one entry."""
-        self.transfers.settle(self.given, self.wanted, self.spec, row, int(self.come[target]))
-        if self.returned is not None:
-            self.transfers.settle(self.returned, self.whole, self.spec, int(self.go[target]), row)
-
-
-@dataclass(frozen=True, eq=False)
-class Sharing:
-    """A value that uses may share: `first` [options of the producer, shared layouts] is what the shared one costs (0 is
-    none), `uses` [options of the producer, shared layouts, options of the user] what is left for each use."""
-
-    first: Cell
-    uses: tuple[Cell, ...]
 
 
 class Offers(Protocol):
@@ -100,18 +48,29 @@ class Offers(Protocol):
 
 class Building:
     """Makes the network of a problem, and reads a solution of it. `split` are the values with a variable of their own
-    for what is shared."""
+    for what is shared; where the network is `wide`, with a table over all uses. What was made for a network `like` this
+    one, of the same problem and menu, is taken over."""
 
-    def __init__(self, problem: Problem, menu: Offers, split: frozenset[Ref] = frozenset()) -> None:
-        self.problem, self.graph, self.menu, self.split = problem, problem.graph, menu, split
+    def __init__(
+        self,
+        problem: Problem,
+        menu: Offers,
+        split: frozenset[Ref] = frozenset(),
+        *,
+        wide: bool = False,
+        like: Building | None = None,
+    ) -> None:
+        self.problem, self.graph, self.menu, self.split, self.wide = problem, problem.graph, menu, split, wide
         self.transfers, self.network = menu.transfers, Network()
-        self.choices = {operator.id: menu.of(operator) for operator in self.graph.operators}
+        self.choices: dict[str, Choices] = (
+            like.choices if like else {one.id: menu.of(one) for one in self.graph.operators}
+        )
         self.variables: dict[str, int] = {}
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
         self.leaving: list[tuple[int, Seconds]] = []
-        self.known: dict[tuple[Any, ...], Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = like.known if like else {}
         self.raised = self.transfers.raised
         self._variables()
         self._tables()
@@ -197,7 +156,10 @@ class Building:
         return frozenset(found)
 
     def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
-        """Whether it is exact and small enough to give a value a variable of its own."""
+        """Whether it is exact and small enough to give a value a variable of its own; in a wide network, a table."""
+        users = {user for user, _ in uses}
+        if self.wide:
+            return ref not in self.split and len(uses) == len(users) <= MOST_AGREEING
         widest = max(len(pair.of_option) for _, pair in uses)
         entries = len(self._given(ref).of_option) * max(len(pair.targets) for _, pair in uses) * widest
         return ref not in self.split and len(uses) <= MOST_SHARING and entries <= MOST_ENTRIES
@@ -220,9 +182,9 @@ class Building:
             assert isinstance(menu, Menu)  # classes of layouts do not say how a parameter lies
             shared = self._remember(key, lambda: SharedParameter(menu, source, self._uses(ref), self.choices))
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
-        elif ref in self.split and len(self.graph.users[ref]) <= MOST_SHARING:
+        elif ref in self.split and not self.wide:
             given, pairs = self._given(ref), self._pairs(ref)
-            sharing = self._remember(("sharing", id(given), *map(id, pairs)), lambda: _sharing(given, pairs))
+            sharing = self._remember(("sharing", id(given), *map(id, pairs)), lambda: sharing_of(given, pairs))
             if sharing is not None:
                 self.sharings[ref] = self.network.add(sharing.first.seconds.shape[1]), sharing
 
@@ -311,6 +273,13 @@ class Building:
         producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
         users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
+        if self.wide and len(set(users)) == len(users):
+            produced = () if producer is None else (producer,)
+            together = [list(zip(users, pairs, strict=True))]
+            for some in together if ref in self.split else [[one] for one in together[0]]:
+                cell = self._agreeing(given, [pair for _, pair in some], len(users) // len(some), produced != ())
+                self.network.tables.append(Table((*produced, *(user for user, _ in some)), cell))
+            return
         if ref in self.sharings:
             variable, sharing = self.sharings[ref]
             self._add((producer, variable), sharing.first)
@@ -320,8 +289,14 @@ class Building:
         for user, pair in zip(users, pairs, strict=True):
             key = ("use", id(pair), len(users))
             if key not in self.known:
-                self.known[key] = _paid(given, pair, len(users))
+                self.known[key] = cell_of_use(given, pair, len(users))
             self._add((producer, user), self.known[key])
+
+    def _agreeing(self, given: Side, pairs: Sequence[Pair], share: int, produced: bool) -> Cell:
+        """What these uses pay together; each pays one of `share` parts."""
+        key = ("agreeing", id(given), share, produced, *map(id, pairs))
+        cell: Cell = self._remember(key, lambda: agreeing(given, pairs, share, produced))
+        return cell
 
     def _add(self, variables: tuple[int | None, ...], cell: Cell) -> None:
         """A table; a value that no operator produces has one layout and no variable."""
@@ -350,42 +325,3 @@ class Building:
         seconds = pair.seconds[given.of_option, 0]
         self.leaving.append((self.variables[ref.id], seconds))
         self.network.tables.append(table((self.variables[ref.id],), seconds))
-
-
-def _paid(given: Side, pair: Pair, uses: int) -> Cell:
-    """What one of several uses pays [options of the producer, options of the user]."""
-    return Cell(lambda: pair.seconds[np.ix_(given.of_option, pair.of_option)] / uses)
-
-
-def _sharing(given: Side, pairs: Sequence[Pair]) -> Sharing | None:
-    """None where no two uses have a target in common."""
-    often: dict[tuple[bytes, bytes], list[Pair]] = {}
-    for pair in pairs:
-        for target in pair.targets:
-            often.setdefault(target, []).append(pair)
-    shared = [target for target, found in often.items() if len(found) > 1]
-    if not shared:
-        return None
-
-    def first() -> Seconds:
-        costs = [often[target][0].seconds[:, often[target][0].targets.index(target)] for target in shared]
-        return np.asarray(np.stack([np.zeros(len(given.rows)), *costs], 1)[given.of_option])
-
-    def left(pair: Pair) -> Seconds:
-        found = np.repeat(pair.seconds[given.of_option][:, None, pair.of_option], len(shared) + 1, axis=1)
-        for number, target in enumerate(shared):
-            if target in pair.targets:
-                found[:, number + 1, pair.of_option == pair.targets.index(target)] = 0.0
-        return found
-
-    def parts(pair: Pair) -> tuple[Part, ...]:
-        """A use pays for itself, or nothing where what it wants is shared."""
-        wanted = [pair.targets.index(target) if target in pair.targets else -1 for target in shared]
-        free = np.array([-2, *wanted])[:, None] == pair.of_option
-        own = pair.seconds[np.ix_(given.of_option, pair.of_option)]
-        return ((0, 2), own), ((1, 2), np.where(free, 0.0, np.inf))
-
-    def cell(pair: Pair) -> Cell:
-        return Cell(lambda: left(pair), lambda: parts(pair))
-
-    return Sharing(Cell(first), tuple(cell(pair) for pair in pairs))

@@ -94,18 +94,17 @@ class _Use:
         self.transfers, self.spec, self.share = transfers, spec, share
         self.wanted, self.returned = choices.wanted[place], choices.returned[place] if gradient else None
         names = list(dict.fromkeys(layout for layout, _ in options))
-        self.stored, self.of_option = transfers.rows_of(names), [names.index(layout) for layout, _ in options]
-        self.back: list[tuple[Rows, Rows, list[int]]] = []
+        places = {layout: place for place, layout in enumerate(names)}
+        self.stored, self.of_option = transfers.rows_of(names), [places[layout] for layout, _ in options]
+        self.back: list[tuple[Rows, Rows]] = []
         self.forbidden: list[list[bool]] = []
         for column in range(len(self.returned.rows) if self.returned is not None else 0):
             assert self.returned is not None
             layout = transfers.layout(self.returned.rows, column)
-            left = [left_axes(have, layout, spec.shape, mesh) for have, _ in options]
-            ends = [Layout(have.dims, kept) for (have, _), kept in zip(options, left, strict=True)]
-            once = list(dict.fromkeys(ends))
-            after = transfers.rows_of(once)
-            self.back.append((transfers.rows_of([layout]), after, [once.index(end) for end in ends]))
-            self.forbidden.append([not kept <= added for (_, added), kept in zip(options, left, strict=True)])
+            left = {have: left_axes(have, layout, spec.shape, mesh) for have in names}
+            after = transfers.rows_of([Layout(have.dims, left[have]) for have in names])
+            self.back.append((transfers.rows_of([layout]), after))
+            self.forbidden.append([not left[have] <= added for have, added in options])
 
     def seconds(self) -> Seconds:
         found = self.transfers.seconds(self.stored, self.wanted.rows, self.spec)
@@ -113,8 +112,8 @@ class _Use:
         if self.returned is None:
             return np.asarray(found / self.share)
         columns = []
-        for (before, after, of_option), forbidden in zip(self.back, self.forbidden, strict=True):
-            seconds = self.transfers.seconds(before, after, self.spec, few=0)[0, of_option]
+        for (before, after), forbidden in zip(self.back, self.forbidden, strict=True):
+            seconds = self.transfers.seconds(before, after, self.spec, few=0)[0, self.of_option]
             columns.append(np.where(forbidden, np.inf, seconds))
         return np.asarray(found + np.stack(columns, 1)[:, self.returned.of_option])
 
@@ -122,5 +121,5 @@ class _Use:
         wanted = int(self.wanted.of_option[user])
         self.transfers.settle(self.stored, self.wanted.rows, self.spec, self.of_option[option], wanted)
         if self.returned is not None:
-            before, after, of_option = self.back[int(self.returned.of_option[user])]
-            self.transfers.settle(before, after, self.spec, 0, of_option[option])
+            before, after = self.back[int(self.returned.of_option[user])]
+            self.transfers.settle(before, after, self.spec, 0, self.of_option[option])

@@ -163,6 +163,41 @@ def test_help_shows_verbs_recipes_and_examples(command):
     assert "parallel: auto, data_parallel, hybrid, semi_auto, stand_alone" in text
 
 
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if not verb.composed])
+def test_help_of_verbs_that_need_no_config(command, verb):
+    for word in ("--help", "-h"):
+        done = command(verb, word)
+        assert done.code == 0 and done.out.startswith(f"run {verb} ") and VERBS[verb].example in done.out
+
+
+def test_folders_of_the_user_do_not_hide_ours(tmp_path):
+    """`python -m` puts the working directory first; launchers start ranks that way."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('the wrong models')\n")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# Mine\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for words in (["recipes"], ["plan", QUICK, "parallel.plan_cache=null", "hydra.run.dir=here"]):
+        line = [sys.executable, "-m", "runner", *words]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert words != ["recipes"] or {"mine", "quickstart"} <= {row.split()[0] for row in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(("words", "said"), [(("recipes",), 0), ((QUICK, "job=doctor_of_nobody"), 1)])
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said):
+    """`run recipes | head -1`; what is refused is told on stderr all the same."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "runner", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr.count("\n")) == (2 if said else 141, said), done.stderr
+
+
 def test_job_gets_config_and_folder(command, job, left):
     seen = []
     job(lambda config, run_dir: seen.append((config, run_dir)))

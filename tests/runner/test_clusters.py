@@ -93,6 +93,13 @@ REFUSED = [
     (["cluster.nodes=2"], "cluster.nodes = 2 has no effect: cluster = 'auto'"),
     (["cluster=a100", "cluster.machine.levels.node.size=3"], "nodes = 1, but cluster.machine.levels.node.size = 3"),
     (["cluster=dgx_h100", "world_size=9"], "world_size = 9 needs 9 devices, but cluster = 'dgx_h100' has 8"),
+    (["cluster=one_gpu", "world_size=4"], "'one_gpu' has 1; choose a larger cluster or fewer ranks (world_size=1)."),
+    (["cluster=dgx_h100", "world_size=9"], "choose a larger cluster (cluster.nodes) or fewer ranks (world_size=8)."),
+    (
+        ["cluster=dgx_h100", "cluster.nodes=2", "job=plan", "parallel=semi_auto", "parallel.mesh={a: 8}"],
+        "parallel.mesh = [8] has 8 devices, but world_size = null takes all 16 of cluster = 'dgx_h100'; set "
+        "world_size=8, or parallel.mesh for all of them. (from the command line: parallel.mesh",
+    ),
     (["cluster=dgx_h100", "cluster.file=x.yaml"], "both describe the machine; drop one of them"),
     (["cluster.file=nowhere.yaml"], "cluster.file = 'nowhere.yaml' cannot be read"),
     (["cluster=a100", "cluster.machine.achieved.flops=1.5"], "cluster.machine.achieved.flops = 1.5: must be at most 1"),
@@ -105,6 +112,14 @@ def test_refusals_name_the_keys(overrides, said):
     with pytest.raises(ConfigError) as refused:
         compose(*overrides)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("nodes", ["0", "-3", "1.5"])
+def test_what_stands_twice_is_told_once(nodes):
+    with pytest.raises(ConfigError) as refused:
+        compose("cluster=dgx_h100", f"cluster.nodes={nodes}")
+    (said,) = refused.value.args
+    assert said.startswith(f"cluster.nodes = {nodes}: must be ")
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "name: x\n", "a: [1\n", "machine: ${nowhere}\n"])

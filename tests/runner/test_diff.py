@@ -25,6 +25,12 @@ def content(folder):
     return json.loads((folder / "plan.json").read_text())
 
 
+def test_the_same_is_said_by_an_option_of_plan(command, plans):
+    folders = str(plans["megatron_tp"]), str(plans["gpt"])
+    assert command("plan", "--diff", *folders) == command("diff", *folders)
+    assert command("plan", "--diff", folders[0]).code == 2
+
+
 def test_two_plans_on_one_mesh(command, plans):
     done = command("diff", str(plans["megatron_tp"]), str(plans["megatron_sp"] / "plan.json"))
     assert (done.code, done.err) == (0, "")

@@ -94,8 +94,15 @@ def test_the_report_of_a_plan(folder, content):
         "(dp, -, -) (tp, -) (tp) -> (dp, -, tp)",
         ": 4 ranks across, over the gpu link",
         "is the limit that binds",
+        "by what limits it",
+        "operator calls ",
+        "results of operators, of a rank",
+        "layers.[0-1] x 2 0.",
+        "sliced over tp",
+        "thick red: something is sent",
     ):
         assert needed in told, needed
+    assert "0 ms" not in parsed.texts and "0 B" not in parsed.texts, "cells of nothing are empty"
     found = kinds(content["operators"])
     assert parsed.seen["tr"] == 1 + sum(1 + len(kind.rows()) for kind in found)
     assert parsed.seen["details"] == len(found)
@@ -131,6 +138,7 @@ def test_a_pipeline_has_a_report(start):
     ended = start("+recipe=gpt_pipeline", verb="explain")
     told = " ".join(check((ended.folder / "report.html").read_text()).texts)
     assert "waiting" in told and "send" in told
+    assert "by what limits it, all stages together" in told and "2 such meshes follow one another" in told
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,9 @@ def test_a_browser_draws_it(folder, tmp_path):
     """Every browser on this machine keeps all elements, none is moved or dropped, and the picture is not blank."""
     file = folder / "report.html"
     expected = check(file.read_text()).seen
-    for path in filter(None, map(shutil.which, BROWSERS)):
+    found = [path for path in map(shutil.which, BROWSERS) if path]
+    assert found, "no browser draws the report: apt-get install chromium (make browser)"
+    for path in found:
         options = [path, "--headless", "--window-size=1300,2000"]
         if "firefox" not in path:
             options += ["--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]

@@ -95,3 +95,9 @@ def test_the_folder_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("auto") == tmp_path / ".cache" / "meshwright" / "plans"
+
+
+@pytest.mark.parametrize("verb", ["plan", "explain"])
+def test_a_mode_without_a_plan_says_so(start, capsys, verb):
+    start("+recipe=hybrid_matmul", verb=verb)
+    assert "parallel.mode=hybrid has no plan: the model runs as it is written." in capsys.readouterr().out

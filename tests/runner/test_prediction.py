@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from composing import compose_config
 from small import MODES, SMALL
 
 from runner.clusters import described, shipped
-from runner.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds
+from runner.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
 from runner.prediction import doubled
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
@@ -50,6 +51,7 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
     assert plan["prediction"]["binding"] == "memory"
     out = capsys.readouterr().out
     assert "it does not fit: " in out and "and a device has 95.4 MiB; parallel.zero.stage=1 would need " in out
+    assert "; parallel.zero.stage=auto parallel.recompute=auto finds the fastest that fits\n" in out
     shrunk = plan["prediction"]["shrunk"]
     zero = [shrunk[f"parallel.zero.stage={stage}"] for stage in (1, 2, 3)]
     assert plan["prediction"]["memory"] > zero[0] > zero[1] > zero[2]
@@ -72,18 +74,59 @@ def test_slow_links_bind_and_faster_ones_help(start, capsys):
     assert max(told["speedups"], key=told["speedups"].get) == "gpu link"
     assert 1.5 < told["speedups"]["gpu link"] < 2
     out = capsys.readouterr().out
-    assert "limit that binds: gpu link" in out and "next better: twice the gpu link 1." in out
+    assert "limit that binds: gpu link" in out and "next better: a gpu link twice as fast 1." in out
+
+
+def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
+    """A net of a few thousand parameters on a fast GPU: neither its flops nor its memory take any time."""
+    told = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
+        "prediction"
+    ]
+    assert told["binding"] == "operator calls"
+    assert told["shares"]["operator calls"] > 100 * (told["shares"]["flops"] + told["shares"]["memory bandwidth"])
+    assert told["speedups"]["operator calls"] > 1.5
+    assert re.search(
+        r"next better: calls that begin in half the time [12]\.\d\d times as fast", capsys.readouterr().out
+    )
+
+
+def test_no_plan_does_more_than_the_peak(start):
+    """Products that run in bf16 are measured by the peak of bf16, whatever their parameters are."""
+    options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
+    plain = start(*options, verb="plan").plan["prediction"]
+    mixed = start(*options, "train.precision=bf16_autocast", verb="plan").plan["prediction"]
+    assert plain["seconds"] == pytest.approx(mixed["seconds"], rel=0.5)
+    assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
+
+
+def test_ranks_that_are_of_no_use_are_told(start, capsys):
+    """A net so small that the exact search gathers the batch and computes it on every rank."""
+    options = ("parallel=auto", "parallel.search=dynamic_programming", "cluster=dgx_h100")
+    layouts = {
+        layout for entry in start(*SMALL, *options, verb="plan").plan["operators"] for layout in entry["out_layouts"]
+    }
+    assert not any("d" in layout for layout in layouts)
+    out = capsys.readouterr().out
+    assert "nothing is sliced: every rank computes the whole batch" in out and "idle" not in out
+    start(*SMALL, *MODES["auto"], verb="plan", folder="sliced")
+    assert "nothing is sliced" not in capsys.readouterr().out
+
+
+def test_devices_that_are_left_over_are_told(start, capsys):
+    start(*SMALL, *MODES["auto"], "cluster=dgx_h100", "cluster.nodes=2", verb="plan")
+    assert "12 devices idle (world_size=null takes all)" in capsys.readouterr().out
 
 
 def test_every_rate_is_doubled_alone():
     cluster = described("dgx_h100", shipped("dgx_h100", 4))
     found = doubled(cluster)
-    assert list(found) == ["flops", "memory bandwidth", "node link", "gpu link"]
+    assert list(found) == ["flops", "memory bandwidth", "operator calls", "node link", "gpu link"]
+    assert found["operator calls"].launch == cluster.launch / 2
     assert found["flops"].peak("bfloat16") == 2 * cluster.peak("bfloat16")
     assert found["node link"].levels[0].link.bandwidth == 2 * cluster.levels[0].link.bandwidth
     assert found["node link"].levels[1] == cluster.levels[1]
     assert found["memory bandwidth"].memory_bandwidth == 2 * cluster.memory_bandwidth
-    assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth"]
+    assert list(doubled(described("one_gpu", shipped("one_gpu")))) == ["flops", "memory bandwidth", "operator calls"]
 
 
 def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
@@ -102,14 +145,36 @@ def test_plans_without_words_have_no_tokens(start):
     assert told["tokens_per_second"] is None and told["samples_per_second"] > 0
 
 
+def test_every_copy_of_an_operator_is_begun(start):
+    """Copies compute as much as one, in twice as many calls; but for what cuts and joins the batch, what operators take
+    adds up to the step."""
+    plan = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", verb="plan").plan
+    one = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", "parallel.copies=1", verb="plan", folder="one").plan
+    parts = [entry["predicted"] for entry in plan["operators"]]
+    for way in ("forward", "backward"):
+        assert sum(part[way] for part in parts) == pytest.approx(plan["cost"][way], rel=0.02)
+        assert plan["cost"][way] > 1.7 * one["cost"][way]
+
+
 def test_a_pipeline_is_as_fast_as_its_slowest_stage(start):
     plan = start("+recipe=gpt_pipeline", verb="plan").plan
     assert plan["prediction"]["shares"]["waiting"] == plan["cost"]["waiting"] > 0
     assert len([entry for entry in plan["operators"] if "predicted" in entry]) == len(plan["operators"])
+    before = {entry["name"] for entry in plan["operators"] if entry["stage"] == 0}
+    first = next(entry for entry in plan["operators"] if entry["stage"] == 1)
+    assert first["name"] == "layers.2.attention_norm" and "layers.1@1" in set(first["inputs"]) & before
 
 
 def test_units():
-    assert [shown_seconds(s) for s in (0, 3e-6, 2e-4, 0.5, 12)] == ["0 ms", "3.0 us", "0.20 ms", "500.00 ms", "12.00 s"]
+    assert [shown_share(share) for share in (0.367, 0.0005, 0.00049)] == ["36.7%", "0.1%", "<0.1%"]
+    assert [shown_seconds(s) for s in (0, 4e-8, 3e-6, 2e-4, 0.5, 12)] == [
+        "0 ms",
+        "<0.1 us",
+        "3.0 us",
+        "0.20 ms",
+        "500.00 ms",
+        "12.00 s",
+    ]
     assert [shown_bytes(b) for b in (0, 1023, 2048, 3 << 40)] == ["0 B", "1023 B", "2.0 KiB", "3.0 TiB"]
     assert [shown_rate(r) for r in (0.1234, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
 

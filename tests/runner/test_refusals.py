@@ -31,7 +31,7 @@ BAD = [
     ((*PARALLEL, "model.target=networks.Points"), "makes a Points; a torch.nn.Module is needed"),
     (
         (*PARALLEL, "model.args.hiden=3"),
-        "takes no argument 'hiden'. Known: dropout, norm, hidden. Did you mean 'hidden'?",
+        "takes no argument 'hiden'. Known: dropout, norm, hidden. Did you mean 'hidden'? '~model.args.hiden' on the",
     ),
     ((*PARALLEL, "model.args.hidden=many"), "networks.Classifier cannot be made with model.args"),
     ((*QUICK, "model.target=models.ffn.FFN"), "models.ffn.FFN needs 'sizes'; set model.args.sizes=VALUE"),

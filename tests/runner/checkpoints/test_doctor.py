@@ -1,8 +1,50 @@
 """`run doctor CHECKPOINT`: every file, and what could be lost."""
 
+import json
+
+import pytest
 from six_ranks import cut, flip, largest, save
 
+from runner.errors import ConfigError
 from runner.jobs.doctor import run
+
+
+def write_plan(folder, stages=1, zero=0):
+    """32 ranks in a mesh (8, 4), or two stages of 16; the recorded products ((8,1),(1,4)), ((32,1),(1,1)) and
+    ((8,4),(4,1))."""
+    weights = {"a": [[], ["d1"]], "b": [[], []], "c": [["d1"], []]}
+    plan = {
+        "mesh": {"d0": 8 // stages, "d1": 4},
+        "tensors": {name: {"dims": dims, "partial": []} for name, dims in weights.items()},
+        "parameters": {name: {"stages": [number % 2]} if stages > 1 else {} for number, name in enumerate(weights)},
+    } | ({"pipeline": {"stages": stages}} if stages > 1 else {})
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": zero}}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stages", "zero", "groups"),
+    [
+        (1, 0, [tuple(range(first, 32, 4)) for first in range(4)]),
+        (1, 1, [(rank,) for rank in range(32)]),
+        (2, 0, [*(tuple(range(first, 16, 4)) for first in range(4)), tuple(range(16, 32))]),
+    ],
+    ids=["recorded", "ZeRO 1", "two stages"],
+)
+def test_a_plan_tells_who_will_hold_the_same(tmp_path, capsys, stages, zero, groups):
+    path = write_plan(tmp_path, stages, zero)
+    for word in (path, path / "plan.json"):
+        assert run([str(word)]) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"plan {path / 'plan.json'}: 32 ranks, mesh d0 {8 // stages} d1 4; nothing")
+        assert second.endswith(": " + " ".join(f"[{', '.join(map(str, group))}]" for group in groups))
+
+
+def test_what_is_no_plan_is_refused(tmp_path):
+    path = write_plan(tmp_path)
+    with pytest.raises(ConfigError, match="neither a checkpoint nor a plan"):
+        run([str(path / "config.json")])
 
 
 def test_a_good_checkpoint(tmp_path, capsys):

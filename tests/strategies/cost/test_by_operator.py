@@ -42,6 +42,10 @@ def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute:
     assert sum(cost.forward for cost in costs) == pytest.approx(step.forward)
     assert sum(cost.backward for cost in costs) == pytest.approx(step.backward + step.recomputed)
     assert sum(cost.gradients for cost in costs) == pytest.approx(step.exposed + sum(step.zero.values()))
+    assert all(0 <= cost.calls <= cost.forward + cost.backward + 1e-12 for cost in costs)
+    calls = [cost.calls / updating.accumulate / MACHINE.launch for cost in costs]
+    assert calls == pytest.approx([round(number) for number in calls])
+    assert {round(number) for number in calls} >= {0, 2, 3, 5 if recompute else 4}
     if not recompute:
         sent, total = sum(cost.communication for cost in costs), sum(step.redistributions.values())
         loss = total - sent  # the sum of the loss over the ranks belongs to no operator

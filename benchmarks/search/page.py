@@ -1,0 +1,52 @@
+"""docs/search.md: every claim with its goal first, then a section per part with its pictures and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.search.outcome import Record
+
+HEAD = (
+    "# What the searches promise, and what was measured",
+    "",
+    "Written by `python -m benchmarks.search`; one part anew: `--only PART`. Seconds of searches are CPU seconds of",
+    "one core, capture excluded unless said.",
+    "",
+)
+
+
+def page(records: Sequence[Record]) -> str:
+    """The page, in markdown."""
+    claims = [claim for record in records for claim in record.outcome.claims]
+    lines = [*HEAD, f"{sum(claim.met for claim in claims)} of {len(claims)} goals are met.", ""]
+    lines += _table(
+        ("part", "goal", "measured", "met"),
+        [
+            (f"[{record.name}](#{record.name})", claim.goal, claim.measured, "yes" if claim.met else "**no**")
+            for record in records
+            for claim in record.outcome.claims
+        ],
+    )
+    for record in records:
+        lines += ["", *_section(record)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(record: Record) -> Iterator[str]:
+    found = record.outcome
+    yield f"## {record.name}"
+    yield ""
+    yield f"{record.title}. {record.date}, {record.seconds:.0f} s: `{record.command}`"
+    for name in found.pages:
+        yield ""
+        yield f"All rows: [{name}]({name})."
+    for name in found.pictures:
+        yield ""
+        yield f"![{record.title}]({name})"
+    if found.rows:
+        yield ""
+        yield from _table(found.head, found.rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
