@@ -27,6 +27,7 @@ from strategies.search.joining import least as least_of_all
 from strategies.search.joining import on_runs
 from strategies.search.kept import plan_bytes, too_large
 from strategies.search.meshes import Factors, factorisations, finest, joined, least, refines, told_apart
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 
 CERTAIN = 0.01
@@ -127,8 +128,9 @@ class Exactly:
         return [finest(mesh), *coarser]
 
     def on(self, factors: Factors) -> Answer:
-        whole = factors == finest(self.problem.mesh)
-        found = self._halved() if whole and not searchable(self.problem.mesh) else self._searched(factors, whole)
+        fine = factors == finest(self.problem.mesh) and not searchable(self.problem.mesh)
+        found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
+        assert found is not None  # else it is none of the factorisations
         self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
         return self.found[factors]
 
@@ -138,20 +140,11 @@ class Exactly:
     def least(self) -> float:
         return least_of_all(self.problem, self.cluster)
 
-    def _searched(self, factors: Factors, whole: bool) -> Found:
-        """What the exact search finds; where it leaves a gap on the whole mesh, what rounds find if that is cheaper."""
-        found = search_on(self.problem, self.cluster, factors)
-        assert found is not None  # else it is none of the factorisations
-        if not whole or _certain(found.cost, found.lower_bound):
-            return found
-        other, limit = self._halved(), self.problem.memory
-        fits = limit is None or other.bytes <= limit
-        return replace(other, lower_bound=found.lower_bound) if fits and other.cost < found.cost else found
-
     def _halved(self) -> Found:
         found = recursive.in_rounds(recursive.prices(self.problem, self.cluster), classes(self.problem))
+        seconds = Pricing(self.problem, self.cluster).total(found.assignments)  # rounds price many axes in closed form
         kept = plan_bytes(self.problem, found.assignments)
-        return Found(found.assignments, {}, found.seconds, min(self.least(), found.seconds), kept)
+        return Found(found.assignments, {}, seconds, min(self.least(), seconds), kept)
 
 
 def searchable(mesh: Mesh) -> bool:
