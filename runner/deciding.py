@@ -7,7 +7,6 @@ not know that something was open. The plan tells the decision in its `search`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ from runner.errors import ConfigError
 from runner.memory_limit import updating_of
 from runner.precision import DTYPES, cast
 from runner.prepare import Prepared, datasets, device_of, prepare, request_of
-from runner.pricing import priced
+from runner.pricing import Price, price_of
 from runner.schema import Config
 from runner.searched import Searches
 from runner.stored import read_content
@@ -169,6 +168,12 @@ class Deciding:
             on_host(self._seen[rows][1].graph, self.config.parallel.place)
         return self._seen[rows]
 
+    def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
+        """The models of all choices, by rows of a micro-batch."""
+        for rows in sorted({self._rows(choice) for choice in self.choices}):
+            self._captured(rows)
+        return self._seen
+
     @cached_property
     def choices(self) -> list[Choice]:
         """All that the config allows. Raises the error of the first one if none is."""
@@ -240,20 +245,43 @@ class Deciding:
             self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
         return self._searches[key].plan(request, room)
 
-    def look(self, choice: Choice) -> Iterator[Priced]:
-        """Plans of a choice, first the fastest, then those for less room, as `decide` asks for them: each first without
-        and then with its bytes. Raises StrategyError where there is none."""
-        config = with_choice(self.config, choice)
+    @cached_property
+    def _prices(self) -> dict[Choice, Price]:
+        """Of the fastest plans."""
+        return {}
+
+    def _price(self, choice: Choice, plan: Plan) -> Price:
         step, captured, tensors = self._captured(self._rows(choice))
-        graph, plan = captured.graph, self._plan(choice, None)
-        for _ in range(1 + NARROWER):
-            in_step = copies.of_step(config, step, tensors, graph, plan)
-            found = Priced(plan, math.inf, None)
-            for found in priced(config, graph, plan, in_step, self.device, self.cluster):
-                yield found
-            if found.bytes is None or "bytes" not in plan.search:
+        config, graph = with_choice(self.config, choice), captured.graph
+        in_step = copies.of_step(config, step, tensors, graph, plan)
+        return price_of(config, graph, in_step, self.device, self.cluster)
+
+    def _fastest(self, choice: Choice) -> Price:
+        """The price of a choice's fastest plan."""
+        if choice not in self._prices:
+            self._prices[choice] = self._price(choice, self._plan(choice, None))
+        return self._prices[choice]
+
+    def look(self, choice: Choice) -> Iterator[Priced]:
+        """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
+        computed again; then its plans, first the fastest, then those for less room, each without and then with its
+        bytes. Raises StrategyError where there is none."""
+        plan = self._plan(choice, None)
+        stored = replace(choice, recompute="none")
+        if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
+            yield Priced(plan, self._fastest(plain).common, None)
+        if stored in self.bounds and stored != choice:
+            yield Priced(plan, self._fastest(stored).seconds, None)
+        price = self._fastest(choice)
+        for narrower in range(1 + NARROWER):
+            if narrower:
+                price = self._price(choice, plan)
+            yield Priced(plan, price.seconds, None)
+            size = price.bytes()
+            yield Priced(plan, price.seconds, size)
+            if "bytes" not in plan.search:
                 return
-            room = int(plan.search["bytes"]) - choice.stages * (found.bytes - self.limit)
+            room = int(plan.search["bytes"]) - choice.stages * (size - self.limit)
             if room <= 0:
                 return
             try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from runner import pipelining
 from runner.memory_limit import updating_of
@@ -16,35 +18,52 @@ from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
 from strategies.plan import Plan
-from strategies.search.joint import Priced
 
 
-def priced(
+@dataclass(frozen=True)
+class Price:
+    """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
+    finds out the bytes of the fullest rank, which takes longer."""
+
+    seconds: float
+    common: float
+    bytes: Callable[[], int]
+
+
+def price_of(
     config: Config,
     graph: OperatorGraph,
-    plan: Plan,
     in_step: tuple[OperatorGraph, Plan],
     device: str,
     cluster: Cluster,
-) -> Iterator[Priced]:
-    """First the seconds of a step, then also the bytes of the fullest rank, which take longer to find out. `in_step` is
-    what a step computes for `graph` and `plan`. Raises StrategyError for what cannot be lowered or cut."""
+) -> Price:
+    """`in_step` is what a step computes for `graph`, with its plan. Raises StrategyError for what cannot be lowered or
+    cut."""
     updating = updating_of(config, graph, device)
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
         program = lowered(config, *in_step)
-        seconds = step_cost(graph, plan, program, cluster, updating).total
-        yield Priced(plan, seconds, None)
-        yield Priced(plan, seconds, memory(trace_repeated(program, updating), updating).peak)
-        return
+        cost = step_cost(*in_step, program, cluster, updating)
+        common = cost.compute + sum(cost.redistributions.values())
+        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
         step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
         for stage, program in zip(stages, programs, strict=True)
     ]
-    seconds = cost_of_stages(stages, alone, schedule, updating.accumulate, cluster)[0]["total"]
-    yield Priced(plan, seconds, None)
-    traces = [trace_repeated(program, updating) for program in programs]
-    groups = enumerate(schedule)
-    peak = max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
-    yield Priced(plan, seconds, peak)
+    bare = [one | {"gradients_exposed": 0.0, "optimizer": 0.0, "total": _common(one)} for one in alone]
+    seconds, common = (
+        cost_of_stages(stages, costs, schedule, updating.accumulate, cluster)[0]["total"] for costs in (alone, bare)
+    )
+
+    def fullest() -> int:
+        traces = [trace_repeated(program, updating) for program in programs]
+        groups = enumerate(schedule)
+        return max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
+
+    return Price(seconds, common, fullest)
+
+
+def _common(cost: Mapping[str, Any]) -> float:
+    """Of one stage of a pipeline."""
+    return float(cost["compute"] + sum(cost["redistributions"].values()))

@@ -3,9 +3,9 @@
 What is alive at a moment is affine in the number of repetitions, and in that of the one that runs; a peak, the most of
 many moments, is not. So every call of both traces is compared with its counterpart: from the front, where further
 repetitions are still to come, and from the back, where they are over. Either way all calls must differ by the same
-bytes, and both ways together must reach over all repetitions; then the most of the first and the last repetition is
-that of all between. Invariant: what can be summed is never extrapolated, and where the traces do not bear this out the
-whole program is traced.
+bytes, and both ways together must reach over the whole longer trace; then the most of the first and the last
+repetition is that of all between. Invariant: what can be summed is never extrapolated, and where the traces do not bear
+this out the whole program is traced.
 """
 
 from __future__ import annotations
@@ -239,10 +239,11 @@ class _Both:
 
     @property
     def agree(self) -> bool:
-        """Whether what both ways have in common are all repetitions; without any, whether the calls are the same."""
+        """Whether the longer one is, wholly, what the shorter one tells of it: both ways together reach over all calls.
+        Without repetitions, whether the calls are the same."""
         if not self.period:
             return all(one[0] is other[0] for one, other in zip(self.few, self.more, strict=True))
-        return self.period > 0 and self.before - self.behind >= FEW * self.period
+        return self.period > 0 and self.before - self.behind >= self.period
 
     def most(self, left: int) -> int:
         """The peak with `left` more repetitions."""

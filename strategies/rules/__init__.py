@@ -7,6 +7,8 @@ rule run on whole tensors on every rank, and plans report them.
 
 from __future__ import annotations
 
+import weakref
+
 from strategies.graph import Operator, OperatorGraph
 from strategies.rules import attention as attention_rules
 from strategies.rules import batch_norm as batch_norm_rules
@@ -73,8 +75,22 @@ FAMILIES = (
 )
 
 
+_known: dict[int, dict[int, tuple[Operator, Sharding]]] = {}
+"""What rules have told, by graph and operator, as long as the graph lives."""
+
+
 def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     """The sharding of `operator`; whole tensors if no rule knows it (or its rule does not cover this form of call)."""
+    if id(graph) not in _known:
+        _known[id(graph)] = {}
+        weakref.finalize(graph, _known.pop, id(graph), None)
+    told = _known[id(graph)]
+    if id(operator) not in told:
+        told[id(operator)] = operator, _rule_of(operator, graph)
+    return told[id(operator)][1]
+
+
+def _rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     specs = graph.operand_specs(operator)
     rule = RULES.get(operator.op)
     found = rule(operator, specs) if rule else None

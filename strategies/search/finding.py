@@ -5,7 +5,8 @@ their own, until the solution costs what the network says. Each solution is a pl
 lower bound, so both are known at any time.
 
 A limit of memory enters as seconds per byte (a Lagrange multiplier): for any such price, the optimum minus the price of
-the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The price is found by bisection.
+the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The next price is that at which the
+plans on both sides of the limit cost the same, until nothing is cheaper there: then the bound is the best one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 
+PRECISE = 1e-6
+"""Of a price, or of what a plan costs at it: what makes no difference."""
 ROUNDS = 24
 """Prices of memory that are tried at most."""
 WIDE_ROUNDS = 8
@@ -113,26 +116,35 @@ class Finding:
 
     def within(self, limit: float, free: Found, most: int | None = None) -> Found:
         """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""
-        lower, best, low = free.lower_bound, None, 0.0
-        high = free.cost / limit
+        if free.bytes <= limit:
+            return free
+        lower, best, price = free.lower_bound, None, free.cost / limit
+        large, small = free, free  # the plans next to the limit on either side of it, once there are two
         over, under, building = self.picks, self.picks, self.building
         most = AGAIN if most is None and self.wide else most
         for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
-            price = (low + high) / 2 if best is not None else high
             found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
             if self.building is not building:  # its variables have other numbers
                 over = under = self.picks
                 building = self.building
+            known = min(one.cost + price * one.bytes for one in (large, small))
+            nothing_new = best is not None and found.cost + price * found.bytes >= known * (1 - PRECISE)
             if found.bytes <= limit:
-                under = self.picks
+                under, small = self.picks, found
                 best = found if best is None or found.cost < best.cost else best
-                high = price
             else:
-                over = self.picks
-                low, high = (price, high * 8) if best is None else (price, high)
-            if best is not None and (best.cost - lower <= self.tolerance * lower or high - low <= 1e-6 * high):
+                over, large = self.picks, found
+            if best is None:
+                if found.cost < PRECISE * price * found.bytes:
+                    break  # the least bytes there are
+                price *= 8
+                continue
+            crossing = (small.cost - large.cost) / (large.bytes - small.bytes)
+            done = best.cost - lower <= self.tolerance * lower or nothing_new
+            if done or crossing <= 0 or abs(crossing - price) <= PRECISE * price:
                 break
+            price = crossing
         if best is None:
             raise StrategyError(too_large(limit, found.bytes))
         mixed = self.mixed(over, under, limit)

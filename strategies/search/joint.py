@@ -2,10 +2,10 @@
 what is computed again.
 
 Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. A choice is
-looked at in steps, each of which costs more and never tells less seconds: its fastest plan, the memory of that, a
-slower plan for less room. The next step is always taken for the choice that is told the least seconds, so no step is
-taken for a choice that is slower than what is decided. Invariant: a choice that was left open could not have been
-faster than the best, or could not have kept the limit.
+looked at in steps, each of which costs more and never tells less seconds: what others have told of it, its fastest
+plan, the memory of that, a slower plan for less room. The next step is always taken for the choice that is told the
+least seconds, so none is taken for a choice that is slower than what is decided. Invariant: a choice that was left open
+could not have been faster than the best, or could not have kept the limit.
 """
 
 from __future__ import annotations
@@ -84,59 +84,62 @@ class _Next:
 
 
 def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]) -> Decision:
-    """The best of the choices in `bounds`. `look` takes the steps of one: plans with ever more seconds, each first
-    without and then with its bytes; after one that keeps `limit` no other is asked for. Raises StrategyError where none
-    keeps `limit`, and the first error of `look` where it refuses all that could."""
-    steps: dict[Choice, Iterator[Priced]] = {}
-    last: dict[Choice, Priced] = {}
-    refusals: dict[Choice, StrategyError] = {}
-    too_large: dict[Choice, float] = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
-    waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - too_large.keys()]
-    heapq.heapify(waiting)
-    while waiting:
-        choice = heapq.heappop(waiting).choice
-        if choice in last and _fits(last[choice], limit):
-            break
-        if choice not in steps:
-            steps[choice] = look(choice)
+    """The best of the choices in `bounds`. `look` takes the steps of one: ever more seconds, and plans first without,
+    then with their bytes; after one that keeps `limit` no other is asked for. Raises StrategyError where none keeps
+    `limit`, and the first error of `look` where it refuses all that could."""
+    looking = _Looking(bounds, limit, look)
+    first = looking.next()
+    if first is None:
+        if not looking.too_large:
+            raise next(iter(looking.refused.values()))
+        raise StrategyError(_nothing_fits(looking.too_large, limit))
+    over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
+    tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
+    second = looking.next(among_seen=True)
+    behind = None if second is None else (second, looking.last[second].seconds)
+    return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
+
+
+class _Looking:
+    """Where all choices stand: the steps of those that are looked at, and what each has told `last`."""
+
+    def __init__(
+        self, bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice], Iterator[Priced]]
+    ) -> None:
+        self.limit, self.look = limit, look
+        self.steps: dict[Choice, Iterator[Priced]] = {}
+        self.last: dict[Choice, Priced] = {}
+        self.refused: dict[Choice, StrategyError] = {}
+        self.too_large = {choice: one.bytes for choice, one in bounds.items() if one.bytes > limit}
+        self.waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - self.too_large.keys()]
+        heapq.heapify(self.waiting)
+
+    def next(self, *, among_seen: bool = False) -> Choice | None:
+        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at, by the
+        plans that are known."""
+        while self.waiting:
+            one = heapq.heappop(self.waiting)
+            size = None if one.unseen else self.last[one.choice].bytes
+            if size is not None and size <= self.limit:
+                return one.choice
+            if not (among_seen and (one.unseen or size is not None)):
+                self._step(one.choice)
+        return None
+
+    def _step(self, choice: Choice) -> None:
+        if choice not in self.steps:
+            self.steps[choice] = self.look(choice)
         try:
-            one = next(steps[choice], None)
+            one = next(self.steps[choice], None)
         except StrategyError as error:
-            refusals[choice] = error
-            continue
-        if one is not None:
-            if one.bytes is not None and one.bytes > limit:
-                too_large[choice] = min(one.bytes, too_large.get(choice, one.bytes))
-            last[choice] = one
-            heapq.heappush(waiting, _Next(one.seconds, False, choice))
-    else:
-        if not too_large:
-            raise next(iter(refusals.values()))
-        raise StrategyError(_nothing_fits(too_large, limit))
-    found = last[choice]
-    second = _second([one for one in sorted(waiting) if not one.unseen], steps, last, limit)
-    over = len([one for one in too_large if bounds[one].bytes <= limit and one != choice])
-    return Decision(choice, found, second, len(steps), len(bounds) - len(steps), over, len(refusals))
-
-
-def _fits(one: Priced, limit: float) -> bool:
-    return one.bytes is not None and one.bytes <= limit
-
-
-def _second(
-    waiting: list[_Next], steps: Mapping[Choice, Iterator[Priced]], last: Mapping[Choice, Priced], limit: float
-) -> tuple[Choice, float] | None:
-    """The next best of what was looked at, with the plan that is known; no other plan is searched for it."""
-    for choice in (one.choice for one in waiting):
-        known: Priced | None = last[choice]
-        if known is not None and known.bytes is None:
-            try:
-                known = next(steps[choice], None)
-            except StrategyError:
-                continue  # it has no such plan
-        if known is not None and _fits(known, limit):
-            return choice, known.seconds
-    return None
+            self.refused[choice] = error
+            return
+        if one is None:
+            return
+        if one.bytes is not None and one.bytes > self.limit:
+            self.too_large[choice] = min(one.bytes, self.too_large.get(choice, one.bytes))
+        self.last[choice] = one
+        heapq.heappush(self.waiting, _Next(one.seconds, False, choice))
 
 
 def _nothing_fits(needs: Mapping[Choice, float], limit: float) -> str:

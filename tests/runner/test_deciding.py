@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from composing import compose_config
 from small import HYBRID, MODES, SMALL
@@ -24,9 +26,15 @@ AUTO = (*STACK, "parallel=auto", "parallel.search=dynamic_programming", *OPEN)
 
 @pytest.fixture(scope="module")
 def stacked():
-    """The open decision of a small stack, and every choice with its price."""
+    """The open decision of a small stack, and every choice with its price; what is told before is no more."""
     deciding = Deciding(compose_config(*DATA, "parallel.plan_cache=null"), print)
-    return deciding, {choice: [*deciding.look(choice)][1] for choice in deciding.bounds}
+    found = {}
+    for choice in deciding.bounds:
+        *before, found[choice] = deciding.look(choice)
+        assert before[-1] == replace(found[choice], bytes=None)
+        assert [one.seconds for one in before] == sorted(one.seconds for one in before)
+        assert len(before) == 1 + (choice.zero > 0) + (choice.recompute != "none")
+    return deciding, found
 
 
 def with_limit(limit: int) -> Deciding:

@@ -1,0 +1,145 @@
+"""What few repetitions tell of a deep model is what a trace of all of it tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from models.gpt import GPT
+from models.llama import Llama
+from models.losses import NextTokenLoss
+from strategies.capture import Objective, capture
+from strategies.cost import repeating
+from strategies.cost.activations import trace
+from strategies.cost.live import Live
+from strategies.cost.memory import memory
+from strategies.cost.repeating import SLACK, trace_repeated
+from strategies.cost.shortening import repeated_part, shortened
+from strategies.cost.updating import Updating
+from strategies.engine.lowering import lower
+from strategies.engine.overlap import overlap
+from strategies.engine.program import Options, Program
+from strategies.engine.updates import Cut
+from strategies.graph import OperatorGraph
+from strategies.planner import make_plan
+from strategies.recompute import recomputed
+from strategies.request import Request, WantedRecompute
+from strategies.rules import rule_of
+
+TOKENS = torch.zeros(8, 16, dtype=torch.int64, device="meta")
+DEPTH = {"llama": 7, "gpt": 8}
+
+
+@cache
+def graph_of(name: str, layers: int, dtype: torch.dtype) -> OperatorGraph:
+    with torch.device("meta"):
+        made: nn.Module = Llama(64, 16, 32, layers, 4, 2, 64) if name == "llama" else GPT(64, 16, 32, layers, 4, 0.1)
+    step = Objective(made.to(dtype), NextTokenLoss(), ("0", "1"), ("1",))
+    return capture(step, (TOKENS, TOKENS), training=True).graph
+
+
+def program_of(
+    name: str, again: str | None, stage: int, layers: int | None = None, dtype: torch.dtype = torch.float32
+) -> Program:
+    """Data parallel on 2 x tensor parallel on 2, redistributions beside what is computed."""
+    graph = graph_of(name, layers or DEPTH[name], dtype)
+    plan = make_plan(graph, Request("auto", 4, "dynamic_programming", mesh=(("a", 2), ("b", 2))))
+    if again is not None:
+        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        plan = replace(plan, recompute=recomputed(graph, rules, WantedRecompute(again)))  # type: ignore[arg-type]
+    return overlap(lower(graph, plan, Options(partial_loss=True, sharded_optimizer=stage > 0)), by_unit=stage == 3)
+
+
+@pytest.fixture
+def never_whole(monkeypatch):
+    """A trace of all repetitions fails."""
+
+    def refuse(program: Program, updating: Updating) -> None:
+        raise AssertionError("the whole program was traced")
+
+    monkeypatch.setattr(repeating, "trace", refuse)
+
+
+@pytest.mark.parametrize("again", [None, "selective", "full"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "accumulate", "dtype"), [("llama", 1, torch.bfloat16), ("gpt", 2, torch.float32)], ids=["llama", "gpt"]
+)
+def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtype, stage, again):
+    program = program_of(name, again, stage, dtype=dtype)
+    updating = Updating(stage, torch.optim.AdamW, accumulate=accumulate)
+    assert trace_repeated(program, updating) == trace(program, updating)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("bucket", [3000, 9000, 40000])
+def test_buckets_of_zero_are_added_up_where_they_are_full(never_whole, stage, bucket):
+    program = program_of("llama", None, stage)
+    updating = Updating(stage, torch.optim.AdamW, bucket=bucket)
+    assert trace_repeated(program, updating) == trace(program, updating)
+
+
+def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
+    program = program_of("llama", None, 0)
+    updating = Updating(0, torch.optim.AdamW, cut=Cut(300), overlap=True)
+    found, true = (memory(one(program, updating), updating) for one in (trace_repeated, trace))
+    assert replace(found, peaks={}) == replace(true, peaks={})
+    assert true.peaks["backward"] < found.peaks["backward"] <= (1 + SLACK) * true.peaks["backward"]
+    assert found.peaks["forward"] == true.peaks["forward"]
+
+
+@pytest.mark.parametrize("updating", [Updating(0, overlap=True), Updating(3, bucket=100)], ids=["joined", "small"])
+def test_what_repetitions_do_not_tell_is_traced(updating):
+    """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
+    program = program_of("gpt", None, updating.stage)
+    assert trace_repeated(program, updating) == trace(program, updating)
+
+
+@pytest.mark.parametrize("again", [None, "full"])
+def test_calls_do_not_grow_with_the_layers(never_whole, monkeypatch, again):
+    calls, dispatch = [0], Live.__torch_dispatch__
+
+    def counted(self, func, types, args=(), kwargs=None):
+        calls[0] += 1
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Live, "__torch_dispatch__", counted)
+    seen = []
+    for layers in (8, 12):
+        calls[0] = 0
+        trace_repeated(program_of("llama", again, 2, layers), Updating(2, torch.optim.AdamW))
+        seen.append(calls[0])
+    assert seen[0] == seen[1] > 0
+
+
+def test_a_shortened_program_is_that_of_a_model_with_fewer_layers():
+    deep, small = program_of("gpt", None, 0, 9), program_of("gpt", None, 0, 3)
+    part = repeated_part(deep)
+    assert part is not None and part.count in (8, 9)
+    found = shortened(deep, part, part.count - 6)
+    assert [type(one) for one in found.instructions] == [type(one) for one in small.instructions]
+    assert {s.name: s.spec for s in found.sources if s.kind == "parameter"}.keys() != {s.name for s in deep.sources}
+    assert trace(found, Updating()) == trace(small, Updating())
+
+
+def test_layers_of_other_widths_are_no_repetition():
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = [8, 8, 8, 8, 9, 8, 8, 8, 8]
+            self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    x = torch.zeros(4, 8)
+    graph = capture(Objective(Uneven(), nn.MSELoss(), ("0", "1"), ("1",)), (x, x), training=True).graph
+    program = lower(graph, make_plan(graph, Request("data_parallel", 2)), Options(partial_loss=True))
+    assert repeated_part(program) is None
