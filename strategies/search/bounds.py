@@ -8,6 +8,7 @@ there is one collective, and the bound is its price.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,7 @@ class Bounds:
     def _missing(self, before: Integers, after: Integers, partial: Integers) -> Seconds:
         """The share of the tensor that a unit at least sends."""
         now, wanted = np.bitwise_or.reduce(before, 1), np.bitwise_or.reduce(after, 1)
-        prefix, open_ = np.zeros_like(before), np.ones(before.shape, dtype=bool)
-        for place in range(len(self.axes)):
-            x, y = before >> place & 1, after >> place & 1
-            prefix |= (open_ & (x == 1) & (y == 1)) * np.int64(1 << place)
-            open_ &= x == y
+        prefix = self.prefixes[before, after]
         mine, other = before & ~prefix, after & ~prefix
         apart = ((mine & wanted[:, None]) == 0) | ((other & now[:, None]) == 0)
         cut = np.where(
@@ -76,6 +73,18 @@ class Bounds:
         summed = self.product[partial]
         used = self.product[now | wanted | partial]
         return np.asarray(np.where(summed > 1, (summed - 2) / used + target, moved))
+
+    @cached_property
+    def prefixes(self) -> Integers:
+        """[bits before, bits after]: the outermost axes of a dim that stay where they are."""
+        every = np.arange(2 ** len(self.axes))
+        before, after = np.meshgrid(every, every, indexing="ij")
+        found, open_ = np.zeros_like(before), np.ones(before.shape, dtype=bool)
+        for place in range(len(self.axes)):
+            x, y = before >> place & 1, after >> place & 1
+            found |= (open_ & (x == 1) & (y == 1)) * np.int64(1 << place)
+            open_ &= x == y
+        return found
 
     def _single(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
         """The price where one axis moves; 0 elsewhere."""

@@ -80,7 +80,7 @@ class Coarse:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
                 near = least - lower <= self.tolerance * lower
-                split = frozenset() if near else building.underpaid(picks)
+                split = frozenset() if near or pressure else building.underpaid(picks)  # the limit leaves a gap anyway
                 self.split |= split
                 if split:
                     break
