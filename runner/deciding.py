@@ -254,7 +254,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config, graph = with_choice(self.config, choice), captured.graph
         in_step = copies.of_step(config, step, tensors, graph, plan)
-        return price_of(config, graph, plan, in_step, self.device, self.cluster)
+        return price_of(config, graph, in_step, self.device, self.cluster)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""

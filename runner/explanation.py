@@ -39,8 +39,22 @@ def explanations(prepared: Prepared, pattern: str) -> str:
                 told.setdefault(tuple(_lines(around, config)), []).append(operator)
     if not told:
         names = [name for operator in prepared.graph.operators for name in (operator.name, *addresses(operator))]
-        raise ConfigError(f"explain.operator = {pattern!r} matches no operator of the model.{closest(pattern, names)}")
+        hint = next(filter(None, (_around_it(pattern, name) for name in names)), None)
+        told_hint = closest(pattern, names) if hint is None else f" Did you mean '{hint}'?"
+        raise ConfigError(f"explain.operator = {pattern!r} matches no operator of the model.{told_hint}")
     return "\n\n".join("\n".join((_heading(operators), *lines)) for lines, operators in told.items())
+
+
+def _around_it(pattern: str, name: str) -> str | None:
+    """A pattern for the operators of which `pattern` is a part of the path, such as a module: `experts` is
+    `layers.*.feed_forward.experts.*` of `layers.0.feed_forward.experts.up_proj`."""
+    wanted, words = pattern.split("."), name.split(".")
+    for start in range(len(words) - len(wanted) + 1):
+        end = start + len(wanted)
+        if words[start:end] == wanted:
+            found = ["*" if word.isdigit() else word for word in words[:end]]
+            return ".".join([*found, "*"] if end < len(words) else found)
+    return None
 
 
 def _heading(operators: list[Operator]) -> str:

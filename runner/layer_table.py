@@ -57,7 +57,8 @@ def promise(content: dict[str, Any]) -> str:
 def next_better(content: Mapping[str, Any]) -> list[str]:
     """What would make the plan fit or, if it does, faster; and that ranks are of no use, if they are not."""
     told, lines = content["prediction"], []
-    if told["ranks"] > 1 and all(_whole(layout) for one in content["operators"] for layout in one["out_layouts"]):
+    useless = all(_whole(layout) for one in content["operators"] for layout in one["out_layouts"])
+    if told["ranks"] > 1 and useless:
         lines.append("nothing is sliced: every rank computes the whole batch, and world_size=1 would be no slower")
     if told["memory"] > told["memory_limit"]:
         options = [
@@ -76,7 +77,7 @@ def next_better(content: Mapping[str, Any]) -> list[str]:
         best = ", ".join(f"{_better(name)} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
         room = shown_bytes(told["memory_limit"] - told["memory"])
         lines.append(f"next better: {best or 'no single rate helps'}; {room} of memory per device are free")
-        if told["ranks"] < told["devices"]:
+        if told["ranks"] < told["devices"] and not useless:
             lines[-1] += f", and {told['devices'] - told['ranks']} devices idle (world_size=null takes all)"
     return lines
 

@@ -7,7 +7,7 @@ cluster; nothing is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -84,6 +84,7 @@ def predict(
     the batch holds none)."""
     costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
+    made = {in_model(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
         together: dict[str, OperatorCost] = {}
         for operator in part.graph.operators:
@@ -91,7 +92,7 @@ def predict(
             together[name] = one + together[name] if name in together else one
         for operator in told_operators(part.graph, part.plan):
             entry = next(entries)
-            entry["inputs"] = [part.maker(ref) for ref in operator.operands]
+            entry["inputs"] = [_sender(part.maker(ref), made) for ref in operator.operands]
             entry["predicted"] = asdict(together[in_model(operator)])
     seconds = content["cost"]["total"]
     shares = shares_of(costs) | {
@@ -114,6 +115,12 @@ def predict(
         "speedups": speedups(parts, cluster),
         "shrunk": shrunk(content, parts) if content["memory"]["peak"] > cluster.memory else {},
     }
+
+
+def _sender(name: str, made: Set[str]) -> str:
+    """The operator of another stage whose result a stage receives as `NAME[RESULT]`; every other name as it is."""
+    operator = name.rpartition("[")[0]
+    return operator if operator in made else name
 
 
 def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:

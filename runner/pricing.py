@@ -33,18 +33,17 @@ class Price:
 def price_of(
     config: Config,
     graph: OperatorGraph,
-    plan: Plan,
     in_step: tuple[OperatorGraph, Plan],
     device: str,
     cluster: Cluster,
 ) -> Price:
-    """`in_step` is what a step computes for `graph` and `plan`. Raises StrategyError for what cannot be lowered or
+    """`in_step` is what a step computes for `graph`, with its plan. Raises StrategyError for what cannot be lowered or
     cut."""
     updating = updating_of(config, graph, device)
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
         program = lowered(config, *in_step)
-        cost = step_cost(graph, plan, program, cluster, updating)
+        cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
         return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)

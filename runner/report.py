@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import pipelining
+from runner import pipelining, search_lines
 from runner.clusters import cluster_of
 from runner.layer_table import shown_bytes
 from runner.memory_limit import updating_of
@@ -72,6 +72,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             programs[0],
             updating=updating,
             cluster=cluster,
+            in_step=prepared.step,
         )
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
@@ -145,7 +146,8 @@ def headline(prepared: Prepared, run_dir: Path) -> str:
         told = ", ".join(f"{count} {origin}" for origin, count in origins.items())
         loaded = plan.search.get("loaded_from")
         found = f"loaded from {loaded}" if loaded else f"found in {plan.search['seconds']:.2f} s"
-        found += _certificate(plan) + _meshes(plan)
+        found += _certificate(plan)
+        found = "\n".join([found, *search_lines.lines(plan.search)])
         lines.append(f"plan: mesh {mesh}; {len(plan.operators)} operators: {told}; {found}")
         bare = [
             operator.where for operator in prepared.graph.operators if plan.operators[operator.name].origin == "no rule"
@@ -170,7 +172,7 @@ def _certificate(plan: Plan) -> str:
         return ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
     shown = f"{100 * gap:.2g}" if gap > ROUNDING else "0"
-    return f"; cost {cost:.4g} s per step, lower bound {bound:.4g} s, gap {shown} %"
+    return f"; cost {cost:.4g} s per step by the search's own prices, lower bound {bound:.4g} s, gap {shown} %"
 
 
 def _decided(told: Mapping[str, Any]) -> str:
@@ -187,19 +189,6 @@ def _decided(told: Mapping[str, Any]) -> str:
 
 def _choice(told: Mapping[str, Any]) -> str:
     return str(Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"]))
-
-
-def _meshes(plan: Plan) -> str:
-    """Which mesh would have been the next best."""
-    if plan.search.get("mesh") is None:
-        return ""
-    best, second, many = (plan.search[key] for key in ("mesh", "runner_up", "meshes"))
-    shown = " x ".join(map(str, best["mesh"])) or "1"
-    if second is None:
-        return f"\nmesh: {shown}; {many} factorisations of the ranks lead to it"
-    slower = 100 * (second["seconds"] / best["seconds"] - 1) if best["seconds"] else 0.0
-    other = " x ".join(map(str, second["mesh"])) or "1"
-    return f"\nmesh: {shown}, of {many} factorisations of the ranks; the runner-up {other} is {slower:.2g} % slower"
 
 
 def totals(content: dict[str, Any]) -> str:

@@ -29,9 +29,11 @@ def describe(
     updating: Updating,
     cluster: Cluster,
     traced: Traced | None = None,
+    in_step: tuple[OperatorGraph, Plan] | None = None,
 ) -> dict[str, Any]:
     """The content of plan.json; its seconds are those of `cluster`. `updating` is how a step goes on after backward;
-    `traced` is `trace(program, updating)` if it is known."""
+    `traced` is `trace(program, updating)` if it is known; `in_step` is what a step computes for `graph` and `plan`,
+    where that is several copies of them."""
     by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
         name, copy = program.copies.get(redistribution.operator, (redistribution.operator, 0))
@@ -56,7 +58,7 @@ def describe(
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": step_cost(graph, plan, program, cluster, updating).to_json(),
+        "cost": step_cost(*(in_step or (graph, plan)), program, cluster, updating).to_json(),
         "communication": sent,
         "memory": memory(traced, updating).told(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),

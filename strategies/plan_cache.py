@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -57,11 +58,19 @@ def store(folder: Path, key: str, plan: Plan, warn: Callable[[str], None]) -> No
         except BaseException:
             os.unlink(name)
             raise
-        entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        entries = sorted(folder.glob("*.json"), key=_written)
         for path in entries[:-MOST]:
             path.unlink(missing_ok=True)
     except OSError as error:
         warn(f"plan cache: the plan cannot be kept in {folder} ({_words(error)}).")
+
+
+def _written(file: Path) -> float:
+    """When it was; for one that another process has dropped by now, never."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _hash(content: object) -> str:

@@ -22,7 +22,7 @@ from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.problem import Problem
-from strategies.search.propagation import propagate
+from strategies.search.repricing import propagated
 from strategies.search.solving import SOLVERS
 
 
@@ -65,8 +65,11 @@ class _Planning:
             searched = {id: (assignment, True) for id, assignment in solved.assignments.items()}
             shared = solved.tensors
             certificate |= solved.told
+        elif self.request.mode == "auto":
+            propagation = propagated(problem, self.meshing, self.cluster)
+            searched, certificate["propagation"] = propagation.found, propagation.to_json()
         else:
-            searched = self._search(problem)
+            searched = self._defaults(problem)
         operators = {
             operator.name: OperatorPlan(
                 searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
@@ -276,9 +279,7 @@ class _Planning:
             for operand, spec, layout in zip(entry.wanted.outputs, operator.results, natural, strict=True)
         )
 
-    def _search(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
-        if self.request.mode == "auto":
-            return propagate(problem, self.meshing, self.cluster)
+    def _defaults(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
         found: dict[str, tuple[Assignment, bool]] = {}
         for operator in self.graph.operators:
             assignment = problem.fixed.get(operator.id)

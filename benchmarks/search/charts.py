@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.hashsalt": "search", "svg.fonttype": "none", "axes.spines.top": False}
@@ -46,16 +47,17 @@ def curves(file: Path, panels: Mapping[str, Mapping[str, Points]], unit: str) ->
     _write(figure, file)
 
 
-def against(file: Path, groups: Mapping[str, Points], unit: str, *, log: bool = True) -> None:
-    """Predicted (up) against measured (across), a colour per group; on the line both are equal."""
+def against(file: Path, groups: Mapping[str, Points], unit: str) -> None:
+    """Predicted (up) against measured (across), logarithmic, a colour per group; on the line both are equal."""
     figure = Figure(figsize=(5.4, 4.6), layout="constrained")
     axes: Axes = figure.subplots()
     values = [value for points in groups.values() for point in points for value in point]
     axes.plot([min(values), max(values)], [min(values), max(values)], color="grey", linewidth=1)
     for name, points in groups.items():
         axes.scatter(*zip(*points, strict=True), s=16, label=name)
-    scale = "log" if log else "linear"
-    axes.set(xscale=scale, yscale=scale, xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+    axes.set(xscale="log", yscale="log", xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     axes.legend()
     _write(figure, file)
 

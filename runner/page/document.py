@@ -5,10 +5,12 @@ Made from the content of plan.json alone, repeated layers told once, so its size
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+from runner import search_lines
 from runner.decision_table import HEAD, counted, decision_rows
 from runner.layer_table import arrow, next_better, shown_bytes, shown_rate, shown_seconds, shown_share
 from runner.layers import Kind, Row, Sums, kinds
@@ -27,6 +29,7 @@ TEXTS = 3
 def page(content: Content, title: str) -> str:
     """The whole file. `content` is that of plan.json with its predictions; `title` names the run."""
     found = kinds(content["operators"])
+    together = ", all stages together" if "pipeline" in content else ""
     body = (
         element("h1", title),
         element("p", _subtitle(content), class_="note"),
@@ -36,18 +39,18 @@ def page(content: Content, title: str) -> str:
         section(
             "Time of a step",
             bar(_times(content["cost"]), title="time of a step by part"),
-            element("h3", "by what limits it"),
+            element("h3", f"by what limits it{together}"),
             bar(_limits(content["prediction"]["shares"]), title="time of a step by limit"),
         ),
         section("Memory of a rank", _memory(content)),
         section("Mesh", _mesh(content)),
         section(
             "Layers",
-            element("h3", "time"),
+            element("h3", f"time{together}"),
             bar(_by_layer(found, lambda sums: sums.seconds, shown_seconds), title="time by layer"),
-            element("h3", "parameters of a rank"),
+            element("h3", f"parameters of a rank{together}"),
             bar(_by_layer(found, lambda sums: float(sums.parameters), shown_bytes), title="parameters by layer"),
-            element("h3", "results of operators, of a rank"),
+            element("h3", f"results of operators, of a rank{together}"),
             bar(_by_layer(found, lambda sums: float(sums.results), shown_bytes), title="results by layer"),
             element("h3", "graph"),
             _axes(list(content["mesh"])),
@@ -128,7 +131,11 @@ def _mesh(content: Content) -> Markup:
     for axis, way in zip(reversed(long), ("across", "down", *["in blocks"] * len(long)), strict=False):
         size = content["mesh"][axis]
         lines.insert(0, element("li", element("b", axis), f": {size} ranks {way}, over the {levels[axis]} link"))
-    return joined(mesh_picture(content["mesh"]), element("ul", *lines, class_="legend"))
+    told = [element("p", line, class_="note") for line in search_lines.lines(content["search"])]
+    groups = content["prediction"]["ranks"] // math.prod(content["mesh"].values())
+    note = f"{groups} such meshes follow one another, a group of the pipeline's ranks each." if groups > 1 else None
+    shown = [element("p", note, class_="note")] if note else []
+    return joined(mesh_picture(content["mesh"]), *shown, element("ul", *lines, class_="legend"), *told)
 
 
 def _decided(told: Content) -> Markup:

@@ -67,7 +67,9 @@ def bar(parts: Mapping[str, tuple[float, str]], *, title: str) -> Markup:
         swatch = element("span", "", class_="swatch", style=f"background:{colour}")
         legend.append(element("li", swatch, f"{name} {text} ({amount / total:.0%})"))
         x += width
-    return joined(drawing(BAR, 30, *pieces, title=title), element("ul", *legend, class_="legend"))
+    return joined(
+        element("div", drawing(BAR, 30, *pieces, title=title), class_="bar"), element("ul", *legend, class_="legend")
+    )
 
 
 def gauge(used: float, limit: float, title: str) -> Markup:
@@ -78,7 +80,7 @@ def gauge(used: float, limit: float, title: str) -> Markup:
     if used > limit:
         over = {"x": round(limit * scale, 2), "width": round((used - limit) * scale, 2)}
         parts.append(element("rect", y=2, height=10, fill=COLOURS[5], **over))
-    return drawing(BAR, 14, *parts, title=title)
+    return element("div", drawing(BAR, 14, *parts, title=title), class_="bar")
 
 
 def layer_picture(kind: Kind, axes: Sequence[str]) -> Markup:

@@ -21,6 +21,7 @@ p { margin: 6px 0 } .note { color: var(--dim); font-size: 13px }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0;
   font-size: 13px }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px }
+.bar svg { width: 100%; max-width: 960px; height: auto }
 .wide { overflow-x: auto } .picture { max-width: none; display: block }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
 th, td { text-align: left; padding: 4px 8px; border-bottom: 1px solid var(--line); white-space: nowrap }

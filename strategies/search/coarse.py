@@ -47,6 +47,8 @@ class Coarse:
         self.problem, self.transfers, self.tolerance = problem, transfers, tolerance
         self.alike = Alike(transfers, levels_of(problem.mesh, transfers.cluster))
         self.groups = Groups(Classes(problem, transfers, self.alike))
+        self.split: frozenset[Ref] = frozenset()
+        """Values of which uses pay together."""
 
     def cheapest(self, pressure: float = 0.0) -> Found:
         """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price."""
@@ -54,14 +56,15 @@ class Coarse:
         least = lower = 0.0
         while True:
             with uncollected():
-                building = Building(self.problem, self.groups)
-                solver: Folded | Narrowed = Folded(building.network)
+                building = Building(self.problem, self.groups, self.split, wide=bool(self.split))
+                network = building.network
+                solver: Folded | Narrowed = Narrowed(network) if self.split else Folded(network)
             building.press(pressure)
             while True:
                 try:
                     picks, bound = solver.solve()
                 except TooWide:
-                    solver = Narrowed(building.network)
+                    solver = Narrowed(network)
                     picks, bound = solver.solve()
                 lower = max(lower, bound)
                 if best is not None and least - lower <= self.tolerance * lower:
@@ -76,7 +79,12 @@ class Coarse:
                 if best is None or found.cost + pressure * found.bytes < least:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
-                if least - lower <= self.tolerance * lower or not building.renew():
+                near = least - lower <= self.tolerance * lower
+                split = frozenset() if near else building.underpaid(picks)
+                self.split |= split
+                if split:
+                    break
+                if near or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
     def within(self, limit: float, free: Found) -> Found:

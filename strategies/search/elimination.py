@@ -28,19 +28,22 @@ class TooWide(Exception):
     """A table would be too large."""
 
 
-@dataclass(frozen=True, eq=False)
 class Eliminated:
     """A variable, and the tables that it was in."""
 
-    variable: int
-    tables: tuple[Table, ...]
+    def __init__(self, variable: int, tables: Sequence[Table]) -> None:
+        self.variable = variable
+        self.tables = [
+            ((*one.variables[:place], *one.variables[place + 1 :]), np.moveaxis(one.seconds, place, -1))
+            for one in tables
+            for place in (one.variables.index(variable),)
+        ]
+        """The variables around, and the seconds by their options and the own ones."""
 
     def best(self, picks: Mapping[int, int]) -> int:
         """The option that costs least where its neighbours take `picks`."""
-        total = np.zeros(())
-        for one in self.tables:
-            total = total + one.seconds[tuple(slice(None) if v == self.variable else picks[v] for v in one.variables)]
-        return int(total.argmin())
+        found = [seconds[tuple([picks[v] for v in around])] for around, seconds in self.tables]
+        return int(sum(found[1:], found[0]).argmin()) if found else 0
 
 
 @dataclass(frozen=True, eq=False)

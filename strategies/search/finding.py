@@ -32,6 +32,8 @@ PRECISE = 1e-6
 """Of a price, or of what a plan costs at it: what makes no difference."""
 ROUNDS = 24
 """Prices of memory that are tried at most."""
+WIDE_ROUNDS = 8
+"""The same in a wide network, where each takes long."""
 AGAIN = 12
 """Solutions of a wide network with one bound."""
 
@@ -58,16 +60,17 @@ class Finding:
         self.problem, self.menu, self.tolerance = problem, menu, tolerance
         self.wide = wide
         """Whether the network is too wide to be eliminated as it is."""
-        self._build(frozenset())
+        self.building = self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
         self.picks: list[int] = []
         """The options of the plan that was found last."""
 
-    def _build(self, split: frozenset[Ref]) -> None:
+    def _build(self, split: frozenset[Ref], like: Building | None = None) -> Building:
         with uncollected():
-            self.building = Building(self.problem, self.menu, split, wide=self.wide)
-            network = self.building.network
+            building = Building(self.problem, self.menu, split, wide=self.wide, like=like)
+            network = building.network
             self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)
+        return building
 
     def solve(self, prove: bool = True) -> tuple[list[int], float]:
         """The options of a solution, and what every one costs at least. A wide network takes long to `prove` anything:
@@ -78,7 +81,7 @@ class Finding:
             return self.solver.solve()
         except TooWide:
             self.wide = True
-            self._build(frozenset())
+            self.building = self._build(frozenset(), self.building)
             return self.solver.solve()
 
     def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
@@ -106,7 +109,7 @@ class Finding:
             if not raised and not split and proven == solutions:
                 break
             if split:
-                self._build(self.building.split | split)
+                self.building = self._build(self.building.split | split, self.building)
             if split or not raised or solutions - proven == AGAIN:
                 proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
@@ -118,7 +121,8 @@ class Finding:
         lower, best, price = free.lower_bound, None, free.cost / limit
         large, small = free, free  # the plans next to the limit on either side of it, once there are two
         over, under, building = self.picks, self.picks, self.building
-        for _ in range(ROUNDS):
+        most = AGAIN if most is None and self.wide else most
+        for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
             found = self.cheapest(price, most=most)
             lower = max(lower, found.lower_bound - price * limit)
             if self.building is not building:  # its variables have other numbers

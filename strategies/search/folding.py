@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -177,14 +178,16 @@ class Power:
             for variables in (self.entering, self.ending)
         )
         states = [first, *self._between(outside, first, last), last]
-        for block, state in enumerate(states[1:]):
+        own = range(self.run.start, self.run.start + self.run.period)
+        blocks: dict[tuple[int, int], dict[int, int]] = {}
+        for block, ends in enumerate(pairwise(states)):
+            if ends not in blocks:
+                found = blocks[ends] = {v: picks[v] for v in self.run.outside}
+                for variables, index in zip((self.entering, self.leaving), ends, strict=True):
+                    found |= dict(zip(variables, map(int, np.unravel_index(index, self.shape)), strict=True))
+                self.rest.complete(found)
             shift = block * self.run.period
-            found = {v: picks[v] for v in self.run.outside}
-            for variables, index in ((self.entering, states[block]), (self.leaving, state)):
-                found |= dict(zip(variables, map(int, np.unravel_index(index, self.shape)), strict=True))
-            self.rest.complete(found)
-            own = range(self.run.start, self.run.start + self.run.period)
-            picks |= {v + shift: found[v] for v in own}
+            picks |= {v + shift: blocks[ends][v] for v in own}
 
     def _between(self, outside: int, first: int, last: int) -> list[int]:
         """The states between the first and the last block."""

@@ -48,20 +48,29 @@ class Offers(Protocol):
 
 class Building:
     """Makes the network of a problem, and reads a solution of it. `split` are the values with a variable of their own
-    for what is shared."""
+    for what is shared; where the network is `wide`, with a table over all uses. What was made for a network `like` this
+    one, of the same problem and menu, is taken over."""
 
     def __init__(
-        self, problem: Problem, menu: Offers, split: frozenset[Ref] = frozenset(), *, wide: bool = False
+        self,
+        problem: Problem,
+        menu: Offers,
+        split: frozenset[Ref] = frozenset(),
+        *,
+        wide: bool = False,
+        like: Building | None = None,
     ) -> None:
         self.problem, self.graph, self.menu, self.split, self.wide = problem, problem.graph, menu, split, wide
         self.transfers, self.network = menu.transfers, Network()
-        self.choices = {operator.id: menu.of(operator) for operator in self.graph.operators}
+        self.choices: dict[str, Choices] = (
+            like.choices if like else {one.id: menu.of(one) for one in self.graph.operators}
+        )
         self.variables: dict[str, int] = {}
         self.parameters: dict[Ref, tuple[int, SharedParameter]] = {}
         self.sharings: dict[Ref, tuple[int, Sharing]] = {}
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
         self.leaving: list[tuple[int, Seconds]] = []
-        self.known: dict[tuple[Any, ...], Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = like.known if like else {}
         self.raised = self.transfers.raised
         self._variables()
         self._tables()

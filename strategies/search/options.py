@@ -48,6 +48,11 @@ class Choices:
         return len(self.assignments)
 
 
+def _said(leaf: Any) -> Any:
+    """An argument without the name of the value that it may be."""
+    return "*" if isinstance(leaf, Ref) else leaf
+
+
 class Menu:
     """The choices of all operators of a problem."""
 
@@ -72,7 +77,7 @@ class Menu:
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         """All that choices depend on, with sources and values told by what they are."""
         graph, trained = self.problem.graph, self.problem.graph.trained
-        said = rewrite((operator.args, operator.kwargs), lambda leaf: "*" if isinstance(leaf, Ref) else leaf)
+        said = rewrite((operator.args, operator.kwargs), _said)
         fixed = self.problem.fixed.get(operator.id)
         return (
             operator.target,

@@ -2,15 +2,15 @@
 redistribution.
 
 Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
-decided; what still waits when nothing else is left decides with what it knows. Choice: least time on the links for
-decided edges forward, then backward, then for what the operator sends by itself, then its own work, and the
-lexicographically smallest counts. Source: MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct
-situations x candidates x edges, with chains cached; repeated layers meet the same situations.
+decided; what still waits when nothing else is left decides with what it knows. A parameter with several users lies as
+the first of them that is decided needs it. Choice: least time on the links for decided edges forward, then backward,
+then for what the operator sends by itself, then its own work, and the lexicographically smallest counts. Source:
+MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct situations x candidates x edges, with
+chains cached; repeated layers meet the same situations.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,52 +25,28 @@ from strategies.mesh import Mesh
 from strategies.meshing import Meshing
 from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.classes import classes, repeats
 from strategies.search.defaults import batch_parallel
 from strategies.search.problem import Problem
-from strategies.search.recursive import apart, in_rounds, prices, refine
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
-FOLLOWED = 8
-"""Products of a net that can be followed by hand."""
-LIGHT = 1e9
-"""Flops of all products of a net whose plan hardly matters."""
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
 
 def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
-    """An assignment for every operator by id, and whether propagation reached it (else it is the default).
-
-    A model with repeated layers, many products or large ones is refined afterwards: what propagation met once it
-    decided for all layers, so a neighbour that it left dearer than need be is paid as often. What rounds find around
-    the configured operators is taken where it is cheaper still. Small nets keep what can be followed step by step.
-    """
+    """An assignment for every operator by id, and whether propagation reached it (else it is the default). Raises
+    StrategyError where nothing is configured."""
     if not problem.fixed:
         raise StrategyError(
             "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
             "least one entry in "
             "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
         )
-    found = _Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
-    if _small(problem):
-        return found
-    pricing, limit = prices(problem, cluster), problem.memory or math.inf
-    refined = refine(problem, cluster, {id: assignment for id, (assignment, _) in found.items()}, meshing.fixed)
-    around = apart(pricing, in_rounds(pricing, classes(problem), meshing.fixed), meshing.fixed)
-    best = min(refined, around, key=lambda one: (max(one.bytes, limit), one.seconds)).assignments
-    return {id: (best[id], reached) for id, (_, reached) in found.items()}
+    return Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
 
 
-def _small(problem: Problem) -> bool:
-    flops = [
-        sharding.flops for operator in problem.graph.operators if (sharding := problem.shardings[operator.id]).sums
-    ]
-    return len(flops) <= FOLLOWED and sum(flops) <= LIGHT and not repeats(problem)
-
-
-class _Propagation:
+class Propagation:
     def __init__(self, problem: Problem, wire: Wire) -> None:
         self.problem, self.graph, self.wire = problem, problem.graph, wire
         self.chosen: dict[str, Assignment] = dict(problem.fixed)
@@ -119,9 +95,10 @@ class _Propagation:
         """What the decision depends on: the operator's rule and the decided values next to it."""
         sharding, edges = self.problem.shardings[operator.id], []
         for position, ref in enumerate(operator.operands):
-            have = self._have(ref)
+            have = self._have(ref, operator)
             if have is not None:
-                trained = ref in self.problem.trained
+                shared = isinstance(self.graph.by_id[ref.id], Source)  # its gradients are added where it lies
+                trained = ref in self.problem.trained and not shared
                 edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
         for index in range(len(operator.results)):
             ref = Ref(operator.id, index)
@@ -166,8 +143,15 @@ class _Propagation:
                 options = [option for option, price in zip(options, prices, strict=True) if price <= least]
         return options[0]
 
-    def _have(self, ref: Ref) -> Layout | None:
+    def _have(self, ref: Ref, operator: Operator) -> Layout | None:
+        """How an operand lies, if that is decided: a parameter as another user needs it, a configured one first."""
         node = self.graph.by_id[ref.id]
+        if isinstance(node, Source) and node.kind == "parameter":
+            users = sorted(self.graph.users[ref], key=lambda use: use[0].id not in self.problem.fixed)
+            for user, position in users:
+                if user.id in self.chosen and user.id != operator.id:
+                    return self.problem.shardings[user.id].operand_layouts(self.chosen[user.id])[position]
+            return None
         if isinstance(node, Source):
             return self.problem.inputs[node.name] if node.kind == "input" else None
         return self.problem.result_layout(ref, self.chosen[ref.id]) if ref.id in self.chosen else None

@@ -29,6 +29,7 @@ from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
 from strategies.search.direct import direct_seconds
+from strategies.search.finding import uncollected
 from strategies.search.kept import operator_bytes, too_large
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
@@ -63,8 +64,9 @@ def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dic
     """An assignment for every operator by id, whose sum of seconds is small. `axes` are the runs of mesh axes that are
     sliced with as one, outermost first: those that a user named, else every axis by itself. Raises StrategyError where
     no plan within the problem's memory is found."""
-    pricing = prices(problem, cluster)
-    return checked(problem, apart(pricing, in_rounds(pricing, classes(problem), axes), axes)).assignments
+    with uncollected():
+        pricing = prices(problem, cluster)
+        return checked(problem, apart(pricing, in_rounds(pricing, classes(problem), axes), axes)).assignments
 
 
 def checked(problem: Problem, found: Found) -> Found:

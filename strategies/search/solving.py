@@ -17,7 +17,7 @@ from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.choosing import Exactly, Halving, choose, search_on, searchable
 from strategies.search.exact import search
-from strategies.search.finding import Found
+from strategies.search.finding import Found, uncollected
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.recursive import bisect
@@ -63,7 +63,8 @@ def halved(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) ->
     if axes is not None:
         found: Mapping[str, Assignment] = bisect(problem, cluster, axes)
     else:
-        chosen = choose(problem, cluster, Halving(problem, cluster))
+        with uncollected():
+            chosen = choose(problem, cluster, Halving(problem, cluster))
         found, told = chosen.answer.assignments, chosen.to_json()
     return Solved(found, told=told | {"bytes": plan_bytes(problem, found)})
 

@@ -73,6 +73,8 @@ def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
     with pytest.raises(ConfigError, match=r"explain\.operator = 'relx' matches no operator .* Did you mean 'relu'"):
         start("+recipe=quickstart", "explain.operator=relx", verb="explain", folder="run")
     assert list((tmp_path / "run").iterdir()) == []
+    with pytest.raises(ConfigError, match=r"Did you mean 'layers\.\*\.feed_forward\.experts\.\*'\?"):
+        start("+recipe=moe", "explain.operator=feed_forward.experts", verb="explain", folder="run")
 
 
 def test_the_operator_is_a_bare_word(command):

@@ -138,6 +138,7 @@ def test_a_pipeline_has_a_report(start):
     ended = start("+recipe=gpt_pipeline", verb="explain")
     told = " ".join(check((ended.folder / "report.html").read_text()).texts)
     assert "waiting" in told and "send" in told
+    assert "by what limits it, all stages together" in told and "2 such meshes follow one another" in told
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def test_ranks_that_are_of_no_use_are_told(start, capsys):
         layout for entry in start(*SMALL, *options, verb="plan").plan["operators"] for layout in entry["out_layouts"]
     }
     assert not any("d" in layout for layout in layouts)
-    assert "nothing is sliced: every rank computes the whole batch" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing is sliced: every rank computes the whole batch" in out and "idle" not in out
     start(*SMALL, *MODES["auto"], verb="plan", folder="sliced")
     assert "nothing is sliced" not in capsys.readouterr().out
 
@@ -144,10 +145,24 @@ def test_plans_without_words_have_no_tokens(start):
     assert told["tokens_per_second"] is None and told["samples_per_second"] > 0
 
 
+def test_every_copy_of_an_operator_is_begun(start):
+    """Copies compute as much as one, in twice as many calls; but for what cuts and joins the batch, what operators take
+    adds up to the step."""
+    plan = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", verb="plan").plan
+    one = start("+recipe=gpt_multi_copy", "cluster=dgx_h100", "parallel.copies=1", verb="plan", folder="one").plan
+    parts = [entry["predicted"] for entry in plan["operators"]]
+    for way in ("forward", "backward"):
+        assert sum(part[way] for part in parts) == pytest.approx(plan["cost"][way], rel=0.02)
+        assert plan["cost"][way] > 1.7 * one["cost"][way]
+
+
 def test_a_pipeline_is_as_fast_as_its_slowest_stage(start):
     plan = start("+recipe=gpt_pipeline", verb="plan").plan
     assert plan["prediction"]["shares"]["waiting"] == plan["cost"]["waiting"] > 0
     assert len([entry for entry in plan["operators"] if "predicted" in entry]) == len(plan["operators"])
+    before = {entry["name"] for entry in plan["operators"] if entry["stage"] == 0}
+    first = next(entry for entry in plan["operators"] if entry["stage"] == 1)
+    assert first["name"] == "layers.2.attention_norm" and "layers.1@1" in set(first["inputs"]) & before
 
 
 def test_units():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,3 +114,21 @@ def test_the_oldest_go_first(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mon
         plan_cache.store(tmp_path, f"key{number}", plan, refuse)
         os.utime(tmp_path / f"key{number}.json", (number, number))
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["key2", "key3", "key4"]
+
+
+def test_many_may_write_and_drop_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry is whole or not there, also while others replace it and drop the oldest."""
+    monkeypatch.setattr(plan_cache, "MOST", 3)
+
+    def work(number: int) -> int:
+        key, found = f"{number % 7:032d}", 0
+        for _ in range(30):
+            plan_cache.store(tmp_path, key, plan, refuse)
+            entry = plan_cache.load(tmp_path, key, refuse)
+            assert entry in (plan, None)
+            found += entry is not None
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(work, range(16))) > 0
+    assert len(list(tmp_path.iterdir())) <= 3

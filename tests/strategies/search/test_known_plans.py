@@ -24,8 +24,8 @@ from strategies.search.exact import search
 from strategies.search.kept import plan_bytes
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
-from strategies.search.propagation import propagate
 from strategies.search.recursive import bisect
+from strategies.search.repricing import propagated
 from tests.strategies.search.problems import gpt, llama, node, nodes, problem, shaped, tokens
 
 Search = Callable[[Problem, Cluster], dict[str, Assignment]]
@@ -161,7 +161,7 @@ def test_how_far_from_the_best(name: str) -> None:
     for configured in ({"batch0": ("a", "b")}, {"batch0": ("a",), "n": ("b",)}, {"n": ("a", "b")}):
         named = [o.name for o in graph.operators if any(fnmatch(o.name, pattern) for pattern in LAYERS[name])]
         given = problem(graph, mesh, dict.fromkeys(named, configured))
-        found = propagate(given, meshing(4, mesh.axes, {}, []), machine)
+        found = propagated(given, meshing(4, mesh.axes, {}, []), machine).found
         chosen = {id: assignment for id, (assignment, _) in found.items()}
         assert all(chosen[graph.by_name[one].id] == configured for one in named)
         assert above(chosen, dict(search(given, machine).assignments)) <= 1.03

@@ -1,0 +1,73 @@
+"""Layouts, ZeRO's stage, recompute, stages and micro-batches of a model of 7 billion parameters, decided together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.search import charts
+from benchmarks.search.outcome import Claim, Outcome, Setting
+from benchmarks.search_joint import deciding
+from runner.deciding import choice_of
+from runner.layer_table import shown_seconds
+
+TITLE = "Decisions taken together"
+GOAL = 10.0
+LAYERS, LENGTH = 32, 4096
+LIMITS = ("none", "60", "40", "20")
+"""GiB of a rank; none: those of a device."""
+HEAD = ("memory", "choices", "tried", "left out", "too large", "capture, s", "decision, s", "decided", "step")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One decision: CPU seconds of all captures, and of the rest."""
+
+    limit: str
+    choices: int
+    captured: float
+    seconds: float
+    decided: Mapping[str, Any]
+
+    def row(self) -> tuple[str, ...]:
+        found = self.decided
+        return (
+            self.name,
+            *(str(count) for count in (self.choices, found["tried"], found["pruned"], found["over"])),
+            f"{self.captured:.1f}",
+            f"{self.seconds:.1f}",
+            str(choice_of(found)),
+            shown_seconds(found["seconds"]),
+        )
+
+    @property
+    def name(self) -> str:
+        return "of a device" if self.limit == "none" else f"{self.limit} GiB"
+
+
+def decided(limit: str, layers: int) -> Result:
+    one = deciding(layers, LENGTH, limit)
+    started = time.process_time()
+    one.captures()
+    captured = time.process_time() - started
+    started = time.process_time()
+    told = one.plan().search["decided"]
+    return Result(limit, len(one.bounds), captured, time.process_time() - started, told)
+
+
+def measure(setting: Setting) -> Outcome:
+    """Without a limit but a device's memory, and with less and less; a quick run has four layers and one limit."""
+    results = []
+    for limit in LIMITS[2:3] if setting.quick else LIMITS:
+        results.append(decided(limit, 4 if setting.quick else LAYERS))
+        print("  ".join(results[-1].row()), flush=True)
+    charts.goals(
+        setting.pictures / "joint.svg", [(one.name, one.seconds, GOAL) for one in results], "CPU seconds of a decision"
+    )
+    claims = [
+        Claim(f"7B on 8 devices, memory {one.name}: at most {GOAL:g} s", f"{one.seconds:.1f} s", one.seconds <= GOAL)
+        for one in results
+    ]
+    return Outcome(tuple(claims), HEAD, tuple(one.row() for one in results), ("search/joint.svg",))

@@ -1,0 +1,73 @@
+"""What propagation ends with: the plan that was followed, or the cheapest one, and both prices."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from models.quickstart import Net
+from strategies.cost.cluster import Cluster, Level, Link
+from strategies.meshing import meshing
+from strategies.planner import make_plan
+from strategies.request import Request, Wanted
+from strategies.rules.sharding import Assignment
+from strategies.search.exact import search
+from strategies.search.prices import Pricing
+from strategies.search.problem import Problem
+from strategies.search.propagation import propagate
+from strategies.search.repricing import Propagated, propagated
+from tests.strategies.search.problems import gpt, node, prime_mesh, problem, shaped
+
+SLOW = Cluster("slow", (Level("rank", 8, Link(1e8, 1e-4)),), {"float32": 1e9}, 2**30, 1e9, 1e-6)
+"""Every call costs more than the work of a small net."""
+
+
+def quickstart(*products: str) -> Problem:
+    with torch.device("meta"):
+        graph = shaped(Net(), nn.MSELoss(), torch.zeros(16, 32), torch.zeros(16, 16))
+    made = problem(graph, prime_mesh(4))
+    return problem(graph, made.mesh, {name: {"m": ("d0",), "k": ("d1",)} for name in products})
+
+
+def found(made: Problem, machine: Cluster = SLOW) -> Propagated:
+    return propagated(made, meshing(made.mesh.size, made.mesh.axes, {}, []), machine)
+
+
+def seconds(made: Problem, one: Propagated, machine: Cluster = SLOW) -> float:
+    return Pricing(made, machine).total({id: assignment for id, (assignment, _) in one.found.items()})
+
+
+def test_a_small_net_keeps_what_can_be_followed_and_tells_what_it_costs() -> None:
+    made = quickstart("matmul")
+    one = found(made)
+    followed = propagate(made, meshing(4, made.mesh.axes, {}, []), SLOW)
+    assert one.found == followed and not one.by_price
+    assert math.isclose(seconds(made, one), one.followed) and one.cheapest < 0.8 * one.followed
+    assert one.to_json() == {"followed": one.followed, "cheapest": one.cheapest, "by_price": False}
+
+
+def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
+    made = quickstart("matmul", "matmul2")
+    one = found(made)
+    assert one.by_price and math.isclose(seconds(made, one), one.cheapest)
+    assert one.cheapest <= 1.03 * search(made, SLOW).cost < one.followed
+    for name in ("matmul", "matmul2"):
+        assert one.found[made.graph.by_name[name].id][0] == made.fixed[made.graph.by_name[name].id]
+
+
+def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() -> None:
+    graph, mesh = gpt(2), prime_mesh(4)
+    names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
+    rows: Assignment = {"batch0": ("d0", "d1")}
+    made, machine = problem(graph, mesh, dict.fromkeys(names, rows)), node(4)
+    one = found(made, machine)
+    assert one.cheapest <= one.followed and math.isclose(seconds(made, one, machine), one.cheapest)
+
+
+def test_a_plan_tells_both_prices() -> None:
+    graph = quickstart().graph
+    request = Request("auto", 4, strategies={"matmul": Wanted(((2, 2), (2, 1)), None)})
+    told = make_plan(graph, request, SLOW).search["propagation"]
+    assert told["cheapest"] < told["followed"] and told["by_price"] is False
