@@ -20,7 +20,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from runner import cli, config, launch
+from runner import config, launch
+from runner.command import cli
 from runner.jobs import train
 from runner.origins import Origins
 

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
-from runner import config, launch, recipes, words
+from runner import config, launch
+from runner.command import recipes, words
 from runner.jobs import train
 from runner.origins import Origins
 from runner.recovery.restarting import RESTARTS

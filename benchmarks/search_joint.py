@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-from runner import pricing, searched
-from runner.deciding import Deciding
+from runner.planning import pricing, searched
+from runner.planning.deciding import Deciding
 from tests.runner.composing import compose_config
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")

@@ -29,7 +29,7 @@ from models.quickstart import Net
 from models.resnet import resnet50, resnet_digits
 from models.vit import ViT
 from models.vocabulary import VocabularyFFN
-from runner.clusters import described, shipped
+from runner.planning.clusters import described, shipped
 from strategies.cost.cluster import Cluster
 from strategies.graph import OperatorGraph
 from strategies.meshing import meshing

@@ -223,8 +223,8 @@ def calibrated(file: Path, ranks: int, seconds: float) -> None:
     from strategies.cost.laws import fit
 
     measured = launch.run_ranks(
-        "runner.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent, device="cpu",
-        timeout=300, threads=1,
+        "runner.planning.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent,
+        device="cpu", timeout=300, threads=1,
     )  # fmt: skip
     file.write_text(described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)))
 
@@ -243,7 +243,7 @@ def run(models: Sequence[str], ranks: int, rounds: int, seconds: float, cluster:
     """Measure every plan of the models on so many ranks; the machine is what the file `cluster` describes, or is
     calibrated in so many seconds."""
     launch.warm()
-    from runner.clusters import from_description
+    from runner.planning.clusters import from_description
     from strategies.cost.step import step_cost
 
     with tempfile.TemporaryDirectory() as name:

@@ -4,6 +4,6 @@ from runner.search_path import installed_first
 
 if __name__ == "__main__":
     installed_first()
-    from runner.cli import main
+    from runner.command.cli import main
 
     main()

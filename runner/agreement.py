@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from runner.prepare import WEIGHTS, Prepared
+from runner.planning.prepare import WEIGHTS, Prepared
 
 
 def agree_on_program(prepared: Prepared, folder: Path) -> None:

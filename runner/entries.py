@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoints, report
+from runner import checkpoints
 from runner.checkpoints import rescue
-from runner.deciding import prepare_decided
 from runner.errors import ConfigError
 from runner.inference import weights
 from runner.inference.predictor import predict
 from runner.launchers.sharing import require_shared
-from runner.prepare import Prepared
+from runner.planning.deciding import prepare_decided
+from runner.planning.prepare import Prepared
 from runner.recovery import faults
+from runner.reporting import report
 from runner.schema import Config
-from runner.trainer import Job, train
+from runner.training.trainer import Job, train
 from runner.worker import RankContext
 
 

@@ -15,7 +15,7 @@ from runner.checkpoints.content import name_of
 from runner.checkpoints.header import read_header
 from runner.checkpoints.index import Entry
 from runner.errors import ConfigError
-from runner.stored import read_content
+from runner.planning.stored import read_content
 from strategies.layout import Block, Layout
 from strategies.plan import Plan
 

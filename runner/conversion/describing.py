@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner import huggingface
+from runner.building import huggingface
 from runner.errors import ConfigError
 from runner.schema import Model
 from strategies.capture.shapes import shapes_only

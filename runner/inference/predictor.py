@@ -11,12 +11,12 @@ from typing import Any
 import numpy
 import torch
 
-from runner.evaluate import evaluator
-from runner.execution import execution, gather_axes
 from runner.inference.files import Predictions
 from runner.inference.rows import dataset
 from runner.inference.weights import check, fill, open_checkpoint
-from runner.prepare import Prepared
+from runner.planning.prepare import Prepared
+from runner.training.evaluate import evaluator
+from runner.training.execution import execution, gather_axes
 from runner.worker import RankContext
 
 EVERY = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.utils.data import Subset
 
-from runner import targets
+from runner.building import targets
 from runner.data.lines import Lines
 from runner.data.loader import Collate, MapDataset, build_dataset
 from runner.errors import ConfigError

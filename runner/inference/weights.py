@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.checkpoints import Checkpoint, locate, read
 from runner.errors import ConfigError
-from runner.execution import Execution
+from runner.training.execution import Execution
 from strategies.engine.pieces import Piece, of_slice
 from strategies.graph import Source
 

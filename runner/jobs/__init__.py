@@ -1,1 +1,1 @@
-"""What `run` can do, one verb per file; `runner.verbs` is the table that leads here."""
+"""What `run` can do, one verb per file; `runner.command.verbs` is the table that leads here."""

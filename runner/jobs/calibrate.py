@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner import launch
+from runner.command.folders import remove_if_unused
 from runner.errors import ConfigError, RunFailed
-from runner.folders import remove_if_unused
 from runner.schema import Config
 
 if TYPE_CHECKING:
-    from runner.calibration import Measured
+    from runner.planning.calibration import Measured
     from strategies.cost.laws import Fit
 
 
@@ -32,7 +32,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             f"calibrate.file = {config.calibrate.file!r} cannot be written there; name a file in a folder."
         )
     launch.warm()
-    from runner.prepare import device_of
+    from runner.planning.prepare import device_of
     from strategies.cost.laws import fit
 
     device, ranks = device_of(config)
@@ -40,7 +40,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(f"calibrate: {who}, about {config.calibrate.seconds:g} seconds", flush=True)
     try:
         measured = launch.run_ranks(
-            "runner.calibration:measure",
+            "runner.planning.calibration:measure",
             {"seconds": config.calibrate.seconds},
             world_size=ranks,
             run_dir=run_dir,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.differences import differences
 from runner.errors import ConfigError
-from runner.stored import read_content
+from runner.planning.stored import read_content
+from runner.reporting.differences import differences
 
 
 def run(words: Sequence[str]) -> int:

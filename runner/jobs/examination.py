@@ -15,9 +15,9 @@ from typing import Any
 from runner.checkpoints import folder, header, index
 from runner.checkpoints.header import Header
 from runner.checkpoints.index import Index
+from runner.command.folders import CONFIG_FILE
 from runner.errors import ConfigError
-from runner.folders import CONFIG_FILE
-from runner.stored import PLAN, read_content
+from runner.planning.stored import PLAN, read_content
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.recoverable import recoverable

@@ -9,10 +9,10 @@ from runner.schema import Config
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Print the table, or what is to be said of the operators of `explain.operator`. Returns None."""
-    from runner import report
-    from runner.deciding import prepare_decided
-    from runner.decision_table import decision_table
-    from runner.explanation import explanations
+    from runner.planning.deciding import prepare_decided
+    from runner.reporting import report
+    from runner.reporting.decision_table import decision_table
+    from runner.reporting.explanation import explanations
 
     prepared, wanted = prepare_decided(config, None), config.explain.operator
     told = None if wanted is None or prepared.plan is None else explanations(prepared, wanted)

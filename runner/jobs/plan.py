@@ -9,9 +9,9 @@ from runner.schema import Config
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Write plan.json (and the IR with parallel.dump_ir), print a summary. Returns the predicted seconds per step."""
-    from runner import report
-    from runner.deciding import prepare_decided
-    from runner.layer_table import layer_table, promise
+    from runner.planning.deciding import prepare_decided
+    from runner.reporting import report
+    from runner.reporting.layer_table import layer_table, promise
 
     prepared = prepare_decided(config, None)
     content = report.write_plan(prepared, run_dir)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from runner import launch
 from runner.inference.without_training import without_training
-from runner.offload_folder import own_folder
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready, start
+from runner.training.offload_folder import own_folder
 
 SUMMARY = "predict.json"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runner.command.recipes import catalogue, table
 from runner.errors import ConfigError, allowed
-from runner.recipes import catalogue, table
 
 
 def run(words: Sequence[str]) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 from runner import launch
 from runner.errors import Stopped
 from runner.launchers.dry_run import dry_run
-from runner.metrics import require_tensorboard
-from runner.offload_folder import offload_folder, own_folder
 from runner.recovery import restarting
 from runner.refusal import without_trace
 from runner.schema import Config
 from runner.start import make_ready
-from runner.timeline import begin, marked
+from runner.training.metrics import require_tensorboard
+from runner.training.offload_folder import offload_folder, own_folder
+from runner.training.timeline import begin, marked
 
 
 def run(config: Config, run_dir: Path) -> float | None:

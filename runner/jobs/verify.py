@@ -21,9 +21,9 @@ from typing import Any
 
 from runner import launch
 from runner.errors import ConfigError, RunFailed
-from runner.offload_folder import offload_folder
 from runner.refusal import without_trace
 from runner.schema import Config
+from runner.training.offload_folder import offload_folder
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}
 ROUNDING = {"fp64": 2e-15, "fp32": 1e-6, "bf16": 8e-2, "fp16": 1e-2, "bf16_autocast": 8e-2}
@@ -75,10 +75,10 @@ def run(config: Config, run_dir: Path) -> float | None:
             "(and its args)."
         )
     launch.warm()
-    from runner import report
-    from runner.deciding import prepare_decided
-    from runner.prepare import prepare
-    from runner.trainer import Job
+    from runner.planning.deciding import prepare_decided
+    from runner.planning.prepare import prepare
+    from runner.reporting import report
+    from runner.training.trainer import Job
 
     sharded = _changed(config, train={"random": "exact"})
     with (
@@ -95,7 +95,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         print(report.headline(prepared, run_dir), flush=True)
         start = partial(
             launch.run_ranks,
-            "runner.trainer:train",
+            "runner.training.trainer:train",
             device=prepared.device,
             timeout=config.launch.timeout,
             threads=config.launch.threads,

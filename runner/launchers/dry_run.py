@@ -7,13 +7,13 @@ import sys
 from math import prod
 from pathlib import Path
 
+from runner.command.folders import remove_if_unused
+from runner.command.words import DRY_RUN
 from runner.errors import ConfigError
-from runner.folders import remove_if_unused
 from runner.launchers.commands import Started
 from runner.launchers.placing import meeting_unasked
 from runner.launchers.start import described
 from runner.schema import Config
-from runner.words import DRY_RUN
 
 FOLDER = "join"
 """Stands for the folder that a run makes for its ranks, whose name differs every time."""

@@ -21,8 +21,8 @@ from runner.launchers.rank_table import rank_table
 from runner.launchers.slurm import slurm
 from runner.launchers.supervise import supervise
 from runner.launchers.torchrun import torchrun
-from runner.offload_folder import own_folder
 from runner.sections.launch import Launch
+from runner.training.offload_folder import own_folder
 
 LAUNCHERS: dict[str, Callable[[Launch, Place], Started]] = {
     "torchrun": torchrun,

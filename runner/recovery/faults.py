@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from runner.checkpoints import folder
 from runner.errors import ConfigError
-from runner.execution import Execution
 from runner.recovery import injuries
 from runner.schema import Config
 from runner.sections.faults import Fault, Phase
+from runner.training.execution import Execution
 from runner.worker import RankContext
 
 DAMAGE = ("corrupt", "truncate")

@@ -1,7 +1,7 @@
 """The section `cluster`: the machine for which plans are priced; rates are bytes or flops per second, times seconds.
 
-`machine` null means: decided when the device is known (see `runner.clusters`). A description may stand in a file of its
-own, `cluster.file`; it then takes the place of the section, but for `cluster.nodes`.
+`machine` null means: decided when the device is known (see `runner.planning.clusters`). A description may stand in a
+file of its own, `cluster.file`; it then takes the place of the section, but for `cluster.nodes`.
 """
 
 from __future__ import annotations

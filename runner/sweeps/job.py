@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.folders import CONFIG_FILE
+from runner.command.folders import CONFIG_FILE
 
 FILE = "job.json"
 STARTED = "sweep.json"

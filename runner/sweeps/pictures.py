@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
 
-from runner.page.markup import Markup, element, joined
-from runner.page.shell import drawing
-from runner.page.style import COLOURS
+from runner.reporting.page.markup import Markup, element, joined
+from runner.reporting.page.shell import drawing
+from runner.reporting.page.style import COLOURS
 from runner.sweeps.job import records
 
 WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24

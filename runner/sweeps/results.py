@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from runner.page.markup import element
-from runner.page.shell import section, shell
+from runner.reporting.page.markup import element
+from runner.reporting.page.shell import section, shell
 from runner.sweeps.job import STARTED, Job, jobs
 from runner.sweeps.pictures import bars, curves
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.jobs.verify import ROUNDING
-from runner.reference import ExactRandom
+from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture, loss_in
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options

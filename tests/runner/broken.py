@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from runner import prepare
 from runner.data.synthetic import Quickstart
+from runner.planning import prepare
 from strategies.capture import Captured
 from strategies.graph import Operator, Ref
 from strategies.rules.registry import RULES

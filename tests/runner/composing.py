@@ -2,7 +2,8 @@
 
 import hydra
 
-from runner import config, recipes, words
+from runner import config
+from runner.command import recipes, words
 from runner.origins import Origins
 
 

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from runner import clusters, launch
-from runner.calibration import Measured
+from runner import launch
 from runner.jobs import calibrate
+from runner.planning import clusters
+from runner.planning.calibration import Measured
 from strategies.cost.cluster import Link
 from strategies.cost.laws import Error, Fit, Product
 

@@ -49,7 +49,7 @@ def test_modules_that_run_as_they_are_are_not_compiled(command, words):
 
 
 def test_a_missing_compiler_is_told_before_anything_is_built(monkeypatch):
-    from runner.prepare import prepare
+    from runner.planning.prepare import prepare
 
     monkeypatch.setattr(compiled, "missing", lambda device: f"no compiler for {device}")
     with pytest.raises(StrategyError, match="cannot be done here: no compiler for cpu; install it, or leave compiling"):

@@ -8,8 +8,8 @@ import pytest
 from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
-from runner.deciding import Deciding
 from runner.errors import ConfigError
+from runner.planning.deciding import Deciding
 from strategies.errors import StrategyError
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")

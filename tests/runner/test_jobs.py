@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from runner import prepare
 from runner.errors import ConfigError, RunFailed
-from runner.report import PARTS
+from runner.planning import prepare
+from runner.reporting.report import PARTS
 from strategies.layout import Layout
 from strategies.plan import Plan
 from strategies.rules.registry import RULES

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import memory as benchmark
-from runner.memory_limit import first_within
+from runner.planning.memory_limit import first_within
 from runner.sections.memory import Bytes
 from runner.sections.section import Section
 from strategies.errors import StrategyError

@@ -15,7 +15,7 @@ import pytest
 
 from runner import logs
 from runner.errors import ConfigError
-from runner.metrics import FILE, Metrics
+from runner.training.metrics import FILE, Metrics
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

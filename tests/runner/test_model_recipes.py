@@ -11,12 +11,13 @@ import hydra
 import pytest
 import torch
 
-from runner import config, recipes
-from runner.building import objective
+from runner import config
+from runner.building.modules import objective
+from runner.building.precision import cast
+from runner.command import recipes
 from runner.data.loader import flatten_batch, whole_batch
 from runner.origins import Origins
-from runner.precision import cast
-from runner.prepare import datasets, request_of
+from runner.planning.prepare import datasets, request_of
 from strategies.capture import capture, loss_in
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from runner.building.optimizers import frozen, optimizer_factory, parameter_groups, scheduler, states
 from runner.errors import ConfigError
-from runner.optimizers import frozen, optimizer_factory, parameter_groups, scheduler, states
 from runner.schema import Optimizer, Scheduler
 from strategies.errors import StrategyError
 

@@ -15,10 +15,10 @@ import pytest
 from composing import compose_config
 
 from runner.jobs import plan as planning
-from runner.layers import kinds
-from runner.page.document import page
-from runner.page.markup import Markup, element, joined
-from runner.page.pictures import bar, gauge, layer_picture, mesh_picture
+from runner.reporting.layers import kinds
+from runner.reporting.page.document import page
+from runner.reporting.page.markup import Markup, element, joined
+from runner.reporting.page.pictures import bar, gauge, layer_picture, mesh_picture
 
 VOID = {"meta", "br"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "firefox")

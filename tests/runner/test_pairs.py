@@ -14,10 +14,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from runner import config, recipes, words
+from runner import config
+from runner.command import recipes, words
 from runner.errors import ConfigError
 from runner.origins import Origins
-from runner.prepare import prepare
+from runner.planning.prepare import prepare
 from runner.schema import Config
 
 SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")

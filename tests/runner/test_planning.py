@@ -8,7 +8,7 @@ import pytest
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning import cache_folder
+from runner.planning.sources import cache_folder
 from strategies.errors import StrategyError
 
 

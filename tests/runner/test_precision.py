@@ -5,7 +5,7 @@ import pytest
 from composing import compose_config
 from small import MODES, SMALL
 
-from runner import precision
+from runner.building import precision
 from runner.errors import ConfigError
 
 HALF = "train.precision=fp16"
@@ -76,7 +76,7 @@ def test_a_scale_is_for_fp16(command):
 
 
 def test_where_there_is_no_fp16_it_is_told_before_anything_starts(monkeypatch):
-    from runner.prepare import prepare
+    from runner.planning.prepare import prepare
 
     with pytest.raises(ConfigError, match=r"train\.precision = fp16 cannot be used with this model on a CPU"):
         prepare(compose_config(*SMALL, HALF, "model.target=networks.Inverse", *MODES["data_parallel"]), None)

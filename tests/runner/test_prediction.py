@@ -9,9 +9,9 @@ import pytest
 from composing import compose_config
 from small import MODES, SMALL
 
-from runner.clusters import described, shipped
-from runner.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
-from runner.prediction import doubled
+from runner.planning.clusters import described, shipped
+from runner.reporting.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
+from runner.reporting.prediction import doubled
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
 WINDOWS = ("data.args={length: 512, train: true}", "data.batch_size=16", "train.precision=bf16")

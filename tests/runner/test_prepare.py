@@ -5,10 +5,11 @@ import pytest
 from composing import compose_config
 from small import HYBRID, SMALL
 
-from runner import config, recipes
+from runner import config
+from runner.command import recipes
 from runner.errors import ConfigError
 from runner.origins import Origins
-from runner.prepare import prepare, request_of
+from runner.planning.prepare import prepare, request_of
 
 
 def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():

@@ -12,7 +12,7 @@ from small import DOUBLE, HYBRID, MODES, SMALL
 from torch import nn
 from torch.nn import functional
 
-from runner import pretrained
+from runner.building import pretrained
 from runner.errors import ConfigError
 from runner.schema import Model
 from strategies.engine.stored import Reader

@@ -6,7 +6,8 @@ import hydra
 import pytest
 from hydra.core.object_type import ObjectType
 
-from runner import config, recipes
+from runner import config
+from runner.command import recipes
 from runner.origins import Origins
 
 NAMES = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runner.reference import ExactRandom
+from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.scores import accuracy, scores, tried
+from runner.training.scores import accuracy, scores, tried
 from strategies.capture import Objective
 
 

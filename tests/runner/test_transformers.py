@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import huggingface, pretrained, targets
+from runner.building import huggingface, pretrained, targets
 from runner.errors import ConfigError
 from runner.schema import Model
 

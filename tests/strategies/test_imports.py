@@ -17,7 +17,7 @@ ALLOWED = {
 }
 SPECIAL = {
     "strategies/engine/zero_start.py": {"deepspeed"},
-    "runner/huggingface.py": {"transformers"},
+    "runner/building/huggingface.py": {"transformers"},
 }
 
 

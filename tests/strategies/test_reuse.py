@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
-from runner.execution import blamed
 from runner.launch import run_ranks
+from runner.training.execution import blamed
 from strategies.capture import Captured, Objective, capture
 from strategies.engine import compiled, reuse, weights
 from strategies.engine.communicator import Communicator

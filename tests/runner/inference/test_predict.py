@@ -16,9 +16,9 @@ from small import HYBRID, MODES, SMALL
 from torch import Tensor
 from torch.nn import functional
 
+from runner.command.recipes import catalogue
 from runner.errors import ConfigError
 from runner.inference.without_training import without_training
-from runner.recipes import catalogue
 from runner.schema import Config
 
 PLACES = {

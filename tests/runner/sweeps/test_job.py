@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.folders import CONFIG_FILE
+from runner.command.folders import CONFIG_FILE
 from runner.sweeps.job import Job, folder_of, jobs, read, records
 
 DONE = Job(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)

@@ -177,5 +177,5 @@ def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
 
 
 def test_the_command_of_a_sweep_never_imports_torch():
-    code = "import runner.cli, sys; sys.exit('torch' in sys.modules)"
+    code = "import runner.command.cli, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

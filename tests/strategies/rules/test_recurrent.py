@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.reference import ExactRandom
+from runner.training.reference import ExactRandom
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runner.reference import ExactRandom
+from runner.training.reference import ExactRandom
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
 from strategies.engine.simulate import Simulation

@@ -1,0 +1,317 @@
+"""The command: `run [VERB] +recipe=NAME KEY=VALUE ...`.
+
+Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
+before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
+130 interrupted, 143 stopped by SIGTERM. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
+in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner import config
+from runner.command import recipes, words
+from runner.command.folders import CONFIG_FILE, remove_if_unused
+from runner.command.rewording import reword
+from runner.command.verbs import VERBS
+from runner.errors import ConfigError, RunFailed, Stopped, Terminated
+from runner.origins import Origins, given
+from runner.recovery import stopping
+from runner.sweeps.job import Job, folder_of, records, typed
+from runner.sweeps.results import Sweep, mark_of
+
+ERROR_FILE = "error.txt"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+READER_GONE = 128 + signal.SIGPIPE
+"""As of a program that the signal ends, of which Python makes an exception."""
+TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep failed and have said so, and all others have run."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a user is told about an exception.
+
+    Attributes:
+        paragraphs: what to print.
+        code: the exit code.
+        traceback: where it came from, for an exception that nobody expected; else nothing.
+    """
+
+    paragraphs: tuple[str, ...]
+    code: int
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, ConfigError):
+            return cls(tuple(map(str, error.args)), 2)
+        if _is_strategy_error(error):
+            return cls((str(error),), 2)
+        if isinstance(error, RunFailed):
+            return cls((str(error),), 1)
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+        summary = f"an unexpected {type(error).__name__} ended the command: {text} ({where})."
+        return cls((summary,), 1, "".join(traceback.format_exception(error)))
+
+
+def main() -> None:
+    """The console script `run`. Always leaves through SystemExit, except after a job that went well."""
+    # Settled before Hydra starts, because one of these variables is set below for another reason.
+    tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
+    os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
+    typed = sys.argv[1:]
+    try:
+        _command(typed)
+    except SweepFailed:
+        sys.exit(1)
+    except Terminated:
+        _leave(("terminated.",), stopping.EXIT_CODE)
+    except KeyboardInterrupt:
+        _leave(("interrupted.",), 130)
+    except COMPOSITION_ERRORS as error:
+        _tell_traceback(error)
+        _leave(tuple(map(str, reword(error, typed).args)), 2)
+    except Exception as error:
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
+            sys.exit(failure.code)
+        hint = " MESHWRIGHT_TRACEBACK=1 shows the traceback." if failure.traceback else ""
+        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+
+
+def _command(typed: Sequence[str]) -> None:
+    if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
+        os.environ["COMP_LINE"], verbs = words.complete(line)
+        print("\n".join(verbs))
+    verb, rest = words.split_verb(typed)
+    if verb is not None and not VERBS[verb].composed:
+        if {"--help", "-h"} & set(rest):
+            print(VERBS[verb].help)
+            return
+        sys.exit(VERBS[verb].function()(rest))
+    if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
+        words.refuse_launcher()
+    words.check_options(rest)
+    sys.argv[1:] = words.for_hydra(verb, rest)
+    _register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
+    CheckConfig.sweep = None
+    try:
+        _job()
+    except KeyboardInterrupt:
+        if CheckConfig.sweep is not None:
+            CheckConfig.sweep.end()
+        raise
+    except Exception as error:
+        if CheckConfig.sweep is None or CheckConfig.sweep.end():
+            raise
+        raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
+    if CheckConfig.sweep is not None and not CheckConfig.sweep.end():
+        raise SweepFailed
+
+
+def _register() -> None:
+    """What Hydra and the files in `conf/` need to know of this package."""
+    recipes.register()
+    OmegaConf.register_new_resolver("run.unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("run.folder", folder_of, replace=True)
+    OmegaConf.register_new_resolver("run.recipes", recipes.table, replace=True)
+    OmegaConf.register_new_resolver("run.verbs", _verb_table, replace=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+def _job(composed: DictConfig) -> float | None:
+    """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
+    context = HydraConfig.get()
+    run_dir, overrides = Path(context.runtime.output_dir), _overrides()
+    if context.mode == RunMode.MULTIRUN:
+        return _swept(composed, Path(context.sweep.dir), run_dir, context.job.num, overrides)
+    before = (run_dir / CONFIG_FILE).read_text(encoding="utf-8") if (run_dir / CONFIG_FILE).exists() else None
+    try:
+        checked = config.load(composed, Origins(overrides))
+        (run_dir / CONFIG_FILE).write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
+        return result
+    except Stopped as stopped:
+        _leave((str(stopped),), stopping.EXIT_CODE)
+    except Exception as error:
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        if failure.code == 2:
+            if before is None:
+                remove_if_unused(run_dir)
+            else:  # the run that wanted to go on here is refused, and the folder is that of the run before
+                (run_dir / CONFIG_FILE).write_text(before, encoding="utf-8")
+        else:
+            _record(failure, run_dir)
+        hint = f" The traceback is in {run_dir / ERROR_FILE}." if failure.traceback else ""
+        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+
+
+def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
+    """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails says so,
+    leaves it in its folder and returns nothing, so that the others run whatever the launcher does with exceptions."""
+    job = Job(number, typed(overrides), str(composed.job.name), mark_of(sweep))
+    name = f"job #{number} ({' '.join(job.overrides)})"
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        checked = config.load(composed, Origins(overrides))
+        text = checked.model_dump_json(indent=2) + "\n"
+        if (done := job.finished_before(run_dir, text)) is not None:
+            done.write(run_dir)
+            print(f"{name}: done before", flush=True)
+            return done.value
+        job.write(run_dir)
+        (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+        value: float | None = VERBS[job.verb].function()(checked, run_dir)
+    except Exception as error:
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        _record(failure, run_dir)
+        _tell([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
+        seconds = time.monotonic() - start
+        replace(job, status="failed", error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
+        return None
+    measured = [one["evaluation"] for one in records(run_dir) if "evaluation" in one]
+    evaluation = measured[-1] if measured else None
+    replace(job, status="done", value=value, evaluation=evaluation, seconds=time.monotonic() - start).write(run_dir)
+    return value
+
+
+def _overrides() -> tuple[str, ...]:
+    composed = HydraConfig.instance().cfg
+    return given(composed) if isinstance(composed, DictConfig) else ()
+
+
+class CheckConfig(Callback):
+    """Validates before anything is created: the config of a run, or of every job of a grid sweep.
+
+    Hydra turns the exceptions of callbacks into warnings, so this one leaves the process instead. A launcher sends the
+    callbacks to the processes where its jobs run, and with this one arrives what the files in `conf/` need there.
+    """
+
+    sweep: ClassVar[Sweep | None] = None
+    """The sweep that this process has started."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, ()
+
+    def on_run_start(self, config: DictConfig, **_: object) -> None:
+        HydraConfig.instance().set_config(config)
+        if faults := _faults(config):
+            _leave(faults, 2)
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        # other sweepers choose the values one by one; each job checks its own
+        if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
+            self._check_grid(config)
+        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute())
+
+    def _check_grid(self, config: DictConfig) -> None:
+        loader = GlobalHydra.instance().config_loader()
+        swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        swept += given(config)
+        (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(loader).parse_overrides(swept), None)
+        faults: list[str] = []
+        for number, overrides in enumerate(jobs):
+            try:
+                found = _faults(loader.load_sweep_config(config, list(overrides)))
+            except COMPOSITION_ERRORS as error:
+                found = tuple(map(str, reword(error, list(overrides)).args))
+            faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
+        if faults:
+            _leave(faults, 2)
+
+
+def _arrived() -> CheckConfig:
+    _register()
+    return CheckConfig()
+
+
+def _faults(composed: DictConfig) -> tuple[str, ...]:
+    """What is wrong with a composed config, a paragraph each."""
+    ours = copy.deepcopy(composed)
+    with open_dict(ours):
+        del ours["hydra"]
+    try:
+        config.load(ours, Origins.of(composed))
+    except ConfigError as error:
+        return tuple(map(str, error.args))
+    return ()
+
+
+def _verb_table() -> str:
+    width = max(map(len, VERBS))
+    return "\n".join(
+        f"  {name:<{width}}  {verb.summary}\n  {'':<{width}}    {verb.example}" for name, verb in VERBS.items()
+    )
+
+
+def _is_strategy_error(error: Exception) -> bool:
+    # Asked of the module only if it is loaded: importing it here could import torch.
+    module = sys.modules.get("strategies.errors")
+    return module is not None and isinstance(error, module.StrategyError)
+
+
+def _record(failure: Failure, run_dir: Path) -> None:
+    text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
+    (run_dir / ERROR_FILE).write_text(text, encoding="utf-8")
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe without a reader; from then on output is dropped, else the interpreter's end fails."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _tell_traceback(error: Exception) -> None:
+    if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
+        traceback.print_exception(error)
+
+
+def _tell(paragraphs: Sequence[str]) -> None:
+    for paragraph in paragraphs:
+        print(f"run: {paragraph}", file=sys.stderr, flush=True)
+
+
+def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:
+    _tell(paragraphs)
+    sys.exit(code)

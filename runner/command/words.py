@@ -1,0 +1,115 @@
+"""The words of the command line, made ready for Hydra.
+
+Three things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), mappings whose keys
+the user chooses (`model.args.width=8` needs no plus), and the refusal to be started by another launcher, which would
+have every one of its processes start all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from hydra._internal.utils import get_args_parser
+
+from runner.command.verbs import VERBS
+from runner.config import open_mappings
+from runner.errors import ConfigError, allowed
+
+# Options of Hydra that take the next word as their value.
+OPTIONS_WITH_VALUE = frozenset(
+    "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd --experimental-rerun --info -i".split()
+)
+# What launchers tell each process: its rank and the number of processes.
+LAUNCHERS = {
+    "RANK": "WORLD_SIZE",
+    "SLURM_PROCID": "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+}
+DRY_RUN = "launch.dry_run=true"
+
+
+def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The verb among the words (None if there is none) and the other words.
+
+    Raises ConfigError for a word that is no verb, no option and no override, and for a second verb.
+    """
+    if "--diff" in words and "plan" in words:  # plans are compared without a config
+        return "diff", [word for word in words if word not in ("--diff", "plan")]
+    verb: str | None = None
+    rest: list[str] = []
+    previous = ""
+    for word in words:
+        bare = word and word[0] not in "-+~" and "=" not in word and previous not in OPTIONS_WITH_VALUE
+        previous = word
+        if not bare or (verb is not None and not VERBS[verb].composed):
+            rest.append(word)
+        elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
+            rest.append(f"{VERBS[verb].argument}='{word}'")
+        elif word not in VERBS:
+            raise ConfigError(f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}")
+        elif verb is not None:
+            raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
+        else:
+            verb = word
+    if verb == "launch":
+        rest = [DRY_RUN if word == "--dry-run" else word for word in rest]
+    return verb, rest
+
+
+def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
+    """The words as Hydra understands them."""
+    chosen = [] if verb is None else [f"job={verb}"]
+    mappings = tuple(open_mappings())
+    return chosen + [_opened(_meant(verb, word), mappings) for word in words]
+
+
+def check_options(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that does not exist or lacks its value."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            get_args_parser().parse_args(list(words))
+    except SystemExit as exit_:
+        if exit_.code:
+            reason = said.getvalue().strip().rpartition("error: ")[2]
+            raise ConfigError(f"{reason}; `run --help` shows what can be given.") from None
+        raise
+
+
+def complete(line: str) -> tuple[str, list[str]]:
+    """A line to be completed, as Hydra understands it, and the verbs that the word being typed may become."""
+    command, *before, typing = line.split(" ") if " " in line else (line, "")
+    before = [word for word in before if word]
+    if before and before[0] in VERBS:
+        return " ".join([command, f"job={before[0]}", *before[1:], typing]), []
+    return line, [] if before else [verb for verb in VERBS if verb.startswith(typing)]
+
+
+def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if another launcher started this process as one of several."""
+    for rank, size in LAUNCHERS.items():
+        if rank in environment and environment.get(size) != "1":
+            raise ConfigError(
+                f"run starts its own ranks, but it was itself started as one of several processes ({rank} = "
+                f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
+                f"sweeps (-m) too, or unset {rank} if it is a leftover."
+            )
+
+
+def _meant(verb: str | None, word: str) -> str:
+    """`run predict checkpoint=PATH` names the checkpoint to predict with, not how training saves them."""
+    key, _, value = word.partition("=")
+    named = verb == "predict" and key == "checkpoint" and not value.startswith("{")
+    return f"predict.{word}" if named else word
+
+
+def _opened(word: str, mappings: tuple[str, ...]) -> str:
+    key, _, value = word.partition("=")
+    inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in mappings)
+    # a whole section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
+    around = value.startswith("{") and any(mapping.startswith(f"{key}.") for mapping in mappings)
+    return f"++{word}" if "=" in word and (inside or around) else word

@@ -1,0 +1,291 @@
+"""What `auto` leaves open beside the plan (ZeRO's stage, a pipeline's stages and micro-batches, recompute) is decided
+here, before anything is prepared with it.
+
+Invariant: what is prepared has a config that holds everything that was decided, so ranks, checkpoints and reports need
+not know that something was open. The plan tells the decision in its `search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from runner.building.modules import captured_from_shapes
+from runner.building.precision import DTYPES, cast
+from runner.data.loader import Order, flatten_batch, whole_batch
+from runner.errors import ConfigError
+from runner.planning import copies, pipelining
+from runner.planning import sources as planning
+from runner.planning.clusters import cluster_of
+from runner.planning.memory_limit import updating_of
+from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
+from runner.planning.pricing import Price, price_of
+from runner.planning.searched import Searches
+from runner.planning.stored import read_content
+from runner.schema import Config
+from strategies import plan_cache
+from strategies.capture import Captured, Objective
+from strategies.cost.cluster import Cluster
+from strategies.cost.least import least
+from strategies.cost.updating import Updating
+from strategies.engine.place import on_host
+from strategies.errors import StrategyError
+from strategies.plan import Plan
+from strategies.recompute import repeated_layers
+from strategies.search.joint import Bound, Choice, Priced, decide
+
+ZERO = (0, 1, 2, 3)
+RECOMPUTE = ("none", "selective", "full")
+NARROWER = 3
+"""How often a plan that is too large is searched anew with less room, at most."""
+
+
+def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
+    """`prepare`, with what is left open decided first. Raises ConfigError and StrategyError as that does, and where
+    nothing fits."""
+    if not config.parallel.open:
+        return prepare(config, folder, say)
+    if config.parallel.plan is not None:
+        return prepare(with_choice(config, _of_file(config.parallel.plan)), folder, say)
+    deciding = Deciding(config, say)
+    plan = deciding.plan()
+    return prepare(with_choice(config, choice_of(plan.search["decided"])), folder, say, plan)
+
+
+def _of_file(name: str) -> Choice:
+    """What was decided when a saved plan was made. Raises ConfigError."""
+    content = read_content(Path(name))
+    told = content.get("search", {}).get("decided") if isinstance(content, dict) else None
+    if told is None:
+        raise ConfigError(
+            f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
+            "be auto here; give both as in the run that made it."
+        )
+    return choice_of(told)
+
+
+def choice_of(told: dict[str, Any]) -> Choice:
+    return Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"])
+
+
+def with_choice(config: Config, choice: Choice) -> Config:
+    """The config with what `choice` says of the keys that are open. Raises ConfigError where its sections do not go
+    together."""
+    content = config.model_dump(mode="json")
+    parallel, staged = content["parallel"], choice.stages > 1
+    if config.parallel.zero.stage == "auto":
+        parallel["zero"] |= {"stage": choice.zero}
+    if config.parallel.pipeline.open:
+        parts = choice.micro_batches if staged else None
+        parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
+    if config.parallel.recompute.operators == "auto":
+        none = choice.recompute == "none"
+        parallel["recompute"] = "none" if none else parallel["recompute"] | {"operators": choice.recompute}
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(*(one["msg"] for one in error.errors())) from None
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """One decision. The models are captured from shapes, once per number of rows that a micro-batch may have."""
+
+    config: Config
+    say: Callable[[str], None]
+
+    def plan(self) -> Plan:
+        """The best plan, with the decision in its `search`; from the plan cache where it is there."""
+        folder = planning.cache_folder(self.config.parallel.plan_cache)
+        parallel = self.config.parallel
+        asked = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
+        request = request_of(self.config, self.ranks)
+        key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
+        if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
+            return replace(found, search={**found.search, "loaded_from": "the plan cache"})
+        decision = decide(self.bounds, self.limit, self.look)
+        plan = decision.priced.plan
+        plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
+        if folder is not None:
+            plan_cache.store(folder, key, plan, self.say)
+        return plan
+
+    @cached_property
+    def device(self) -> str:
+        return device_of(self.config)[0]
+
+    @cached_property
+    def ranks(self) -> int:
+        return device_of(self.config)[1]
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return cluster_of(self.config, self.device, self.ranks)
+
+    @cached_property
+    def limit(self) -> int:
+        """Bytes of a rank: what is asked for, else what a device has."""
+        return self.config.parallel.memory_limit or self.cluster.memory
+
+    @cached_property
+    def batch(self) -> tuple[list[str], list[Tensor]]:
+        """Names and tensors of a step's batch."""
+        training, _, collate = datasets(self.config)
+        order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
+        rows = self.config.data.batch_size // self.config.train.accumulate
+        names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
+        return list(names), cast(tensors, DTYPES[self.config.train.precision])
+
+    @cached_property
+    def rows(self) -> int:
+        """The most rows of a micro-batch."""
+        return max(self._rows(choice) for choice in self.choices)
+
+    @cached_property
+    def _seen(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
+        return {}
+
+    @cached_property
+    def _searches(self) -> dict[tuple[int, int], Searches]:
+        """By rows and stages."""
+        return {}
+
+    def _rows(self, choice: Choice) -> int:
+        return self.config.data.batch_size // (self.config.train.accumulate * choice.micro_batches)
+
+    def _captured(self, rows: int) -> tuple[Objective, Captured, list[Tensor]]:
+        if rows not in self._seen:
+            names, tensors = self.batch
+            whole = len(tensors[0])
+            own = [one[:rows] if one.dim() and len(one) == whole else one for one in tensors]
+            self._seen[rows] = captured_from_shapes(self.config, names, own, self.say)
+            on_host(self._seen[rows][1].graph, self.config.parallel.place)
+        return self._seen[rows]
+
+    def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
+        """The models of all choices, by rows of a micro-batch."""
+        for rows in sorted({self._rows(choice) for choice in self.choices}):
+            self._captured(rows)
+        return self._seen
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """All that the config allows. Raises the error of the first one if none is."""
+        found, refused = [], None
+        for choice in self._every():
+            try:
+                pipelining.check_ranks(with_choice(self.config, choice), self.ranks)
+                found.append(choice)
+            except ConfigError as error:
+                refused = refused or error
+        if not found:
+            raise refused or ConfigError("parallel: nothing is left to decide.")
+        return found
+
+    def _every(self) -> Iterator[Choice]:
+        parallel, parts = self.config.parallel, self.config.data.batch_size // self.config.train.accumulate
+        wanted, pipeline = parallel.recompute, parallel.pipeline
+        zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
+        ways = RECOMPUTE if wanted.operators == "auto" else (wanted.told.strip("'"),)
+        if pipeline.stages == "auto":
+            several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
+        else:
+            several = [pipeline.stages or 1]
+        for stages in several:
+            doubled = [stages << power for power in range(parts.bit_length()) if parts % (stages << power) == 0]
+            if stages == 1:
+                counts = [1]
+            elif isinstance(pipeline.micro_batches, int):
+                counts = [pipeline.micro_batches]
+            else:
+                counts = doubled if "auto" in (pipeline.stages, pipeline.micro_batches) else [2 * stages]
+            yield from (Choice(stages, *rest) for rest in product(zeros, counts, ways))
+
+    @cached_property
+    def bounds(self) -> dict[Choice, Bound]:
+        """Of all choices that the model has layers for. Raises StrategyError if there are none."""
+        parallel, graph = self.config.parallel, self._captured(self.rows)[1].graph
+        repeated = repeated_layers(graph, parallel.recompute.modules)
+        found = least(graph, self.cluster, repeated)
+        bounds = {}
+        for choice in self.choices:
+            if parallel.pipeline.stages == "auto" and len(repeated) % choice.stages:
+                continue  # a layer would be cut
+            if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
+                continue
+            ranks, again = self.ranks // choice.stages, choice.recompute == "full"
+            bounds[choice] = Bound(
+                self.config.train.accumulate * found.seconds(
+                    choice.stages, ranks, choice.micro_batches, self.rows // self._rows(choice),
+                    again=again, waits=parallel.pipeline.schedule in ("gpipe", "1f1b"),
+                ),
+                found.held(choice.stages, ranks, self._updating(choice), sliced=parallel.mode != "data_parallel"),
+            )  # fmt: skip
+        if not bounds:
+            raise StrategyError(
+                f"parallel.pipeline.stages = auto, but neither 1 nor a divisor of {self.ranks} ranks divides the "
+                f"{len(repeated)} repeated layers of the model; say how many stages."
+            )
+        return bounds
+
+    def _updating(self, choice: Choice) -> Updating:
+        return updating_of(with_choice(self.config, choice), self._captured(self.rows)[1].graph, self.device)
+
+    def _plan(self, choice: Choice, room: int | None) -> Plan:
+        """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
+        rows, request = self._rows(choice), request_of(with_choice(self.config, choice), self.ranks // choice.stages)
+        key = rows, choice.stages
+        if key not in self._searches:
+            self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
+        return self._searches[key].plan(request, room)
+
+    @cached_property
+    def _prices(self) -> dict[Choice, Price]:
+        """Of the fastest plans."""
+        return {}
+
+    def _price(self, choice: Choice, plan: Plan) -> Price:
+        step, captured, tensors = self._captured(self._rows(choice))
+        config, graph = with_choice(self.config, choice), captured.graph
+        in_step = copies.of_step(config, step, tensors, graph, plan)
+        return price_of(config, graph, in_step, self.device, self.cluster)
+
+    def _fastest(self, choice: Choice) -> Price:
+        """The price of a choice's fastest plan."""
+        if choice not in self._prices:
+            self._prices[choice] = self._price(choice, self._plan(choice, None))
+        return self._prices[choice]
+
+    def look(self, choice: Choice) -> Iterator[Priced]:
+        """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
+        computed again; then its plans, first the fastest, then those for less room, each without and then with its
+        bytes. Raises StrategyError where there is none."""
+        plan = self._plan(choice, None)
+        stored = replace(choice, recompute="none")
+        if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
+            yield Priced(plan, self._fastest(plain).common, None)
+        if stored in self.bounds and stored != choice:
+            yield Priced(plan, self._fastest(stored).seconds, None)
+        price = self._fastest(choice)
+        for narrower in range(1 + NARROWER):
+            if narrower:
+                price = self._price(choice, plan)
+            yield Priced(plan, price.seconds, None)
+            size = price.bytes()
+            yield Priced(plan, price.seconds, size)
+            if "bytes" not in plan.search:
+                return
+            room = int(plan.search["bytes"]) - choice.stages * (size - self.limit)
+            if room <= 0:
+                return
+            try:
+                plan = self._plan(choice, room)
+            except StrategyError:
+                return  # no other plan is small enough: what was found is told

@@ -1,0 +1,375 @@
+"""What the parent does once per run: build data and model, capture, plan, write the initial weights. The ranks get the
+result.
+
+What can be wrong with the user's model, loss, data, optimizer or strategies is found here, before any rank starts, and
+ends as one paragraph (exit code 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.building import huggingface, optimizers, pretrained, targets
+from runner.building.modules import captured_from_shapes, objective
+from runner.building.precision import DTYPES, cast, check_half
+from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
+from runner.errors import ConfigError
+from runner.inference import rows as predicted
+from runner.planning import communication, copies, pipelining
+from runner.planning.clusters import cluster_of
+from runner.planning.memory_limit import check_stages, first_within, within_limit
+from runner.planning.sources import planned
+from runner.schema import Config
+from runner.sections.recompute import Recompute
+from runner.training.offloading import check_modules
+from runner.training.scores import Structure, scores, tried
+from strategies.capture import Objective, capture, run_once
+from strategies.engine import compiled, weights
+from strategies.engine.buckets import buckets
+from strategies.engine.fusion import fuse
+from strategies.engine.lowering import lower
+from strategies.engine.place import on_host, place
+from strategies.engine.program import Options, Program
+from strategies.engine.updates import check_kind
+from strategies.graph import OperatorGraph
+from strategies.pipeline.cutting import Stage
+from strategies.plan import Plan
+from strategies.planner import follow
+from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
+
+WEIGHTS = "initial.pt"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, and its
+    stages in a pipeline."""
+
+    graph: OperatorGraph
+    plan: Plan
+    structure: Structure
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank needs beside its number; plain data. `graph` and `plan` are None for modes that run the user's module
+    itself.
+
+    `names` and `shapes` describe the global micro-batch, `targets` the entries that only the loss takes; `evaluations`
+    are by rows.
+    """
+
+    config: Config
+    world_size: int
+    device: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    targets: tuple[str, ...]
+    rows: int
+    graph: OperatorGraph | None
+    plan: Plan | None
+    evaluations: dict[int, Evaluation]
+    digest: str
+    steps: int
+    """The number of the last optimizer step, counted from 1."""
+    stages: tuple[Stage, ...] = ()
+    """Those of a pipeline, made from the step; none without one."""
+    step: tuple[OperatorGraph, Plan] | None = None
+    """What a training step computes: graph and plan, with an operator per copy of the batch where there are several."""
+    evaluated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The entries of an evaluated batch, with their shapes but for the rows: those of training, or of what is
+    predicted."""
+    published: frozenset[str] | None = None
+    """The names in the model's state dict."""
+    described: str | None = None
+    """The config.json of a model of transformers."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
+        plan = {} if self.plan is None else self.plan.to_json()
+        return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
+
+
+def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
+    """Training data, evaluation data (None where nothing under `evaluate` asks for one), and the user's collate."""
+    name, given = config.data.collate, config.data.collate_args
+    collate = None if name is None else targets.bound(name, given, "data.collate")
+    training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
+    if not config.evaluate.wanted:
+        return training, None, collate
+    args = config.data.args | config.evaluate.args
+    return training, build_dataset(config.data.target, args, config.data.path, what="data"), collate
+
+
+def micro_rows(config: Config) -> int:
+    """Rows of one micro-batch over all ranks."""
+    return config.data.batch_size // config.parts
+
+
+def evaluation_rows(config: Config) -> int:
+    """Rows of one batch of an evaluation, or of a prediction."""
+    wanted = config.predict.batch_size if config.job.name == "predict" else None
+    return wanted or config.evaluate.batch_size or micro_rows(config)
+
+
+def device_of(config: Config) -> tuple[str, int]:
+    """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
+    machine = config.cluster.machine
+    if machine is not None and config.world_size is None and config.job.name in ("plan", "explain"):
+        return "cpu", 1 if config.parallel.mode == "stand_alone" else machine.devices  # only described
+    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    alone = config.parallel.mode == "stand_alone"
+    wanted = 1 if alone else config.world_size
+    if config.launch.hosts:  # this machine has a part of the ranks
+        wanted = max(len(host.ranks) for host in config.launch.hosts)
+    if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
+        if gpus < (wanted or 1):
+            raise ConfigError(
+                f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
+                f"world_size={max(gpus, 1)} or device=cpu."
+            )
+        return "cuda", config.launch.ranks or wanted or gpus
+    return "cpu", config.launch.ranks or wanted or 8
+
+
+def request_of(config: Config, world_size: int) -> Request:
+    """The planner's request, from the config."""
+    parallel = config.parallel
+
+    def operand(form: Any) -> Operand:
+        return tuple(form) if isinstance(form, tuple) else NamedDims(form.layout, form.dims)
+
+    def side(forms: Any) -> tuple[Operand, ...] | None:
+        return None if forms is None else tuple(operand(form) for form in forms)
+
+    dataset, limit = parallel.dataset_strategy, parallel.memory_limit
+    return Request(
+        parallel.mode,
+        world_size,
+        parallel.search,
+        tuple(parallel.mesh.items()) if parallel.mesh else None,
+        {path: Wanted(side(form.inputs), side(form.outputs)) for path, form in parallel.strategies.items()},
+        {name: NamedMatrix(matrix.device_matrix, matrix.axes) for name, matrix in parallel.layouts.items()},
+        parallel.set_data_parallel,
+        dataset if isinstance(dataset, str) else side(dataset) or (),
+        wanted_recompute(parallel.recompute),
+        stage=parallel.zero.known,
+        states=optimizers.states(config.optimizer),
+        memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
+    )
+
+
+def wanted_recompute(given: Recompute) -> WantedRecompute | None:
+    """The planner's request for recompute, from the config."""
+    if given.operators == "none" or given.operators == "auto":  # auto is decided when there is a plan
+        return None
+    return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
+
+
+def prepare(
+    config: Config, folder: Path | None, say: Callable[[str], None] = print, plan: Plan | None = None
+) -> Prepared:
+    """Build, capture and plan; with a folder, also write the initial weights there for the ranks. A `plan` that was
+    decided on before is not searched again; nothing in `config` is open.
+
+    Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
+    """
+    device, world_size = device_of(config)
+    if config.train.compile:
+        compiled.check(device)
+    training, evaluating, collate = datasets(config)
+    evaluated_with = collate
+    if config.job.name == "predict":
+        evaluating, evaluated_with = predicted.dataset(config)
+    order = Order(len(training), config.data.batch_size, config.train.seed)
+    rows = micro_rows(config)
+    names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
+    tensors = cast(tensors, DTYPES[config.train.precision])
+    if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
+        say(
+            f"data: {order.dropped} of {len(training)} samples fill no whole batch of {config.data.batch_size}; "
+            "every epoch drops as many."
+        )
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    only_planned = config.job.name in ("plan", "explain") and config.parallel.mode not in ("stand_alone", "hybrid")
+    if only_planned:
+        evaluating = None
+        step, captured, tensors = captured_from_shapes(config, names, tensors, say)
+    else:
+        step, captured = objective(config, names), None
+    _check_training(config, step.model)
+    check_modules(config, step.model)
+    if not only_planned:
+        check_half(config, step, tensors, device)
+    targeted = tuple(name for name in names if name in step.targets)
+    stored = pretrained.locate(config.model, step.model) if config.model.weights is not None else {}
+    told = digest(config.model.target, config.model.args, config.model.config, config.loss, shapes)
+    steps = config.train.steps or (config.train.epochs or 0) * order.steps_per_epoch
+    evaluated = names, tensors
+    if config.job.name == "predict" and evaluating is not None:
+        evaluated = flatten_batch(whole_batch(evaluating, evaluated_with, range(1)))
+        predicted.check_names(evaluated[0], names, targeted)
+    entries = {name: tuple(tensor.shape[1:]) for name, tensor in zip(*evaluated, strict=True)}
+    prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
+    held = frozenset(step.model.state_dict())
+    prepared = replace(prepared, published=held, described=huggingface.described(step.model), evaluated=entries)
+    if config.parallel.mode == "hybrid":
+        _check_mesh(config, world_size)
+        if folder is not None:
+            weights.write(folder / WEIGHTS, {}, stored)
+        return prepared
+    graph: OperatorGraph | None = None
+    evaluations: dict[int, Evaluation] = {}
+    stages: tuple[Stage, ...] = ()
+    in_step: tuple[OperatorGraph, Plan] | None = None
+    if config.parallel.mode == "stand_alone":
+        run_once(step, tensors)
+        own = (*step.named_parameters(), *step.named_buffers())
+        values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
+    else:
+        captured = captured or capture(step, tensors, training=True)
+        graph, values = captured.graph, dict(captured.tensors)
+        on_host(graph, config.parallel.place)
+        pipelining.check_ranks(config, world_size)
+        decided = plan is not None
+        request = request_of(config, world_size // pipelining.groups_of(config))
+        search = partial(planned, config, graph, cluster=cluster_of(config, device, world_size), say=say)
+        plan = plan or search(request)
+        of_step = partial(copies.of_step, config, step, tensors, graph)
+        in_step = of_step(plan)
+        stages = pipelining.stages_of(config, *in_step, options_of(config))
+        if stages:
+            programs = pipelining.programs_of(config, stages, options_of(config))
+            check_stages(config, graph, plan, device, programs, pipelining.schedule_of(config))
+        elif not decided:
+            fit = partial(
+                within_limit, config, graph, device=device, lowered=lambda one: lowered(config, *of_step(one))
+            )
+            fitted = first_within(plan, request, fit, search if config.parallel.plan is None else None)
+            if fitted != plan:
+                plan, in_step = fitted, of_step(fitted)
+        deciding = plan.to_json() | {"search": None}
+        del deciding["recompute"]  # it changes no number
+        told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
+    if evaluating is not None:
+        evaluations, more = _evaluations(config, step, plan, stages, evaluating, evaluated_with)
+        values = more | values
+    if folder is not None:
+        weights.write(folder / WEIGHTS, values, stored)
+    return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages, step=in_step)
+
+
+def _check_mesh(config: Config, world_size: int) -> None:
+    """A hybrid run has no planner that would notice. Raises ConfigError."""
+    mesh = config.parallel.mesh
+    if mesh is not None and math.prod(mesh.values()) != world_size:
+        raise ConfigError(
+            f"parallel.mesh = {dict(mesh)} has {math.prod(mesh.values())} devices, but there are {world_size} ranks "
+            f"(world_size); set world_size={math.prod(mesh.values())} or another mesh."
+        )
+
+
+def _check_training(config: Config, model: nn.Module) -> None:
+    """Make optimizer, scheduler and metric once, so that a wrong config starts no rank. Raises ConfigError."""
+    names = [name for name, _ in model.named_parameters()]
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {key: value for key, value in group.items() if key != "names"} | {"params": [nn.Parameter(torch.zeros(1, 1))]}
+        for group in optimizers.parameter_groups(names, trainable, config.optimizer)
+    ]
+    factory = optimizers.optimizer_factory(config.optimizer)
+    if groups:
+        made = factory(groups)
+        if config.parallel.mode not in ("stand_alone", "hybrid"):
+            check_kind(made)
+        optimizers.scheduler(config.optimizer.scheduler, made)
+    if config.evaluate.metric is not None and config.loss.target is None:
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} compares outputs with a target, but loss.target is null, so "
+            "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null."
+        )
+    scores(config.evaluate.metric, None)
+
+
+def _evaluations(
+    config: Config,
+    step: Objective,
+    plan: Plan | None,
+    stages: Sequence[Stage],
+    dataset: MapDataset,
+    collate: Collate | None,
+) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
+    """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
+    would change what models that mix rows return. Loss and metric are tried. Without a plan (stand_alone) only that.
+    """
+    rows = min(evaluation_rows(config), len(dataset))
+    sizes = {rows, len(dataset) % rows} - {0}
+    tensors: dict[str, Tensor] = {}
+    found: dict[int, Evaluation] = {}
+    for size in sorted(sizes):
+        names, batch = flatten_batch(whole_batch(dataset, collate, range(size)))
+        if config.job.name != "predict" and names != step.names:
+            raise ConfigError(
+                f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
+                f"{', '.join(step.names)}."
+            )
+        entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
+        wanted = [name for name in names if name not in step.targets]
+        structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
+        if plan is not None:
+            model = Objective(step.model, None, wanted, (), step.autocast)
+            seen = capture(model, [entries[name] for name in wanted], training=False)
+            own, options = follow(plan, seen.graph), evaluation_options(config)
+            parts = pipelining.evaluation_stages(stages, seen.graph, own, options)
+            found[size] = Evaluation(seen.graph, own, structure, parts)
+            tensors |= seen.tensors
+    return found, tensors
+
+
+def options_of(config: Config) -> Options:
+    """How the training graph is lowered."""
+    return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.known > 0, partial_loss=True)
+
+
+def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
+    """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
+    program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
+    buckets(program, communication.cut(config))
+    return communication.beside_computation(program, graph, plan, config)
+
+
+def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
+    """The program of an evaluation step, which may lack some of what parallel.place names."""
+    return _placed(config, graph, plan, evaluation_options(config))
+
+
+def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
+    return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
+
+
+def evaluation_options(config: Config) -> Options:
+    """How an evaluation graph is lowered."""
+    return Options(config.train.random == "exact", wide_sums=wide_sums(config))
+
+
+def wide_sums(config: Config) -> bool:
+    """Whether ranks add up values below fp32 in fp32. A GPU has fast products for such values only, and adds up a
+    rank's own part in fp32 there."""
+    wanted = config.parallel.reduce_precision
+    return wanted == "fp32" or (wanted == "auto" and device_of(config)[0] == "cpu")
+
+
+def digest(*parts: object) -> str:
+    """A short hash of what all ranks must agree on."""
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]

@@ -1,0 +1,69 @@
+"""What a plan is predicted to take, in time and memory: the numbers of plan.json, without all that explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.planning import pipelining
+from runner.planning.memory_limit import updating_of
+from runner.planning.prepare import lowered, options_of
+from runner.schema import Config
+from strategies.cost.cluster import Cluster
+from strategies.cost.memory import memory
+from strategies.cost.repeating import trace_repeated
+from strategies.cost.step import step_cost
+from strategies.graph import OperatorGraph
+from strategies.pipeline.describe import cost_of_stages
+from strategies.pipeline.memory import group_memory
+from strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Price:
+    """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
+    finds out the bytes of the fullest rank, which takes longer."""
+
+    seconds: float
+    common: float
+    bytes: Callable[[], int]
+
+
+def price_of(
+    config: Config,
+    graph: OperatorGraph,
+    in_step: tuple[OperatorGraph, Plan],
+    device: str,
+    cluster: Cluster,
+) -> Price:
+    """`in_step` is what a step computes for `graph`, with its plan. Raises StrategyError for what cannot be lowered or
+    cut."""
+    updating = updating_of(config, graph, device)
+    stages = pipelining.stages_of(config, *in_step, options_of(config))
+    if not stages:
+        program = lowered(config, *in_step)
+        cost = step_cost(*in_step, program, cluster, updating)
+        common = cost.compute + sum(cost.redistributions.values())
+        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
+    programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
+    alone = [
+        step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
+        for stage, program in zip(stages, programs, strict=True)
+    ]
+    bare = [one | {"gradients_exposed": 0.0, "optimizer": 0.0, "total": _common(one)} for one in alone]
+    seconds, common = (
+        cost_of_stages(stages, costs, schedule, updating.accumulate, cluster)[0]["total"] for costs in (alone, bare)
+    )
+
+    def fullest() -> int:
+        traces = [trace_repeated(program, updating) for program in programs]
+        groups = enumerate(schedule)
+        return max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
+
+    return Price(seconds, common, fullest)
+
+
+def _common(cost: Mapping[str, Any]) -> float:
+    """Of one stage of a pipeline."""
+    return float(cost["compute"] + sum(cost["redistributions"].values()))

@@ -1,0 +1,64 @@
+"""Where the plan of a run comes from: the file of `parallel.plan`, the plan cache, or the planner.
+
+A file decides everything that a plan holds; of the config only the recompute it asks for comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from runner.planning.stored import read_content
+from runner.schema import Config
+from strategies import plan_cache
+from strategies.cost.cluster import Cluster
+from strategies.graph import OperatorGraph
+from strategies.plan import Plan
+from strategies.planner import make_plan
+from strategies.recompute import recomputed
+from strategies.request import Request
+from strategies.rules import rule_of
+from strategies.stored_plan import read_plan
+
+
+def planned(
+    config: Config, graph: OperatorGraph, request: Request, cluster: Cluster, say: Callable[[str], None]
+) -> Plan:
+    """The plan of `graph` for `cluster`; `search["loaded_from"]` says where it was found, if it was not made now.
+
+    Raises ConfigError for a file that cannot be read, StrategyError for one that does not fit and for a request that
+    the planner refuses.
+    """
+    if config.parallel.plan is not None:
+        return _from_file(Path(config.parallel.plan), graph, request)
+    folder = cache_folder(config.parallel.plan_cache)
+    if folder is None:
+        return make_plan(graph, request, cluster)
+    key = plan_cache.key_of(graph, request, cluster)
+    if (found := plan_cache.load(folder, key, say)) is not None:
+        return _loaded(found, "the plan cache")
+    plan = make_plan(graph, request, cluster)
+    plan_cache.store(folder, key, plan, say)
+    return plan
+
+
+def cache_folder(wanted: str | None) -> Path | None:
+    """The folder of the plan cache; `auto` is that of the user, by the XDG base directory specification."""
+    if wanted != "auto":
+        return None if wanted is None else Path(wanted)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "meshwright" / "plans"
+
+
+def _from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
+    plan = read_plan(read_content(file), graph, request.world_size, f"parallel.plan = {str(file)!r}")
+    if request.recompute is not None:
+        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        plan = replace(plan, recompute=recomputed(graph, rules, request.recompute))
+    return _loaded(plan, str(file))
+
+
+def _loaded(plan: Plan, where: str) -> Plan:
+    return replace(plan, search={**plan.search, "loaded_from": where})

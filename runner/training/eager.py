@@ -1,0 +1,174 @@
+"""The user's own module on a rank: alone on one process (the reference), or with its own collectives (mode hybrid).
+
+Invariant: the module is run as it is. Around it only its random numbers are replaced by stateless ones, and a `Program`
+without instructions describes how batch and tensors lie, so that gradients, checkpoints and verification need not know
+the difference to a sharded program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.errors import ConfigError
+from runner.planning.prepare import Prepared, request_of
+from runner.training.reference import ExactRandom
+from strategies import collectives
+from strategies.capture import Objective, loss_in
+from strategies.engine.program import Program
+from strategies.graph import Ref, Source, TensorSpec
+from strategies.layout import Layout
+from strategies.mesh import Mesh
+
+
+class Eager(nn.Module):
+    """The user's module and loss, under the names of the user's module alone; tensors of the loss are `loss.NAME`."""
+
+    def __init__(self, step: Objective) -> None:
+        super().__init__()
+        for name, child in step.model.named_children():
+            self.add_module(name, child)
+        for name, parameter in step.model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in step.model.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        if step.loss is not None and [*step.loss.parameters(), *step.loss.buffers()]:
+            self.add_module("loss", step.loss)
+        self.step = (step,)  # in a tuple, so that it is not registered a second time
+
+    def forward(self, *entries: Tensor, key: int, outputs: Sequence[str] = ()) -> Any:
+        """The loss with the random numbers of `key`; with `outputs`, the names of the entries, what the model alone
+        returns in evaluation."""
+        (step,) = self.step
+        with ExactRandom(key):
+            if not outputs:
+                return loss_of(step(*entries))
+            pairs = zip(outputs, entries, strict=True)
+            kept = {name: tensor for name, tensor in pairs if name not in step.targets}
+            step.model.eval()
+            found = Objective(step.model, None, tuple(kept), (), step.autocast)(*kept.values())
+            step.model.train()
+            return found
+
+
+def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
+    """The loss of `Eager`, called as sharded programs are."""
+    loss: Tensor = model(*entries, key=key)
+    return loss
+
+
+def loss_of(output: object) -> Tensor:
+    """The loss in what a module returned: a scalar tensor, the first entry of a tuple, or `loss`.
+
+    Raises ConfigError where there is none.
+    """
+    found = loss_in(output)
+    if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
+        what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(f"The model and its loss returned {what}; training needs one floating-point scalar.")
+    return found
+
+
+def tensors_of(step: Objective) -> dict[str, Tensor]:
+    """Every parameter and buffer of the user's module and loss, by the names of `Eager`."""
+    module = Eager(step)
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
+    """Take over initial weights by name; buffers that `values` does not hold keep what the constructor gave them.
+
+    Raises ConfigError where a reference module does not have the tensors of the module that it stands for.
+    """
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name not in values and not isinstance(tensor, nn.Parameter):
+                continue
+            if name not in values or values[name].shape != tensor.shape:
+                held = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
+                raise ConfigError(
+                    f"verify.reference: {name} {list(tensor.shape)} {held} in the module it is compared with."
+                )
+            tensor.copy_(values[name])
+
+
+def take(module: Eager, pieces: Mapping[str, Tensor]) -> None:
+    """Take over what is there for this rank, by name and in the shapes of the module's own slices."""
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in pieces:
+                tensor.copy_(pieces[name])
+
+
+def hybrid_mesh(prepared: Prepared) -> Mesh:
+    """The configured mesh, or all ranks as the axis `world`."""
+    return Mesh(request_of(prepared.config, prepared.world_size).mesh or (("world", prepared.world_size),))
+
+
+def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout]:
+    """How a batch of `rows` is fed to a hybrid module: sliced by rows over all ranks unless dataset_strategy says
+    otherwise.
+
+    Raises ConfigError for a strategy that does not fit the batch or the mesh.
+    """
+    wanted, names = request_of(prepared.config, mesh.size).dataset_strategy, prepared.names
+    if isinstance(wanted, tuple) and len(wanted) != len(names):
+        raise ConfigError(
+            f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)})."
+        )
+    found = {}
+    for position, (name, (_, *sizes)) in enumerate(zip(names, prepared.shapes, strict=True)):
+        if wanted == "full_batch":
+            found[name] = Layout.replicated(len(sizes) + 1)
+            continue
+        operand = wanted[position] if isinstance(wanted, tuple) else (mesh.size, *(1,) * len(sizes))
+        if not isinstance(operand, tuple):
+            raise ConfigError("parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]].")
+        found[name] = _counted(operand, (rows, *sizes), mesh, name)
+    return found
+
+
+def _counted(counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, name: str) -> Layout:
+    """Counts to axes of the named mesh: for each dim the first run of unused neighbouring axes with that product."""
+    if len(counts) != len(shape) or any(size % count for size, count in zip(shape, counts, strict=True)):
+        raise ConfigError(f"parallel.dataset_strategy: {counts} cannot slice batch entry {name!r} of shape {shape}.")
+    free = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
+    dims = []
+    for count in counts:
+        runs = [tuple(free[i:j]) for i in range(len(free)) for j in range(i, len(free) + 1)]
+        run = next((run for run in ((), *runs) if mesh.product(run) == count), None)
+        if run is None:
+            raise ConfigError(
+                f"parallel.dataset_strategy for batch entry {name!r}: no neighbouring axes of mesh {dict(mesh.axes)} "
+                f"make the counts {counts}."
+            )
+        free = [axis for axis in free if axis not in run]
+        dims.append(run)
+    return Layout(tuple(dims))
+
+
+def described(module: Eager, mesh: Mesh, prepared: Prepared, inputs: Mapping[str, Layout]) -> Program:
+    """A program without instructions: how the batch (whole, where `inputs` does not say) and the tensors lie."""
+    sources, layouts, reductions = [], {}, {}
+    for name, shape in zip(prepared.names, prepared.shapes, strict=True):
+        sources.append(Source(f"input_{name}", "input", name, TensorSpec(shape, "float32")))
+        layouts[f"input_{name}"] = inputs.get(name, Layout.replicated(len(shape)))
+    for name, parameter in module.named_parameters():
+        layout, whole = collectives.declared(parameter)
+        sources.append(Source(name, "parameter", name, TensorSpec(whole, _dtype(parameter)), parameter.requires_grad))
+        layouts[name] = layout
+        if parameter.requires_grad:
+            reductions[name] = layout.replica_axes(mesh)
+    for name, buffer in module.named_buffers():
+        sources.append(Source(name, "buffer", name, TensorSpec(tuple(buffer.shape), _dtype(buffer))))
+        layouts[name] = Layout.replicated(buffer.dim())
+    order = tuple(source.name for source in sources if source.kind != "input")
+    outputs = tuple(Ref(source.id) for source in sources if source.trainable)  # the loss depends on all of them
+    return Program(mesh, tuple(sources), layouts, (), outputs, reductions, order, False, mesh.sorted(mesh.names))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

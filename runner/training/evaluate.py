@@ -1,0 +1,209 @@
+"""Evaluation: loss and metric over every sample of the evaluation data exactly once.
+
+All ranks run the evaluation program of the batch's size (or the user's own module) on their parts of it; rank 0
+measures.
+In a pipeline a batch goes forward through the stages, and the last one brings its results to rank 0. Only the short
+last batch of a hybrid module, whose slices need a size that the mesh divides, is filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree
+
+from runner.building.modules import build_loss
+from runner.building.precision import DTYPES, cast
+from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
+from runner.errors import ConfigError
+from runner.planning.prepare import Prepared, evaluation_rows
+from runner.training.eager import hybrid_inputs, loss_of
+from runner.training.execution import Execution, whole
+from runner.training.scores import Scores, scores
+from runner.worker import RankContext
+from strategies.engine.stages import StageRunner
+from strategies.graph import Source
+from strategies.layout import Layout
+from strategies.redistribution import chain
+from strategies.rules.random import mix
+
+
+@dataclass
+class Evaluator:
+    """Evaluates one run. Every rank calls `run`; rank 0 gets the results, the others an empty dict."""
+
+    prepared: Prepared
+    execution: Execution
+    rank: RankContext
+    dataset: MapDataset
+    collate: Collate | None
+    scores: Scores
+    weight: Callable[[str], Tensor]
+    """This rank's slice of a parameter (collective)."""
+    size: int
+    """Rows of one batch."""
+    _batches: dict[int, LocalBatches] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """Averages over all samples by name: `loss`, and the metric under its own name."""
+        totals: dict[str, float] = {}
+        for rows, output in self.outputs():
+            for name, value in self.measured(rows, output).items():
+                totals[name] = totals.get(name, 0.0) + value * len(rows)
+        return {name: total / len(self.dataset) for name, total in totals.items()}
+
+    @torch.no_grad()
+    def outputs(self) -> Iterator[tuple[list[int], Any]]:
+        """Every batch in order: its rows, and what the model returns for them, whole on rank 0."""
+        self._update_loss()
+        for number, rows in enumerate(eval_rows(len(self.dataset), self.size)):
+            # training steps count from 1, so these random numbers are nobody else's
+            yield rows, self._output(rows, mix(self.prepared.config.train.seed, 0, number))
+
+    @torch.no_grad()
+    def measured(self, rows: list[int], output: Any) -> dict[str, float]:
+        """The scores of a batch on rank 0; none elsewhere, and where entries of training are missing."""
+        if self.rank.rank or not set(self.prepared.names) <= set(self.prepared.evaluated):
+            return {}
+        return self.scores.of(output, self._target(rows))
+
+    def _update_loss(self) -> None:
+        """Give the loss the trained values of its own parameters and buffers."""
+        if self.scores.loss is None:
+            return
+        sources = {source.name: source for source in self.execution.program.sources}
+        for name, tensor in (*self.scores.loss.named_parameters(), *self.scores.loss.named_buffers()):
+            source = sources.get(f"loss.{name}")
+            if source is not None:
+                tensor.copy_(self._whole(source))
+            if (runner := self.execution.runner) is not None:
+                held = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
+                for number in held[:1]:
+                    runner.peers.share(tensor.detach(), number % runner.peers.count)
+
+    def _whole(self, source: Source) -> Tensor:
+        mine = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
+        return whole(source, mine, self.execution.program, self.execution.communicator)
+
+    def _output(self, rows: list[int], key: int) -> Any:
+        """What the model returns for `rows`."""
+        if self.prepared.config.parallel.mode == "stand_alone":
+            names = tuple(self.prepared.evaluated)
+            return self.execution.module(*self._whole_batch(rows), key=key, outputs=names)
+        if self.prepared.config.parallel.mode == "hybrid":
+            return self._hybrid(rows, key)
+        size, runner = len(rows), self.execution.runner
+        program = self.execution.evaluations[size][1] if runner is None else runner.evaluations[size][0].program
+        wanted = [name for name in self.prepared.evaluated if name not in self.prepared.targets]
+        if size not in self._batches:
+            rank = self.execution.communicator.rank
+            sources = [source for source in program.sources if source.kind == "input" and source.name in wanted]
+            blocks = {s.name: program.layouts[s.id].block(s.spec.shape, program.mesh, rank) for s in sources}
+            self._batches[size] = self._loader(blocks)
+        entries = self._entries(self._batches[size], rows, wanted)
+        if runner is not None:
+            found = self._through_stages(runner, size, entries, key)
+        else:
+            module = self.execution.evaluations[size][0]
+            made = module(*entries, key) if program.random else module(*entries)
+            found = list(made) if isinstance(made, tuple) else [made]
+        return self.prepared.evaluations[size].structure.filled(found) if found else None
+
+    def _through_stages(self, runner: StageRunner, size: int, entries: list[Tensor], key: int) -> list[Tensor]:
+        """The results on rank 0; on others some or none."""
+        graph = self.prepared.evaluations[size].graph
+        found = runner.evaluate(size, entries, key)
+        if self.rank.rank == 0:
+            specs = [graph.specs[ref] for ref in graph.outputs]
+            found = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self.rank.device) for s in specs]
+        runner.peers.to_first(found, found)
+        return found
+
+    def _loader(self, blocks: dict[str, Block]) -> LocalBatches:
+        """Reads `blocks`; of entries that are not named, whole values of the rows that are read anyway."""
+        span = next(iter(blocks.values()))[0]
+        shapes = self.prepared.evaluated
+        every = [blocks.get(name, (span, *((0, size) for size in shape))) for name, shape in shapes.items()]
+        return LocalBatches(self.dataset, self.collate, every, names=tuple(shapes))
+
+    def _entries(self, batches: LocalBatches, rows: Sequence[int], wanted: Sequence[str]) -> list[Tensor]:
+        loaded = dict(zip(self.prepared.evaluated, batches.load(rows), strict=True))
+        return self._here([loaded[name] for name in wanted])
+
+    def _whole_batch(self, rows: Sequence[int]) -> list[Tensor]:
+        return self._here(flatten_batch(whole_batch(self.dataset, self.collate, rows))[1])
+
+    def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        precision = DTYPES[self.prepared.config.train.precision]
+        return [tensor.to(self.rank.device) for tensor in cast(tensors, precision)]
+
+    def _target(self, rows: list[int]) -> list[Tensor]:
+        """Whole targets of `rows`."""
+        values = dict(zip(self.prepared.evaluated, self._whole_batch(rows), strict=True))
+        return [values[name] for name in self.prepared.targets]
+
+    def _hybrid(self, rows: list[int], key: int) -> Any:
+        """The module computes its loss from local outputs and local targets, so outputs lie as the first target does;
+        a loss that it returns is the mean over the ranks."""
+        program, communicator = self.execution.program, self.execution.communicator
+        filled, valid = padded(rows, self.size)
+        layouts = hybrid_inputs(self.prepared, program.mesh, self.size)
+        if self.size not in self._batches:
+            whole_shapes = {name: (self.size, *sizes) for name, sizes in self.prepared.evaluated.items()}
+            blocks = {n: layouts[n].block(shape, program.mesh, self.rank.rank) for n, shape in whole_shapes.items()}
+            self._batches[self.size] = self._loader(blocks)
+        names = tuple(self.prepared.evaluated)
+        entries = self._entries(self._batches[self.size], filled, names)
+        found = self.execution.module(*entries, key=key, outputs=names)
+        if self.scores.loss is None:
+            if valid < self.size:
+                raise ConfigError(
+                    f"evaluate.batch_size = {self.size} does not divide the {len(self.dataset)} samples, and a hybrid "
+                    "model that returns its loss cannot be given a short batch; choose a divisor."
+                )
+            total = loss_of(found).double()
+            if program.mesh.size > 1:
+                dist.all_reduce(total)
+            return total / program.mesh.size
+        target = layouts[self.prepared.targets[0]]
+
+        def joined(piece: Any) -> Any:
+            if not isinstance(piece, Tensor):
+                return piece
+            dims = (*target.dims, *((),) * piece.dim())[: piece.dim()]
+            counts = [program.mesh.product(axes) for axes in dims]
+            shape = tuple(size * count for size, count in zip(piece.shape, counts, strict=True))
+            steps = chain(Layout(dims), Layout.replicated(len(shape)), shape, program.mesh)
+            communicator.prepare(step.axes for step in steps)
+            return _first(communicator.carrier(steps)(piece), valid, self.size)
+
+        return _pytree.tree_map(joined, found)
+
+
+def _first(tensor: Tensor, valid: int, size: int) -> Tensor:
+    """The first `valid` rows of a tensor of `size` rows; others have no rows to drop."""
+    return tensor[:valid] if tensor.dim() and tensor.shape[0] == size else tensor
+
+
+def evaluator(
+    prepared: Prepared,
+    execution: Execution,
+    rank: RankContext,
+    dataset: MapDataset,
+    collate: Collate | None,
+    weight: Callable[[str], Tensor],
+) -> Evaluator:
+    """The evaluator of a run. Raises ConfigError for a metric that cannot be found."""
+    config = prepared.config
+    loss = build_loss(config)
+    measured = scores(config.evaluate.metric, None if loss is None else loss.to(rank.device).eval())
+    size = evaluation_rows(config)
+    if config.parallel.mode != "hybrid":  # whose batches are padded to a size that its mesh divides
+        size = min(size, len(dataset))
+    return Evaluator(prepared, execution, rank, dataset, collate, measured, weight, size)

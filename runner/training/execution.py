@@ -1,0 +1,261 @@
+"""What one rank runs, whatever the mode: a loss from local batch entries, the tensors behind it, and how to evaluate.
+
+`_sharded` runs the program of the plan, `_staged` that of one stage of a pipeline; `_alone` the user's own module on
+one process; `_hybrid` the user's module with its own collectives. All are described by a `Program` (for the last
+two without instructions), so that gradients, checkpoints and verification need not know the difference.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from runner.building.modules import objective
+from runner.planning import pipelining
+from runner.planning.prepare import WEIGHTS, Prepared, evaluation_options, lowered, lowered_evaluation, options_of
+from runner.training import eager
+from runner.worker import RankContext
+from strategies import collectives
+from strategies.engine import compiled, weights
+from strategies.engine.communicator import Communicator
+from strategies.engine.drawn import as_key
+from strategies.engine.partition import MODULE, OPERATORS, build
+from strategies.engine.peers import Peers
+from strategies.engine.program import Program
+from strategies.engine.stages import StageRunner, Unit
+from strategies.engine.whereabouts import here
+from strategies.graph import OperatorGraph, Source
+from strategies.layout import Block, Layout
+from strategies.mesh import Mesh
+from strategies.pipeline.cutting import Stage
+from strategies.pipeline.programs import joined
+from strategies.redistribution import LOCAL, Chain, chain
+from strategies.rules.random import mix
+
+Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
+Axes = Callable[[Program], Iterable[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """`module` computes the loss through `forward(module, local entries, key)`; `evaluations` maps rows to (module,
+    program), and is empty where the module itself is evaluated; `tensors` are the local slices by name; `blocks` the
+    part of the global micro-batch that this rank reads, per entry."""
+
+    program: Program
+    communicator: Communicator
+    module: nn.Module
+    forward: Forward
+    tensors: Mapping[str, Tensor]
+    blocks: tuple[Block, ...]
+    evaluations: Mapping[int, tuple[nn.Module, Program]]
+    runner: StageRunner | None = None
+    """What runs the stages of this rank, in a pipeline: then `program` and `module` hold all of them, and are not run
+    themselves."""
+    loss_divisor: int = 1
+    """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
+
+
+def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    """Build what `rank` runs. `axes` names the groups that the optimizer parallel needs. Collective."""
+    if prepared.stages:
+        return _staged(prepared, rank, folder, axes)
+    builders = {"hybrid": _hybrid, "stand_alone": _alone}
+    return builders.get(prepared.config.parallel.mode, _sharded)(prepared, rank, folder, axes)
+
+
+def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    assert prepared.step is not None
+    program = lowered(prepared.config, *prepared.step)
+    evaluations = {
+        rows: lowered_evaluation(prepared.config, one.graph, one.plan) for rows, one in prepared.evaluations.items()
+    }
+    used = [*_axes_used(program), program.loss_axes, *axes(program)]
+    for evaluation in evaluations.values():
+        used += _axes_used(evaluation)
+    communicator = Communicator(program.mesh, rank.rank, used)
+    tensors = weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device)
+    for evaluation in evaluations.values():
+        tensors = weights.read_slices(folder / WEIGHTS, evaluation, rank.rank, rank.device) | tensors
+    module = build(program, tensors, communicator, rank.device, compiled=prepared.config.train.compile)
+    if prepared.config.train.compile:
+        compiled.compile_units(module, prepared.device, leaves=prepared.config.parallel.zero.stage == 3)
+    modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
+    here.explain({operator.name: operator.where for operator in prepared.step[0].operators})
+    blocks = _blocks(program, rank.rank)
+
+    forward = _calling(program, prepared.step[0], prepared.config.train.compile)
+    return Execution(program, communicator, module, forward, tensors, blocks, modules)
+
+
+def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
+    """Calls a module made from `program`; an error tells the operator of `graph` that it comes from."""
+
+    def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
+        try:
+            return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
+        except Exception as error:
+            if (operator := blamed(error, graph)) is not None:
+                error.operator = operator  # type: ignore[attr-defined]
+            raise
+
+    return forward
+
+
+class Stages(nn.Module):
+    """The modules of the stages of one rank. Each of them names all parameters that the rank holds."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, module in enumerate(modules):
+            self.add_module(f"stage_{number}", module)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return next(self.children()).get_parameter(target)
+
+
+def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    """The stages of a pipeline that this rank runs: ranks of the first group come first."""
+    assert prepared.plan is not None
+    config, compile_ = prepared.config, prepared.config.train.compile
+    count, size = pipelining.groups_of(config), prepared.plan.mesh.size
+    number, local = divmod(rank.rank, size)
+    mine = range(number, len(prepared.stages), count)
+    programs = pipelining.programs_of(config, prepared.stages, options_of(config))
+    tried = {
+        rows: pipelining.programs_of(config, one.stages, evaluation_options(config))
+        for rows, one in prepared.evaluations.items()
+    }
+    held = [range(group, len(prepared.stages), count) for group in range(count)]
+    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in held]
+    program, used = by_group[number], []
+    for one in by_group:  # a group of ranks across the stages is named by how many each rank has made before
+        used += [*_axes_used(one), one.loss_axes, *axes(one)]
+    for evaluation in tried.values():
+        used += [names for one in evaluation for names in _axes_used(one)]
+    communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
+    tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
+    for evaluation in tried.values():
+        for k in mine:
+            tensors = weights.read_slices(folder / WEIGHTS, evaluation[k], local, rank.device) | tensors
+
+    def unit(stage: Stage, lowered: Program, learns: bool) -> tuple[Unit, nn.Module]:
+        module = build(lowered, tensors, communicator, rank.device, compiled=learns and compile_)
+        module.meta[MODULE] = ""
+        if learns and compile_:
+            compiled.compile_units(module, prepared.device)
+        forward = _calling(lowered, stage.graph, learns and compile_)
+        learning = tuple(tensors[name] for name in lowered.reductions) if learns else ()
+        return Unit(stage, lowered, partial(forward, module), learning), module
+
+    units = [unit(prepared.stages[k], programs[k], True) for k in mine]
+    evaluations = {
+        rows: [unit(one.stages[k], tried[rows][k], False)[0] for k in mine]
+        for rows, one in prepared.evaluations.items()
+    }
+    here.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
+    modules = [module for _, module in units]
+    peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
+    actions = pipelining.schedule_of(config)[number]
+    runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations)
+    blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
+    module = modules[0] if len(modules) == 1 else Stages(modules)
+    return Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner)
+
+
+def _not_run(module: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
+    raise AssertionError("the stages of a pipeline are run by its runner")
+
+
+def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
+    """The operator, with its source line in the user's model, whose generated code raised `error`.
+
+    A line of generated code assigns a value: `linear_1 = torch.ops.aten.linear.default(...)`. Layers share their code;
+    the unit that ran it knows what computes this value there.
+    """
+    trace = error.__traceback__
+    pairs = zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+    for (frame, _), told in reversed(list(pairs)):
+        unit = frame.f_locals.get("self")
+        if told.filename.startswith("<eval_with_key>") and isinstance(unit, GraphModule):
+            values, operators = unit.meta[OPERATORS]
+            value = (told.line or "").partition(" = ")[0]
+            if value in values:
+                name = operators[values.index(value)]
+                return graph.by_name[name].where if name in graph.by_name else str(name)
+    return None
+
+
+def _axes_used(program: Program) -> list[tuple[str, ...]]:
+    chains = [r.forward for r in program.redistributions]
+    chains += [r.backward for r in program.redistributions if r.differentiable]
+    return list(
+        dict.fromkeys(
+            [*(step.axes for steps in chains for step in steps if step.kind not in LOCAL), *program.replicas.values()]
+        )
+    )
+
+
+def _blocks(program: Program, rank: int) -> tuple[Block, ...]:
+    inputs = [source for source in program.sources if source.kind == "input"]
+    return tuple(program.layouts[source.id].block(source.spec.shape, program.mesh, rank) for source in inputs)
+
+
+def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    """The eager module, untouched; random operators draw from stateless keys, so that runs can be resumed and
+    compared."""
+    step = objective(prepared.config, prepared.names).to(rank.device).train()
+    module = eager.Eager(step)
+    eager.start_from(module, weights.read_whole(folder / WEIGHTS))
+    mesh = Mesh((("world", 1),))
+    program = eager.described(module, mesh, prepared, {})
+    tensors = eager.tensors_of(step)
+    return Execution(program, Communicator(mesh, 0), module, eager.forward, tensors, _blocks(program, 0), {})
+
+
+def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
+    """The user's module with its own collectives. Gradients of J = mean of the ranks' losses: the sum over a
+    parameter's replica group divided by the world size (which a sharded optimizer divides by itself)."""
+    mesh = eager.hybrid_mesh(prepared)
+    communicator = Communicator(mesh, rank.rank)
+    collectives.use(communicator)
+    step = objective(prepared.config, prepared.names).to(rank.device).train()
+    module = eager.Eager(step)
+    program = eager.described(module, mesh, prepared, eager.hybrid_inputs(prepared, mesh, prepared.rows))
+    eager.take(module, weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device, pretrained=True))
+    communicator.prepare([program.loss_axes, *axes(program)])
+    if prepared.config.parallel.zero.stage == 0:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / mesh.size)  # type: ignore[no-untyped-call]
+    tensors, blocks = eager.tensors_of(step), _blocks(program, rank.rank)
+    rows = program.layouts[program.sources[0].id].dims[0]  # the axes that slice the rows of the first batch entry
+
+    def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Tensor:
+        """Other rows draw other random numbers, ranks that share rows the same."""
+        return eager.forward(model, entries, mix(key, mesh.index(rank.rank, rows)) if rows else key)
+
+    return Execution(program, communicator, module, forward, tensors, blocks, {}, loss_divisor=mesh.size)
+
+
+def gather_axes(program: Program) -> list[tuple[str, ...]]:
+    """The groups that `whole` needs for every parameter."""
+    sources = [source for source in program.sources if source.kind == "parameter"]
+    return list(dict.fromkeys(step.axes for source in sources for step in _to_whole(source, program)))
+
+
+def whole(source: Source, piece: Tensor, program: Program, communicator: Communicator) -> Tensor:
+    """The whole tensor of a source from the ranks' slices (collective)."""
+    return communicator.carrier(_to_whole(source, program))(piece)
+
+
+def _to_whole(source: Source, program: Program) -> Chain:
+    shape = source.spec.shape
+    return chain(program.layouts[source.id], Layout.replicated(len(shape)), shape, program.mesh)

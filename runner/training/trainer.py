@@ -1,0 +1,397 @@
+"""Training on one rank: rows of the step -> loss -> gradients -> update, with evaluation, checkpoints and metrics.
+
+Everything that a step does follows from the step number (rows, random keys), so a resumed run repeats what an
+uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner import checkpoints
+from runner.agreement import agree, agree_on_code, agree_on_program
+from runner.building import optimizers
+from runner.building.precision import DTYPES, cast
+from runner.checkpoints.keeping import Keeper
+from runner.data.loader import LocalBatches, Order
+from runner.errors import ConfigError
+from runner.planning import communication
+from runner.planning.prepare import WEIGHTS, Prepared, datasets
+from runner.recovery.faults import Faults
+from runner.recovery.stopping import begun
+from runner.training.evaluate import Evaluator, evaluator
+from runner.training.execution import Execution, execution, gather_axes, whole
+from runner.training.metering import Meter
+from runner.training.metrics import metrics_of
+from runner.training.offloading import activations, change, offload_of
+from runner.training.offloading import told as told_moved
+from runner.training.timeline import Marks, marked, told
+from runner.worker import RankContext
+from strategies.engine import compiled, weights
+from strategies.engine.offload import Moved
+from strategies.engine.partition import COPIED
+from strategies.engine.updates import Updates, axes_needed, make_updates
+from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
+from strategies.redistribution import ALL_REDUCE
+from strategies.rules.random import mix
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is sent. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
+
+    prepared: Prepared
+    folder: Path
+    resume: Path | None = None
+    record: Path | None = None
+    """Where verification wants every step's loss and gradients, and the last weights."""
+    follow: Path | None = None
+    """Another run's record, whose gradients the optimizer is given in place of the run's own."""
+    offload: Path | None = None
+    """The folder for what is offloaded to a disk."""
+    marks: Marks = ()
+    """When the parent's phases ended."""
+
+
+class Trainer:
+    """One rank's training run, measured by `meter` if there is one."""
+
+    def __init__(self, rank: RankContext, job: Job, meter: Meter | None = None) -> None:
+        self.meter = meter
+        self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
+        self.marks = marked(job.marks, "ranks")
+        agree_on_program(self.prepared, job.folder)
+        self._seed()
+        training, evaluating, self.collate = datasets(self.config)
+        self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
+        extra = gather_axes if job.record is not None else lambda program: []
+        self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
+        if (mesh := self.execution.communicator.mesh).size > 1:
+            agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
+        self.batches = LocalBatches(
+            training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
+        )
+        self.offload = offload_of(self.config, job.offload)
+        self.activations = activations(self.execution.module, self.offload, rank.device)
+        self.updates: Updates = self._updates()
+        self.evaluator: Evaluator | None = None
+        if evaluating is not None:
+            self.evaluator = evaluator(
+                self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
+            )
+        self.faults = Faults(self.config, rank, self.execution)
+        self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
+        self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
+        self.keeper = Keeper(self.config, rank, self.order, self._saving)
+        if job.record is not None and self.config.parallel.mode == "hybrid":
+            self._publish()
+
+    def _seed(self) -> None:
+        seed = self.config.train.seed
+        python_random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _updates(self) -> Updates:
+        config, program = self.config, self.execution.program
+        sources = program.sources if self.prepared.graph is None else self.prepared.graph.sources
+        names = [source.name for source in sources if source.kind == "parameter"]
+        trainable = [source.name for source in sources if source.trainable and source.kind == "parameter"]
+        groups = optimizers.parameter_groups(names, trainable, config.optimizer)
+        evaluation = nn.ModuleDict({str(rows): module for rows, (module, _) in self.execution.evaluations.items()})
+        return make_updates(
+            config.parallel.zero.known,
+            self.execution.module,
+            program,
+            self.execution.communicator,
+            optimizers.optimizer_factory(config.optimizer),
+            groups,
+            clip=config.train.clip,
+            accumulate=config.parts,
+            precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
+            evaluation=evaluation if len(evaluation) else None,
+            zero_options=communication.zero_options(config),
+            cut=communication.cut(config),
+            overlap=communication.overlapped(config) and self.execution.runner is None,
+            offload=self.offload,
+            peers=None if self.execution.runner is None else self.execution.runner.peers,
+            loss_scale=config.train.loss_scale,
+        )
+
+    def _moved(self) -> dict[str, Moved]:
+        """What was offloaded since the start, by kind."""
+        kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
+        copied, module = Moved(), self.execution.module
+        for part in (module, *module.children()):  # the stages of a pipeline, if it is one
+            one: Moved = getattr(part, "meta", {}).get(COPIED, Moved())
+            copied.out, copied.back = copied.out + one.out, copied.back + one.back
+        return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
+        first = self._restore()
+        stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
+        self.marks = marked(self.marks, "program and data")
+        loss, results, stopped = float("nan"), {}, None
+        record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
+        with record as metrics, _found_in_training(), self.keeper.rescuing(self._content):
+            for step in range(first, self.prepared.steps + 1):
+                if stopping is not None and not stopping.begin(step):
+                    stopped = step - 1
+                    break
+                here.begin(step)
+                self.keeper.whole(step - 1)
+                self.faults.begin(step)
+                started, moved = time.perf_counter(), self._moved()
+                if self.meter is not None:
+                    self.meter.begin(self.updates.hosted())
+                lr = self.updates.optimizer.param_groups[0]["lr"]
+                loss = self._micro_batches(step)
+                if not numpy.isfinite(loss):
+                    raise FloatingPointError(
+                        f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
+                    )
+                with self._phase("update"):
+                    self.updates.reduce()
+                if self.config.train.compile and step == first:  # every graph of training has been compiled
+                    self._agree_on_order()
+                if self.job.record is not None:
+                    self._record(step, loss)
+                if self.job.follow is not None:
+                    self._follow(step)
+                self.faults.at("optimizer")
+                self.keeper.before_update()
+                with self._phase("update"):
+                    norm = self.updates.update(
+                        measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
+                    )
+                self._schedule(step)
+                self.keeper.whole(step)
+                if metrics is not None:
+                    seconds = time.perf_counter() - started
+                    if step == first and self.job.marks:
+                        metrics.say(told(marked(self.marks, "step")))
+                    metrics.step(
+                        step,
+                        loss=loss,
+                        lr=lr,
+                        seconds=seconds,
+                        samples=self.config.data.batch_size,
+                        grad_norm=norm,
+                        offload=change(moved, self._moved()),
+                        loss_scale=self.updates.loss_scale,
+                    )
+                evaluated = self.evaluator is not None and self._due(step)
+                if self.evaluator is not None and evaluated:
+                    here.at(EVALUATION)
+                    results = self.evaluator.run()
+                    if metrics is not None:
+                        metrics.evaluation(step, results)
+                self.keeper.after(step, self.prepared.steps, results if evaluated else None, self._content)
+            if stopped is not None:
+                self.keeper.stop(stopped, self._content)
+            self.keeper.finish()
+            self.faults.end()
+            if metrics is not None and (moved := self._moved()):
+                metrics.say(told_moved(moved, self.offload))
+        if self.job.record is not None:
+            self._write(self._weights(), "weights.pt")
+        return {
+            "loss": loss,
+            "evaluation": results,
+            "sent": dict(self.execution.communicator.sent),
+            "steps": self.prepared.steps,
+            "stopped": stopped,
+            "offload": change({}, self._moved()),
+            "memory": None if self.meter is None else self._measured(),
+        }
+
+    def _measured(self) -> list[dict[str, Any]]:
+        """What `Meter` tells of every rank (collective)."""
+        assert self.meter is not None
+        found: list[Any] = [None] * self.rank.world_size
+        dist.all_gather_object(found, self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
+        return found
+
+    def _agree_on_order(self) -> None:
+        """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
+        communicator = self.execution.communicator
+        if communicator.mesh.size > 1:
+            agree(
+                {"the order in which its compiled program communicates": f"{compiled.order():x}"},
+                "Set train.compile=false.",
+                communicator.group(communicator.mesh.names),
+            )
+
+    def _micro_batches(self, step: int) -> float:
+        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
+        with self._aside():
+            rows = self.order.rows(step - 1 + self.keeper.ahead)
+        total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
+
+        def load(first: int, number: int) -> tuple[list[Tensor], int]:
+            micro = first + number
+            here.at(DATA)
+            self.faults.at("data")
+            part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
+            with self._aside():
+                entries = [
+                    _placed(tensor, self.rank.device)
+                    for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
+                ]
+            here.at(FORWARD)
+            if self.writes:
+                self.keeper.changing()
+            return entries, mix(self.config.train.seed, step, micro)
+
+        runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
+        for turn in range(self.config.train.accumulate):
+            if runner is None:
+                with self._phase("forward"):
+                    loss = self.execution.forward(self.updates.module, *load(turn, 0))
+                with self._phase("backward"):
+                    self.updates.backward(loss)
+                total += loss.detach().double()
+            else:
+                with self._phase("backward"):
+                    total += runner.step(partial(load, turn * parts), self.updates)
+        axes, communicator = self.execution.program.loss_axes, self.execution.communicator
+        self.faults.at("collective")  # where the program itself has none
+        if axes:
+            here.cells[PLACE] = here.place("the loss")
+            communicator.sum(total, communicator.group(axes))
+            ranks = communicator.mesh.product(axes)
+            communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
+        if runner is not None:
+            runner.peers.share_loss(total)
+        return float(total) / self.config.parts / self.execution.loss_divisor
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        here.at(PHASES.index(name))
+        return nullcontext() if self.meter is None else self.meter.phase(name)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.aside()
+
+    def _schedule(self, step: int) -> None:
+        if self.scheduler is None:
+            return
+        if self.config.optimizer.scheduler.per == "step" or self._ends_epoch(step):
+            self.scheduler.step()
+
+    def _due(self, step: int) -> bool:
+        every = self.config.evaluate.every
+        due = self.config.train.epochs is not None and self._ends_epoch(step) if every is None else step % every == 0
+        return due or step == self.prepared.steps
+
+    def _ends_epoch(self, step: int) -> bool:
+        return (step + self.keeper.ahead) % self.order.steps_per_epoch == 0
+
+    def _content(self) -> checkpoints.Content:
+        return checkpoints.Content(
+            program=self.execution.program,
+            communicator=self.execution.communicator,
+            tensors=self.execution.tensors,
+            updates=self.updates,
+            scheduler=self.scheduler,
+            published=self.prepared.published,
+            described=self.prepared.described,
+            **self.prepared.identity(),
+        )
+
+    def _restore(self) -> int:
+        """The first step to run, after loading the checkpoint that the job names."""
+        if self.job.resume is None:
+            return 1
+        done = self.keeper.restore(self.job.resume, self._content())
+        if self.config.train.epochs is not None:
+            self.prepared = replace(self.prepared, steps=self.prepared.steps - self.keeper.ahead)
+        return done + 1
+
+    def _saving(self) -> None:
+        here.at(SAVING)
+        self.faults.saving()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Every parameter and buffer of the model, whole (collective)."""
+        found = {}
+        for source in self.execution.program.sources:
+            if source.kind in ("parameter", "buffer"):
+                piece = (
+                    self.updates.weight(source.name)
+                    if source.kind == "parameter"
+                    else self.execution.tensors[source.name]
+                )
+                found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
+        return self._of_all_stages(found)
+
+    def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0: whole tensors by name, from all stages of a pipeline (collective)."""
+        if self.execution.runner is None:
+            return found
+        first = self.execution.communicator.rank == 0
+        parts: list[Any] = [None] * self.rank.world_size
+        dist.gather_object(found if first else {}, parts if self.rank.rank == 0 else None)
+        return {name: tensor for part in parts if part is not None for name, tensor in part.items()}
+
+    def _publish(self) -> None:
+        """Write the whole initial weights of a hybrid module, from which its reference starts."""
+        found = self._weights()
+        if self.rank.rank == 0:
+            weights.write(self.job.folder / WEIGHTS, found)
+
+    def _record(self, step: int, loss: float) -> None:
+        """Whole gradients of this step, written by rank 0 for the comparison."""
+        sources = {source.name: source for source in self.execution.program.sources}
+        found = {
+            name: whole(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
+            for name, piece in self.updates.gradients()
+        }
+        self._write({"loss": loss, "gradients": self._of_all_stages(found)}, f"step-{step}.pt")
+
+    def _write(self, content: Any, name: str) -> None:
+        if self.rank.rank == 0:
+            assert self.job.record is not None
+            torch.save(content, self.job.record / name)
+
+    def _follow(self, step: int) -> None:
+        """Give the optimizer the gradients of the run that this one is compared with; rounding does not compound."""
+        assert self.job.follow is not None
+        given = torch.load(self.job.follow / f"step-{step}.pt", weights_only=True)["gradients"]
+        for name, own in self.updates.gradients():
+            if name in given and given[name].shape == own.shape:
+                own.copy_(given[name])
+
+
+@contextmanager
+def _found_in_training() -> Iterator[None]:
+    """A wrong input that only training could find is a failed run: there is something to look at by then."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def _placed(tensor: Tensor, device: str) -> Tensor:
+    """A batch entry on the device of the rank. A GPU fetches it by itself, from memory that cannot be swapped out."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def train(rank: RankContext, job: Job) -> dict[str, Any]:
+    """The entry of a rank."""
+    if not job.prepared.config.train.measure_memory:
+        return Trainer(rank, job).run()
+    with Meter(rank.device) as meter:
+        return Trainer(rank, job, meter).run()
