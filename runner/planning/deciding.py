@@ -7,8 +7,10 @@ not know that something was open. The plan tells the decision in its `search`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -21,8 +23,7 @@ from runner.building.modules import captured_from_shapes
 from runner.building.precision import DTYPES, cast
 from runner.data.loader import Order, flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.planning import copies, pipelining
-from runner.planning import sources as planning
+from runner.planning import copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
@@ -43,6 +44,8 @@ from strategies.search.joint import Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
 RECOMPUTE = ("none", "selective", "full")
+EVERY = 5.0
+"""Seconds between lines of progress."""
 NARROWER = 3
 """How often a plan that is too large is searched anew with less room, at most."""
 
@@ -53,31 +56,35 @@ def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], No
     if not config.parallel.open:
         return prepare(config, folder, say)
     if config.parallel.plan is not None:
-        return prepare(with_choice(config, _of_file(config.parallel.plan)), folder, say)
-    deciding = Deciding(config, say)
-    plan = deciding.plan()
-    return prepare(with_choice(config, choice_of(plan.search["decided"])), folder, say, plan)
+        return prepare(decided(config, _of_file(config.parallel.plan)), folder, say)
+    plan = Deciding(config, say).plan()
+    return prepare(decided(config, plan.search["decided"]), folder, say, plan)
 
 
-def _of_file(name: str) -> Choice:
+def _of_file(name: str) -> dict[str, Any]:
     """What was decided when a saved plan was made. Raises ConfigError."""
     content = read_content(Path(name))
-    told = content.get("search", {}).get("decided") if isinstance(content, dict) else None
+    told: dict[str, Any] | None = content.get("search", {}).get("decided") if isinstance(content, dict) else None
     if told is None:
         raise ConfigError(
             f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
             "be auto here; give both as in the run that made it."
         )
-    return choice_of(told)
+    return told
+
+
+def decided(config: Config, told: dict[str, Any]) -> Config:
+    """The config with what plan.json's `search` tells as `decided`. Raises ConfigError as `with_choice` does."""
+    return with_choice(config, choice_of(told), told.get("modules"))
 
 
 def choice_of(told: dict[str, Any]) -> Choice:
     return Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"])
 
 
-def with_choice(config: Config, choice: Choice) -> Config:
-    """The config with what `choice` says of the keys that are open. Raises ConfigError where its sections do not go
-    together."""
+def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = None) -> Config:
+    """The config with what `choice` says of the keys that are open, computing again in these `modules` alone if not in
+    all that may be. Raises ConfigError where its sections do not go together."""
     content = config.model_dump(mode="json")
     parallel, staged = content["parallel"], choice.stages > 1
     if config.parallel.zero.stage == "auto":
@@ -87,11 +94,28 @@ def with_choice(config: Config, choice: Choice) -> Config:
         parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
     if config.parallel.recompute.operators == "auto":
         none = choice.recompute == "none"
-        parallel["recompute"] = "none" if none else parallel["recompute"] | {"operators": choice.recompute}
+        again = {"operators": choice.recompute} | ({} if modules is None else {"modules": list(modules)})
+        parallel["recompute"] = "none" if none else parallel["recompute"] | again
     try:
         return Config.model_validate(content)
     except ValidationError as error:
         raise ConfigError(*(one["msg"] for one in error.errors())) from None
+
+
+@dataclass
+class Progress:
+    """Tells every few seconds how many of the `choices` have been `looked` at."""
+
+    say: Callable[[str], None]
+    choices: int
+    looked: int = 0
+    told: float = field(default_factory=time.monotonic)
+
+    def tell(self, choice: Choice) -> None:
+        """`choice` is the one that is looked at."""
+        if time.monotonic() - self.told > EVERY:
+            self.say(f"deciding: {self.looked} of {self.choices} choices looked at; now {choice}")
+            self.told = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -103,14 +127,14 @@ class Deciding:
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""
-        folder = planning.cache_folder(self.config.parallel.plan_cache)
+        folder = sources.cache_folder(self.config.parallel.plan_cache)
         parallel = self.config.parallel
         asked = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
         request = request_of(self.config, self.ranks)
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
-        decision = decide(self.bounds, self.limit, self.look)
+        decision = decide(self.bounds, self.limit, self._aloud)
         plan = decision.priced.plan
         plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
         if folder is not None:
@@ -251,9 +275,9 @@ class Deciding:
         """Of the fastest plans."""
         return {}
 
-    def _price(self, choice: Choice, plan: Plan) -> Price:
+    def _price(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Price:
         step, captured, tensors = self._captured(self._rows(choice))
-        config, graph = with_choice(self.config, choice), captured.graph
+        config, graph = with_choice(self.config, choice, modules), captured.graph
         in_step = copies.of_step(config, step, tensors, graph, plan)
         return price_of(config, graph, in_step, self.device, self.cluster)
 
@@ -263,16 +287,28 @@ class Deciding:
             self._prices[choice] = self._price(choice, self._plan(choice, None))
         return self._prices[choice]
 
+    @cached_property
+    def _progress(self) -> Progress:
+        return Progress(self.say, len(self.bounds))
+
+    def _aloud(self, choice: Choice) -> Iterator[Priced]:
+        """`look`, and tell what is looked at where that takes long."""
+        self._progress.looked += 1
+        for one in self.look(choice):
+            self._progress.tell(choice)
+            yield one
+
     def look(self, choice: Choice) -> Iterator[Priced]:
         """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
-        computed again; then its plans, first the fastest, then those for less room, each without and then with its
-        bytes. Raises StrategyError where there is none."""
+        computed again; then its plans, first the fastest, in as few layers again as keep the limit or in all, then
+        those for less room, each without and then with its bytes. Raises StrategyError where there is none."""
         plan = self._plan(choice, None)
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self._fastest(plain).common, None)
         if stored in self.bounds and stored != choice:
             yield Priced(plan, self._fastest(stored).seconds, None)
+            yield from self._in_few(choice, plan)
         price = self._fastest(choice)
         for narrower in range(1 + NARROWER):
             if narrower:
@@ -289,3 +325,29 @@ class Deciding:
                 plan = self._plan(choice, room)
             except StrategyError:
                 return  # no other plan is small enough: what was found is told
+
+    def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
+        """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
+        that takes none or all of them. The first ones are taken: their second run comes when what later ones stored is
+        gone. Bytes are nearly affine in how many, so few numbers are tried: regula falsi."""
+        assert plan.recompute is not None
+        every = plan.recompute.modules
+        most, least = (self._fastest(one).bytes() for one in (replace(choice, recompute="none"), choice))
+        if len(every) < 2 or not least <= self.limit < most:
+            return
+        few: Priced | None = None
+        low, high, above, below = 0, len(every), most, least  # so many are too few, and enough; and their bytes
+        while high - low > 1:
+            guess = low + math.ceil((high - low) * (above - self.limit) / (above - below))
+            count = min(max(guess, low + 1), high - 1)
+            modules = every[:count]
+            request = request_of(with_choice(self.config, choice, modules), self.ranks // choice.stages)
+            again = self._searches[self._rows(choice), choice.stages].again(plan, request)
+            price = self._price(choice, again, modules)
+            if (size := price.bytes()) <= self.limit:
+                few, high, below = Priced(again, price.seconds, size, modules), count, size
+            else:
+                low, above = count, size
+        if few is not None:
+            yield replace(few, bytes=None)
+            yield few

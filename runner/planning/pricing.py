@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from runner.planning import pipelining
@@ -45,7 +46,7 @@ def price_of(
         program = lowered(config, *in_step)
         cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
-        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
+        return Price(cost.total, common, cache(lambda: memory(trace_repeated(program, updating), updating).peak))
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
         step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
@@ -61,7 +62,7 @@ def price_of(
         groups = enumerate(schedule)
         return max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
 
-    return Price(seconds, common, fullest)
+    return Price(seconds, common, cache(fullest))
 
 
 def _common(cost: Mapping[str, Any]) -> float:

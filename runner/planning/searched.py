@@ -51,8 +51,12 @@ class Searches:
         assert plan is not None
         if "bytes" in plan.search and found.asked.stage != asked.stage:
             plan = replace(plan, search={**plan.search, "bytes": self._bytes(plan, asked)})
-        again = request.recompute
-        return plan if again is None else replace(plan, recompute=recomputed(self.graph, self.rules, again))
+        return self.again(plan, request)
+
+    def again(self, plan: Plan, request: Request) -> Plan:
+        """`plan`, with what `request` computes again."""
+        wanted = request.recompute
+        return replace(plan, recompute=None if wanted is None else recomputed(self.graph, self.rules, wanted))
 
     def _searched(self, asked: Request) -> _Search:
         try:

@@ -47,4 +47,14 @@ def decision_table(told: Mapping[str, Any]) -> str:
 
 def _value(choice: Mapping[str, Any], entry: str) -> str:
     alone = entry in ("stages", "micro_batches") and choice["stages"] == 1
+    if entry == "recompute":
+        return in_modules(choice)
     return "no pipeline" if alone else str(choice[entry])
+
+
+def in_modules(choice: Mapping[str, Any]) -> str:
+    """What is computed again, and in how many layers if not in all."""
+    modules = choice["modules"]
+    if modules is None:
+        return str(choice["recompute"])
+    return f"{choice['recompute']} in the first {len(modules)} layer{'s' * (len(modules) > 1)}"

@@ -14,6 +14,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, lowered, options_of
 from runner.reporting import search_lines
+from runner.reporting.decision_table import in_modules
 from runner.reporting.layer_table import shown_bytes
 from runner.reporting.page.document import page
 from runner.reporting.prediction import Part, predict
@@ -189,7 +190,7 @@ def _decided(told: Mapping[str, Any]) -> str:
 
 
 def _choice(told: Mapping[str, Any]) -> str:
-    return str(Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"]))
+    return str(Choice(told["stages"], told["zero"], told["micro_batches"], in_modules(told)))
 
 
 def totals(content: dict[str, Any]) -> str:

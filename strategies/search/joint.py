@@ -46,11 +46,12 @@ class Bound:
 @dataclass(frozen=True)
 class Priced:
     """A plan of a choice: predicted seconds of a step, and bytes of the fullest rank at its fullest moment; None where
-    nobody has looked yet."""
+    nobody has looked yet. `modules` are those in which it computes again, None all that may be."""
 
     plan: Plan
     seconds: float
     bytes: int | None
+    modules: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Decision:
 
     choice: Choice
     priced: Priced
-    runner_up: tuple[Choice, float] | None
+    runner_up: tuple[Choice, Priced] | None
     tried: int
     pruned: int
     over: int
@@ -68,9 +69,14 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """What a plan's `search` tells of it as `decided`."""
-        second = None if self.runner_up is None else asdict(self.runner_up[0]) | {"seconds": self.runner_up[1]}
+        second = None if self.runner_up is None else _told(*self.runner_up)
         counts = {"tried": self.tried, "pruned": self.pruned, "over": self.over, "refused": self.refused}
-        return asdict(self.choice) | {"seconds": self.priced.seconds} | counts | {"runner_up": second}
+        return _told(self.choice, self.priced) | counts | {"runner_up": second}
+
+
+def _told(choice: Choice, priced: Priced) -> dict[str, Any]:
+    modules = None if priced.modules is None else list(priced.modules)
+    return asdict(choice) | {"modules": modules, "seconds": priced.seconds}
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +102,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
     over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
     tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
     second = looking.next(among_seen=True)
-    behind = None if second is None else (second, looking.last[second].seconds)
+    behind = None if second is None else (second, looking.last[second])
     return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
 
 

@@ -9,7 +9,8 @@ from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning.deciding import Deciding
+from runner.planning.deciding import Deciding, with_choice
+from runner.planning.prepare import request_of
 from strategies.errors import StrategyError
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
@@ -56,7 +57,8 @@ def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
     sizes = sorted({one.bytes for one in every.values()})
     for limit in (sizes[0], sizes[-1]):
         decided = with_limit(limit).plan().search["decided"]
-        assert decided["seconds"] == min(one.seconds for one in every.values() if one.bytes <= limit)
+        best = min(one.seconds for one in every.values() if one.bytes <= limit)
+        assert decided["seconds"] == best if decided["modules"] is None else decided["seconds"] < best
     with pytest.raises(StrategyError, match=rf"the smallest need is {sizes[0] / 1024:.4g} KiB \(ZeRO"):
         with_limit(sizes[0] - 1).plan()
 
@@ -74,6 +76,56 @@ def test_what_memory_asks_for_is_decided(words, decided):
     config = compose_config(*GPT, *words, "parallel.plan_cache=null")
     found = Deciding(config, print).plan().search["decided"]
     assert found[decided[0]] == decided[1]
+
+
+DEEP = (*GPT, "model.args.layers=6", "data.batch_size=8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("world_size=2", OPEN[0]), ("world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=auto")],
+    ids=["ZeRO", "stages"],
+)
+def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
+    """Held to all numbers of layers, one by one."""
+    words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
+    free = Deciding(compose_config(*words), print)
+    every = {one: free._fastest(one) for one in free.bounds if one.recompute == "full"}
+    choice = min(every, key=lambda one: (every[one].seconds, one))
+    none, full = free._fastest(replace(choice, recompute="none")).bytes(), every[choice].bytes()
+    plan = free._plan(choice, None)
+    counts = range(1, 1 + len(plan.recompute.modules))
+    sizes = {}
+    for count in counts:
+        modules = plan.recompute.modules[:count]
+        request = request_of(with_choice(free.config, choice, modules), free.ranks // choice.stages)
+        few = free._searches[free._rows(choice), choice.stages].again(plan, request)
+        sizes[count] = free._price(choice, few, modules).bytes()
+    assert len(sizes) == 6
+    for share in (0.3, 0.7):
+        limit = int(full + share * (none - full))
+        one = Deciding(compose_config(*words, f"parallel.memory_limit={limit}"), print)
+        found = [priced for priced in one.look(choice) if priced.bytes is not None and priced.bytes <= limit]
+        assert len(found[0].modules) == min(count for count in counts if sizes[count] <= limit)
+        assert found[0].plan.recompute.modules == found[0].modules
+
+
+def test_a_decision_that_takes_long_tells_how_far_it_is(monkeypatch):
+    monkeypatch.setattr("runner.planning.deciding.EVERY", 0.0)
+    said = []
+    one = replace(with_limit(2**30), say=said.append)
+    count = one.plan().search["decided"]["tried"]
+    lines = [line for line in said if line.startswith("deciding: ")]
+    assert lines[0].startswith(f"deciding: 1 of {len(one.bounds)} choices looked at; now ")
+    assert lines[-1].startswith(f"deciding: {count} of ")
+
+
+def test_layers_that_are_computed_again_train_as_one_process(start):
+    words = (*DEEP, "world_size=2", "parallel.zero.stage=1", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
+    ended = start(*words, "parallel.memory_limit=6MB", "train.precision=fp32", verb="verify")
+    assert ended.verdict["passed"]
+    assert 1 <= len(ended.plan["search"]["decided"]["modules"]) < 6
+    assert ended.plan["memory"]["peak"] <= 6e6
 
 
 def test_one_process_agrees_with_what_was_decided(start):

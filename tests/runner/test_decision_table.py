@@ -9,9 +9,12 @@ GPT = (
     *("parallel.dataset_strategy=data_parallel", "world_size=8", "data.batch_size=8"),
 )
 TOLD = {
-    **{"zero": 1, "stages": 1, "micro_batches": 1, "recompute": "none", "seconds": 0.002},
+    **{"zero": 1, "stages": 1, "micro_batches": 1, "recompute": "none", "modules": None, "seconds": 0.002},
     **{"tried": 3, "pruned": 4, "over": 1, "refused": 0},
-    "runner_up": {"zero": 2, "stages": 2, "micro_batches": 4, "recompute": "full", "seconds": 0.0021},
+    "runner_up": {
+        **{"zero": 2, "stages": 2, "micro_batches": 4, "recompute": "full", "seconds": 0.0021},
+        "modules": ["layers.0", "layers.1"],
+    },
 }
 
 
@@ -20,7 +23,7 @@ def test_every_key_has_both_values():
         ("parallel.zero.stage", "1", "2"),
         ("parallel.pipeline.stages", "no pipeline", "2"),
         ("parallel.pipeline.micro_batches", "no pipeline", "4"),
-        ("parallel.recompute", "none", "full"),
+        ("parallel.recompute", "none", "full in the first 2 layers"),
         ("seconds per step", "2.00 ms", "2.10 ms, 5.00% more"),
     ]
     assert decision_table(TOLD).endswith("3 choices priced, 4 left out because their bounds are no better, 1 too large "

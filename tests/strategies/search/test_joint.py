@@ -49,8 +49,8 @@ def test_no_choice_within_the_limit_is_faster(seed):
     needed = [choice for choice in asked if bounds[choice].seconds < fitting[0][0]]
     assert len(asked) - len(needed) <= 1  # the runner-up
     if decision.runner_up is not None:
-        choice, seconds = decision.runner_up
-        assert true[choice][0] == seconds and true[choice][1] <= limit
+        choice, priced = decision.runner_up
+        assert true[choice] == (priced.seconds, priced.bytes) and true[choice][1] <= limit
 
 
 def test_bounds_spare_most_prices():
