@@ -20,8 +20,9 @@ def test_metrics_of_a_run(start, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("networks.Classifier: parallel.mode=auto, 4 ranks on cpu, run folder ")
     assert lines[1].startswith("plan: mesh ")
-    assert lines[2].startswith("first step after ")
-    told = [line.partition("  ")[0] for line in lines[3:-1]]
+    assert lines[2].startswith("propagation: followed step by step, ")
+    assert lines[3].startswith("first step after ")
+    told = [line.partition("  ")[0] for line in lines[4:-1]]
     assert told == ["step 2/6", "step 4/6", "step 4/6", "step 6/6", "step 6/6"]
     last = ended.evaluations[6]["loss"]
     assert lines[-1].startswith(f"done: 6 steps, loss {ended.value:.6g}, test loss {last:.4g}; results in ")

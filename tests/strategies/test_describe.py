@@ -96,7 +96,7 @@ def test_keys_that_scripts_rely_on() -> None:
     weight = content["parameters"]["matmul.weight"]
     assert (weight["shape"], weight["local_shape"]) == ([32, 16], [8, 16])
     assert (weight["replica_group_size"], weight["replica_group"]) == (2, [0, 4])
-    assert set(content["search"]) == {"algorithm", "seconds", "cost", "lower_bound"}
+    assert set(content["search"]) == {"algorithm", "seconds", "cost", "lower_bound", "propagation"}
     cost = content["cost"]
     assert cost["total"] == cost["compute"] + cost["communication"] + cost["optimizer"]
     assert cost["compute"] == cost["forward"] + cost["backward"] + cost["recomputed"]

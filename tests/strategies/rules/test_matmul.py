@@ -72,7 +72,7 @@ def test_a_broken_rule_is_detected(capture_cases, check, monkeypatch, break_it):
     check(cases, mesh, samples=0)
     monkeypatch.setitem(RULES, "linear", lambda operator, specs: break_it(matmul.linear(operator, specs)))
     with pytest.raises((AssertionError, RuntimeError)):
-        check(cases, mesh, samples=0)
+        check(capture_cases(CASES[:1]), mesh, samples=0)  # what a rule tells of a graph is asked once
 
 
 def test_a_bias_that_every_slice_adds_is_detected(capture_cases, check, monkeypatch):
