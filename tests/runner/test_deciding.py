@@ -83,7 +83,13 @@ DEEP = (*GPT, "model.args.layers=6", "data.batch_size=8")
 
 @pytest.mark.parametrize(
     "words",
-    [("world_size=2", OPEN[0]), ("world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=auto")],
+    [
+        ("world_size=2", OPEN[0]),
+        pytest.param(
+            ("world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=auto"),
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["ZeRO", "stages"],
 )
 def test_as_few_layers_as_keep_the_limit_are_computed_again(words):

@@ -69,7 +69,9 @@ def never_whole(monkeypatch):
 @pytest.mark.parametrize("again", [None, "selective", "full"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("name", "accumulate", "dtype"), [("llama", 1, torch.bfloat16), ("gpt", 2, torch.float32)], ids=["llama", "gpt"]
+    ("name", "accumulate", "dtype"),
+    [pytest.param("llama", 1, torch.bfloat16, marks=pytest.mark.slow), ("gpt", 2, torch.float32)],
+    ids=["llama", "gpt"],
 )
 def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtype, stage, again):
     program = program_of(name, again, stage, dtype=dtype)

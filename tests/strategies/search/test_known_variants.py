@@ -98,7 +98,7 @@ def test_the_batch_over_nodes_and_the_rest_inside_of_them(make: Make, count: int
         (moe(2048, 8192, 8, 2, 8, 512), (8,)),
         (moe(1024, 4096, 16, 2, 8, 1024), (8,)),
         (moe(1024, 4096, 4, 1, 4, 512), (4,)),
-        (moe(1024, 4096, 8, 2, 8, 512), (2, 4)),
+        pytest.param(moe(1024, 4096, 8, 2, 8, 512), (2, 4), marks=pytest.mark.slow),
     ],
     ids=["one of 8", "two of 8", "two of 16", "one of 4", "two of 8 on two axes"],
 )
