@@ -16,7 +16,7 @@ from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
-from strategies.planner import make_plan
+from strategies.planner import Planning
 from strategies.recompute import recomputed
 from strategies.request import Request
 from strategies.rules import rule_of
@@ -32,6 +32,8 @@ class Searches:
     graph: OperatorGraph
     cluster: Cluster
     done: list[_Search] = field(default_factory=list)
+    planning: list[Planning] = field(default_factory=list)
+    """Of all requests, which differ in ZeRO's stage, the limit and what is computed again; none before the first."""
 
     @cached_property
     def rules(self) -> Mapping[str, Sharding]:
@@ -60,7 +62,9 @@ class Searches:
 
     def _searched(self, asked: Request) -> _Search:
         try:
-            found = _Search(asked, make_plan(self.graph, asked, self.cluster), None)
+            if not self.planning:
+                self.planning.append(Planning(self.graph, asked, self.cluster))
+            found = _Search(asked, self.planning[0].plan(asked.stage, asked.memory_limit), None)
         except StrategyError as error:
             self.done.append(_Search(asked, None, error))
             raise
