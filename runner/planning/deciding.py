@@ -40,10 +40,9 @@ from strategies.engine.place import on_host
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
-from strategies.search.joint import Bound, Choice, Priced, decide
+from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
-RECOMPUTE = ("none", "selective", "full")
 EVERY = 5.0
 """Seconds between lines of progress."""
 NARROWER = 3
@@ -217,7 +216,7 @@ class Deciding:
         parallel, parts = self.config.parallel, self.config.data.batch_size // self.config.train.accumulate
         wanted, pipeline = parallel.recompute, parallel.pipeline
         zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
-        ways = RECOMPUTE if wanted.operators == "auto" else (wanted.told.strip("'"),)
+        ways = AGAIN if wanted.operators == "auto" else (wanted.told.strip("'"),)
         if pipeline.stages == "auto":
             several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
         else:

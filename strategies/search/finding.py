@@ -74,9 +74,12 @@ class Finding:
             self.building = self._build(frozenset(), self.building)
             return self.solver.solve()
 
-    def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
+    def cheapest(
+        self, pressure: float, enough: float = 0.0, most: int | None = None, tolerance: float | None = None
+    ) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions."""
+        that costs `enough` is the last one, and the best of `most` solutions; `tolerance` is that of the search."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
@@ -93,7 +96,7 @@ class Finding:
                 best = Found(assignments, tensors, cost, lower, kept)
                 self.named = {name: picks[variable] for name, variable in self._variables()}
             solutions += 1
-            if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
+            if least - lower <= tolerance * lower or least <= enough or solutions == most:
                 break
             split = self.building.underpaid(picks) if not raised or self.many else frozenset()
             if not raised and not split and proven == solutions:

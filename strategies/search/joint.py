@@ -19,16 +19,27 @@ from strategies.cost.limit import in_words
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 
+AGAIN = ("none", "selective", "full")
+"""What is computed again, from nothing to all."""
 
-@dataclass(frozen=True, order=True)
+
+@dataclass(frozen=True)
 class Choice:
     """`stages` 1 is no pipeline, which has 1 micro-batch; `recompute` is as in `parallel.recompute.operators`. Of
-    choices that are as fast, the first in this order is taken."""
+    choices that are as fast, the least is taken: fewer stages, a lower stage of ZeRO, less computed again."""
 
     stages: int
     zero: int
     micro_batches: int
     recompute: str
+
+    def __lt__(self, other: Choice) -> bool:
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple[int, ...]:
+        again = AGAIN.index(self.recompute) if self.recompute in AGAIN else len(AGAIN)
+        return self.stages, self.zero, self.micro_batches, again
 
     def __str__(self) -> str:
         pipeline = f"{self.stages} stages, {self.micro_batches} micro-batches" if self.stages > 1 else "no pipeline"
