@@ -67,8 +67,9 @@ class Priced:
 
 @dataclass(frozen=True)
 class Decision:
-    """The fastest choice within the limit and the next, how many were `tried`, and how many were `pruned` by bounds,
-    `over` the limit, or `refused` because there is no such plan."""
+    """The fastest choice within the limit; the next of those that are known to keep it, because they were looked at to
+    the end (`runner_up`); how many were `tried`, and how many were `pruned` by bounds, `over` the limit, or `refused`
+    because there is no such plan."""
 
     choice: Choice
     priced: Priced
@@ -112,7 +113,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
         raise StrategyError(_nothing_fits(looking.too_large, limit))
     over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
     tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
-    second = looking.next(among_seen=True)
+    second = looking.fitting(first) or looking.next(among_seen=True)
     behind = None if second is None else (second, looking.last[second])
     return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
 
@@ -142,6 +143,15 @@ class _Looking:
             if not (among_seen and (one.unseen or size is not None)):
                 self._step(one.choice)
         return None
+
+    def fitting(self, other: Choice) -> Choice | None:
+        """The fastest choice but one of which is known that it keeps the limit."""
+        found = [
+            (priced.seconds, choice)
+            for choice, priced in self.last.items()
+            if choice != other and priced.bytes is not None and priced.bytes <= self.limit
+        ]
+        return min(found)[1] if found else None
 
     def _step(self, choice: Choice) -> None:
         if choice not in self.steps:
