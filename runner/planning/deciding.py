@@ -312,7 +312,8 @@ class Deciding:
         for narrower in range(1 + NARROWER):
             if narrower:
                 price = self._price(choice, plan)
-            yield Priced(plan, price.seconds, None)
+            if not price.counted:
+                yield Priced(plan, price.seconds, None)
             size = price.bytes()
             yield Priced(plan, price.seconds, size)
             if "bytes" not in plan.search:
