@@ -3,8 +3,8 @@
 Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum.
 The variable whose elimination makes the smallest table goes first. Going back through the eliminated variables, each
 takes the option that is best in the tables that it was in (to note all options would take as long as the minima). The
-order depends on the tables' places alone: a network whose prices have changed is eliminated in the same order again, and
-what follows from tables that are still the same objects is taken over.
+order depends on the places of tables alone: a network whose prices have changed is eliminated in the same order again,
+and what follows from tables that are still the same objects is taken over.
 Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999), over the min-plus semiring.
 """
 
@@ -27,6 +27,10 @@ LARGEST = 2**24
 CACHED = 2**17
 """Entries of a table that are handled at once."""
 Variables = tuple[int, ...]
+Name = tuple[tuple[int, tuple[int, ...], int], ...]
+"""Of a sum, for all arrays: how many parts their table has, where their dims are, and which they are."""
+Known = dict[Name, Seconds]
+"""The least sums of one solution."""
 
 
 class TooWide(Exception):
@@ -56,14 +60,16 @@ class Elimination:
         self.added: list[Seconds] = []
         self.rest: Rest | None = None
 
-    def solve(self) -> Rest:
-        """With the tables' seconds as they are now."""
+    def solve(self, known: Known | None = None) -> Rest:
+        """With the tables' seconds as they are now; what is `known` already is not added up again."""
         made: list[Seconds] = []
+        known = {} if known is None else known
         for step in self.steps:
-            made.append(step.least(self.tables, made))
+            made.append(step.least(self.tables, made, known))
         left = [self.tables[n].seconds if n < len(self.tables) else made[n - len(self.tables)] for n in self.left]
         if self.rest is None or not _same(left, self.added):
-            parts = [_placed(one, self.scopes[n], self.order) for n, one in zip(self.left, left, strict=True)]
+            places = [[self.order.index(v) for v in self.scopes[n]] for n in self.left]
+            parts = [_placed(one, at, len(self.order)) for one, at in zip(left, places, strict=True)]
             total = np.broadcast_to(added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.order])
             self.added, self.rest = left, Rest(table(self.order, total), tuple(self.steps))
         return self.rest
@@ -113,49 +119,45 @@ class Eliminated:
 
     def __init__(self, variable: int, around: Variables, numbers: Sequence[int], scopes: Sequence[Variables]) -> None:
         self.variable, self.around, self.numbers, self.scopes = variable, around, numbers, scopes
-        self.used: list[Seconds] = []
-        """The seconds that were added up last."""
-        self.looked: list[list[tuple[Variables, Seconds]]] = []
-        """Per table its parts: the variables around, and the seconds by their options and the own ones."""
+        order = {v: place for place, v in enumerate((variable, *around))}
+        self.places = [tuple([order[v] for v in scope]) for scope in scopes]
+        """Per table, where its dims are among the variable itself and those around."""
+        self.parts: list[tuple[Part, ...]] = []
+        """Per table, what was added up last: one array, or several of which the table is the least."""
+        self.name: Name = ()
         self.made: Seconds = np.zeros(())
 
-    def least(self, tables: Sequence[Table], made: Sequence[Seconds]) -> Seconds:
+    def least(self, tables: Sequence[Table], made: Sequence[Seconds], known: Known) -> Seconds:
         """The least sum for all options of the variables around; `made` are the results of the steps before."""
         count = len(tables)
         splitting = [n for n in self.numbers if n < count and tables[n].cell.split is not None]
-        parts: list[Sequence[Part]] = []
-        for number, scope in zip(self.numbers, self.scopes, strict=True):
-            if number < count and len(splitting) == 1 and number == splitting[0]:
-                parts.append(tables[number].cell.parts)
+        parts: list[tuple[Part, ...]] = []
+        for number, places in zip(self.numbers, self.places, strict=True):
+            if [number] == splitting:
+                found = tables[number].cell.parts
+                parts.append(tuple([(tuple([places[dim] for dim in dims]), seconds) for dims, seconds in found]))
             else:
-                seconds = tables[number].seconds if number < count else made[number - count]
-                parts.append(((tuple(range(len(scope))), seconds),))
-        used = [seconds for one in parts for _, seconds in one]
-        if not _same(used, self.used):
-            self.used = used
-            self._add(parts)
+                parts.append(((places, tables[number].seconds if number < count else made[number - count]),))
+        name = tuple(sorted([(len(one), places, id(seconds)) for one in parts for places, seconds in one]))
+        if name != self.name:
+            self.parts, self.name = parts, name  # which keeps the arrays, and so their names
+            self.made = known[name] if name in known else self._least()
+        known[name] = self.made
         return self.made
 
-    def _add(self, parts: Sequence[Sequence[Part]]) -> None:
-        order = (self.variable, *self.around)
-        whole: list[Seconds] = []
-        split: list[Seconds] = []
-        self.looked = []
-        for scope, found in zip(self.scopes, parts, strict=True):
-            named = [(tuple([scope[dim] for dim in dims]), seconds) for dims, seconds in found]
-            placed = [_placed(seconds, variables, order) for variables, seconds in named]
-            if len(placed) == 1:
-                whole += placed
-            else:
-                split = placed
-            self.looked.append([_own_last(seconds, variables, self.variable) for variables, seconds in named])
-        self.made = reduce(np.minimum, [minimised([*whole, one]) for one in split]) if split else minimised(whole)
+    def _least(self) -> Seconds:
+        dims = 1 + len(self.around)
+        placed = [[_placed(seconds, places, dims) for places, seconds in parts] for parts in self.parts]
+        whole = [one[0] for one in placed if len(one) == 1]
+        split = [one for parts in placed if len(parts) > 1 for one in parts]
+        return reduce(np.minimum, [minimised([*whole, one]) for one in split]) if split else minimised(whole)
 
     def best(self, picks: Mapping[int, int]) -> int:
         """The option that costs least where its neighbours take `picks`."""
+        chosen = (slice(None), *[picks[v] for v in self.around])
         found = [
-            reduce(np.minimum, [seconds[tuple([picks[v] for v in around])] for around, seconds in parts])
-            for parts in self.looked
+            reduce(np.minimum, [seconds[tuple([chosen[place] for place in places])] for places, seconds in parts])
+            for parts in self.parts
         ]
         return int(reduce(np.add, found).argmin()) if found else 0
 
@@ -182,7 +184,10 @@ def eliminate(
 
 
 def minimised(parts: Sequence[Seconds]) -> Seconds:
-    """The least sum over dim 0 of arrays that broadcast together. Large ones are made in parts that fit a cache."""
+    """The least sum over dim 0 of arrays that broadcast together (0 of none). Large ones are made in parts that fit a
+    cache."""
+    if not parts:
+        return np.zeros(())
     shape = np.broadcast_shapes(*(one.shape for one in parts))
     entries = math.prod(shape)
     if entries <= CACHED or len(shape) < 3:
@@ -208,22 +213,12 @@ def added(parts: Sequence[Seconds]) -> Seconds:
     return reduce(np.add, others, first)
 
 
-def _placed(seconds: Seconds, variables: Variables, order: Variables) -> Seconds:
-    """Seconds with one dim per variable of `order`."""
-    places = [order.index(v) for v in variables]
-    shape = [1] * len(order)
+def _placed(seconds: Seconds, places: Sequence[int], dims: int) -> Seconds:
+    """Seconds with so many dims, of which the own ones are at `places`."""
+    shape = [1] * dims
     for place, size in zip(places, seconds.shape, strict=True):
         shape[place] = size
     return seconds.transpose(sorted(range(len(places)), key=places.__getitem__)).reshape(shape)
-
-
-def _own_last(seconds: Seconds, variables: Variables, variable: int) -> tuple[Variables, Seconds]:
-    """The other variables, and the seconds by their options and those of `variable`."""
-    if variable not in variables:
-        return variables, seconds[..., None]
-    place = variables.index(variable)
-    others = [dim for dim in range(len(variables)) if dim != place]
-    return tuple([variables[dim] for dim in others]), seconds.transpose([*others, place])
 
 
 def _same(first: Sequence[Seconds], second: Sequence[Seconds]) -> bool:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from strategies.search.cells import Cell, Network, Table
-from strategies.search.elimination import Elimination
+from strategies.search.elimination import Elimination, Known
 from strategies.search.transfers import Integers, Seconds
 
 SHORTEST = 3
@@ -47,7 +47,12 @@ class Folded:
             self.attached[max(one.variables)].append(one)
         looks: dict[tuple[object, ...], int] = {}
         self.names, self.places = [
-            np.array([looks.setdefault(look(network.sizes[v], v, self.attached[v]), len(looks)) for v in range(len(self.attached))])
+            np.array(
+                [
+                    looks.setdefault(look(network.sizes[v], v, self.attached[v]), len(looks))
+                    for v in range(len(self.attached))
+                ]
+            )
             for look in (_name, _place)
         ]
         """Per variable a number for its tables, and one for these and how far away their other variables are."""
@@ -75,9 +80,10 @@ class Folded:
 
     def solve(self) -> tuple[list[int], float]:
         """The best option of every variable, and what they cost. Raises TooWide."""
+        known: Known = {}
         for power in self.powers:
-            power.renew()
-        rest, picks = self.others.solve(), dict[int, int]()
+            power.renew(known)
+        rest, picks = self.others.solve(known), dict[int, int]()
         rest.complete(picks)
         for power in self.powers:
             power.complete(picks)
@@ -189,9 +195,9 @@ class Power:
         self.rest = self.block.solve()
         self.table = Table((*run.outside, *self.entering, *self.ending), Cell(self._raised))
 
-    def renew(self) -> None:
+    def renew(self, known: Known) -> None:
         """Looks at the prices of a block again."""
-        rest = self.block.solve()
+        rest = self.block.solve(known)
         if rest is not self.rest:
             self.rest = rest
             self.table.cell.refresh()
