@@ -9,8 +9,11 @@ of the chain that the engine executes; all others are not above them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -31,10 +34,14 @@ WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
 MIXING = np.int64(-7046029254386353131)
 """An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
+Kinds = tuple[int, ...]
+"""Per dim a number that says all that chains need to know of its size."""
 Pattern = tuple[int, ...]
-"""What tells one pattern, see `_told`."""
+"""What tells one: per dim its kind and both tuples of axes as one number, and the partial axes."""
 WAYS_FROM = 3
 """Axes from which on what is settled tells something of all that begins in the same class."""
+MANY = 4096
+"""Pairs of layouts that are sure to have more patterns than are priced at once."""
 WIDTH = 2**16
 """More than there are tuples of axes."""
 
@@ -52,31 +59,55 @@ class Rows:
 
 @dataclass(eq=False)
 class Asked:
-    """Pairs of layouts of a tensor: what tells their patterns (`told` [patterns, numbers]), each with a pair that has
-    it (`rows`, `columns`) and its seconds or a lower bound (`values`); `inverse` [before, after] tells every pair's."""
+    """Pairs of layouts of a tensor, [before, after]: `mixed` is equal where patterns are (and hardly anywhere else),
+    `values` are the seconds or lower bounds of them, `settled` tells which."""
 
     before: Rows
     after: Rows
     spec: TensorSpec
-    told: Integers
-    rows: Integers
-    columns: Integers
-    inverse: Integers
+    kinds: tuple[int, ...]
+    mixed: Integers
     values: Seconds
+    settled: npt.NDArray[np.bool_]
     changes: int = 0
 
-    def __post_init__(self) -> None:
-        self.mixed = _mixed(self.told)
+    def patterns(self, rows: Integers, columns: Integers) -> Integers:
+        """[pairs, numbers]: what tells the patterns of some pairs."""
+        parts = (np.array(self.kinds, dtype=np.int64) * WIDTH + self.before.dims[rows]) * WIDTH
+        parts += self.after.dims[columns]
+        if len(self.kinds) > 2:  # dims but the first have no order in a pattern
+            parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
+        return np.concatenate([parts, self.before.partial[rows, None], self.after.partial[columns, None]], 1)
 
-    def name(self, position: int) -> Pattern:
-        return tuple(self.told[position].tolist())
 
-    def place(self, name: Pattern, mixed: int) -> int | None:
-        """Where a pattern stands; `mixed` is its number as in `_mixed`."""
-        for position in np.flatnonzero(self.mixed == mixed).tolist():
-            if self.name(position) == name:
-                return position
-        return None
+@dataclass(eq=False)
+class Alike:
+    """All that is asked of tensors of the same kinds, which alone share patterns; `named` are the patterns with known
+    chains, by their numbers as in `Asked`."""
+
+    named: dict[int, Pattern] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+
+    def add(self, one: Asked) -> None:
+        self.asked.append(one)
+        self.__dict__.pop("mixed", None)
+
+    @cached_property
+    def mixed(self) -> tuple[Integers, list[int]]:
+        """The numbers of all pairs, and where those of each table begin."""
+        parts = [one.mixed.ravel() for one in self.asked]
+        return np.concatenate(parts), [0, *accumulate(map(len, parts))]
+
+    def having(self, name: Pattern, mixed: int) -> Iterator[tuple[Asked, Integers, Integers]]:
+        """The rows and columns of all pairs with a pattern; `mixed` is its number."""
+        every, starts = self.mixed
+        found = np.flatnonzero(every == mixed).tolist()
+        for one, start, end in zip(self.asked, starts, starts[1:], strict=False):
+            some = found[bisect_left(found, start) : bisect_left(found, end)]
+            if some:
+                rows, columns = np.divmod(np.array(some) - start, len(one.after))
+                same = (one.patterns(rows, columns) == name).all(1)
+                yield one, rows[same], columns[same]
 
 
 class Prices(Protocol):
@@ -104,16 +135,17 @@ class Transfers:
         self.axes = tuple(name for name, size in mesh.axes if size > 1)
         self.numbers: dict[tuple[str, ...], int] = {}
         self.tuples: list[tuple[str, ...]] = []
+        self._counts: Integers = np.zeros(0, dtype=np.int64)
         for bits in range(2 ** len(self.axes)):
             self._number(tuple(axis for i, axis in enumerate(self.axes) if bits >> i & 1))
         self.patterns: dict[Pattern, int] = {}
-        self.mixed: list[int] = []  # the numbers of the patterns, as in `_mixed`
         self.chains: list[list[int]] = []  # per pattern its steps, by number
         self.steps: dict[tuple[object, ...], int] = {}
         self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
         self.priced: dict[float, list[float]] = {}
         self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
+        self.alike: dict[Kinds, Alike] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
         self.ways: dict[int, Ways] = {}
@@ -125,7 +157,9 @@ class Transfers:
     @property
     def counts(self) -> Integers:
         """Slices that every tuple of axes makes, by its number."""
-        return np.array([self.mesh.product(axes) for axes in self.tuples])
+        if len(self._counts) < len(self.tuples):
+            self._counts = np.array([self.mesh.product(axes) for axes in self.tuples])
+        return self._counts
 
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
@@ -168,52 +202,37 @@ class Transfers:
         key = self._key(before, after, spec)
         if key not in self.asked:
             self.asked[key] = self._asked(before, after, spec, self.few if few is None else few)
-        asked = self.asked[key]
-        return np.asarray(asked.values[asked.inverse])
+        return self.asked[key].values.copy()
 
     def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
         return id(before), id(after), spec.shape, spec.item_bytes
 
     def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
-        count = (len(before), len(after))
         kinds = self._kinds(before, after, spec.shape)
-        tuples, partials = len(self.tuples), 2 ** len(self.axes)
-        numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
-        dims = [
-            (numbers[kind] * tuples + before.dims[:, dim, None]) * tuples + after.dims[None, :, dim]
-            for dim, kind in enumerate(kinds)
-        ]
-        if len(dims) > 2:  # as in `_told`
-            dims[1:] = list(np.sort(np.stack(dims[1:]), axis=0))
-        ends = before.partial[:, None] * partials + after.partial[None, :]
-        joined = _joined([*dims, ends], [*[len(numbers) * tuples**2] * len(dims), partials**2])
-        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
-        rows, columns = np.divmod(first, count[1])
-        told = _told(before, after, kinds, rows, columns)
+        mixed = _mixed(before, after, kinds)
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        if ordered and len(told) > few:
-            values = self.bounds.seconds(
-                before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
-            )
-            values[after.partial[columns] > 0] = 0.0  # what may stay a partial sum need not be sent
+        asked = Asked(before, after, spec, kinds, mixed, np.zeros(mixed.shape), np.zeros(mixed.shape, dtype=np.bool_))
+        alike = self.alike.setdefault(_like(kinds), Alike())
+        alike.add(asked)
+        if ordered and (mixed.size > max(few, MANY) or len(np.unique(mixed)) > few):
+            size = float(spec.elements * spec.item_bytes)
+            asked.values = self.bounds.seconds(before.dims, after.dims, before.partial, size)
+            asked.values[:, after.partial > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
-            values = np.full(len(told), -1.0)
-        asked = Asked(before, after, spec, told, rows, columns, inverse.reshape(count), values)
-        for position in np.flatnonzero(values < 0).tolist():
-            if asked.name(position) not in self.patterns:
-                self._search(asked.name(position), asked, position)
-        for position in np.flatnonzero(np.isin(asked.mixed, self.mixed)).tolist():
-            if (name := asked.name(position)) in self.patterns:
-                values[position] = self._price(name, spec)
+            asked.values[:] = np.inf
+            for row, column in zip(*(places.tolist() for places in np.nonzero(~asked.settled)), strict=True):
+                if not asked.settled[row, column]:
+                    self._settle(asked, row, column)
+        known = np.fromiter(alike.named, np.int64, len(alike.named))
+        for number in np.intersect1d(mixed[~asked.settled], known).tolist():
+            self._price(alike, alike.named[number], number)
         return asked
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
-        position = int(asked.inverse[row, column])
-        name = asked.name(position)
-        if name not in self.patterns:
-            self._search(name, asked, position)
+        if not asked.settled[row, column]:
+            self._settle(asked, row, column)
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row)
 
@@ -228,11 +247,10 @@ class Transfers:
         for one in self.asked.values():
             if one.before.dims.shape[1] != dims or one.spec.elements * one.spec.item_bytes != size:
                 continue
-            ends = self._states(one.after)[one.columns]
-            chosen = (self._states(one.before)[one.rows] == start) & (one.after.partial[one.columns] == 0)
-            higher = np.flatnonzero(chosen & (found[ends] > one.values * (1 + 1e-12)))
-            if len(higher):
-                one.values[higher] = found[ends[higher]]
+            rows = np.flatnonzero(self._states(one.before) == start)
+            ends = np.where(one.after.partial == 0, found[self._states(one.after)], 0.0)
+            if (ends > one.values[rows] * (1 + 1e-12)).any():
+                one.values[rows] = np.maximum(one.values[rows], ends)
                 one.changes += 1
                 self.raised += 1
 
@@ -256,11 +274,19 @@ class Transfers:
         """How often prices of these pairs were settled."""
         return self.asked[self._key(before, after, spec)].changes
 
-    def _price(self, name: tuple[int, ...], spec: TensorSpec) -> float:
-        prices = self._prices(spec)
-        return sum(prices[step] for step in self.chains[self.patterns[name]])
+    def _price(self, alike: Alike, name: Pattern, mixed: int) -> int:
+        """Settles the pairs with a pattern whose chain is known; of how many tensors that raised a bound."""
+        raised, steps = 0, self.chains[self.patterns[name]]
+        for one, rows, columns in alike.having(name, mixed):
+            prices, before = self._prices(one.spec), one.values[rows, columns]
+            price = sum([prices[step] for step in steps])
+            raised += bool((price > before * (1 + 1e-12)).any())
+            one.changes += bool((price != before).any())
+            one.values[rows, columns] = price
+            one.settled[rows, columns] = True
+        return raised
 
-    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> list[int]:
+    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
         counts = self.counts
@@ -269,14 +295,25 @@ class Transfers:
         )
         size = math.prod(shape)
         if even and size and (size % self.mesh.size**2 == 0 or size >= LARGE):
-            return [math.gcd(extent, self.mesh.size) for extent in shape]
-        return [self.mesh.size + 1 + extent for extent in shape]
+            return tuple([math.gcd(extent, self.mesh.size) for extent in shape])
+        return tuple([self.mesh.size + 1 + extent for extent in shape])
 
-    def _search(self, name: tuple[int, ...], asked: Asked, position: int) -> None:
-        shape = asked.spec.shape
-        elements, numbers = math.prod(shape), []
-        before = self.layout(asked.before, int(asked.rows[position]))
-        after = self.layout(asked.after, int(asked.columns[position]))
+    def _settle(self, asked: Asked, row: int, column: int) -> None:
+        """Searches for the chain of a pattern, and prices it wherever it is asked for."""
+        place = np.array([row]), np.array([column])
+        name, mixed = tuple(asked.patterns(*place)[0].tolist()), int(asked.mixed[row, column])
+        alike = self.alike[_like(asked.kinds)]
+        if name not in self.patterns:
+            self.patterns[name] = len(self.chains)
+            self.chains.append(self._chain(asked, row, column))
+            alike.named[mixed] = name
+        self.raised += self._price(alike, name, mixed)
+
+    def _chain(self, asked: Asked, row: int, column: int) -> list[int]:
+        """The steps from one layout to another, by number."""
+        shape, numbers = asked.spec.shape, []
+        elements = math.prod(shape)
+        before, after = self.layout(asked.before, row), self.layout(asked.after, column)
         for step in chain(before, after, shape, self.mesh):
             local = [math.prod(layout.local_shape(shape, self.mesh)) for layout in (step.before, step.after)]
             sent = step.busiest(self.mesh)
@@ -292,17 +329,7 @@ class Transfers:
                 self.steps[told] = len(self.shown)
                 self.shown.append((step, elements))
             numbers.append(self.steps[told])
-        self.patterns[name] = len(self.chains)
-        self.chains.append(numbers)
-        mixed = int(asked.mixed[position])
-        self.mixed.append(mixed)
-        for one in self.asked.values():
-            place = one.place(name, mixed)
-            if place is not None:
-                price = self._price(name, one.spec)
-                self.raised += price > one.values[place] * (1 + 1e-12)
-                one.values[place] = price
-                one.changes += 1
+        return numbers
 
     def _prices(self, spec: TensorSpec) -> list[float]:
         """Seconds of every step for a tensor of this size."""
@@ -313,29 +340,26 @@ class Transfers:
         return prices
 
 
-def _told(before: Rows, after: Rows, kinds: Sequence[int], rows: Integers, columns: Integers) -> Integers:
-    """What tells the patterns of some pairs: per dim its kind and both tuples of axes, and the partial axes."""
-    parts = (np.array(kinds, dtype=np.int64) * WIDTH + before.dims[rows]) * WIDTH + after.dims[columns]
-    if len(kinds) > 2:  # dims but the first have no order in a pattern
-        parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
-    return np.concatenate([parts, before.partial[rows, None], after.partial[columns, None]], 1)
+def _like(kinds: Kinds) -> Kinds:
+    """The kinds in the order in which patterns tell them."""
+    return kinds[:1] + tuple(sorted(kinds[1:]))
 
 
-def _mixed(told: Integers) -> Integers:
-    """A number per pattern by which it is found fast; few patterns share one."""
-    found = np.zeros(len(told), dtype=np.int64)
-    for column in told.T:
-        found = (found ^ column ^ (found >> 29)) * MIXING
+def _mixed(before: Rows, after: Rows, kinds: Kinds) -> Integers:
+    """[before, after]: a number that is the same where patterns are, whatever the order of dims behind the first."""
+    total = _scattered(before.partial[:, None] * WIDTH + after.partial)
+    for place, kind in enumerate(kinds):
+        have, row = np.unique(before.dims[:, place], return_inverse=True)
+        want, column = np.unique(after.dims[:, place], return_inverse=True)
+        each = _scattered((kind * WIDTH + have[:, None]) * WIDTH + want)
+        total += (_scattered(each + 1) if place == 0 else each)[row][:, column]
+    return total
+
+
+def _scattered(numbers: Integers) -> Integers:
+    """Numbers that differ in many bits where these differ in few. Source: the finaliser of splitmix64."""
+    found = numbers * MIXING
+    found ^= found >> 31
+    found *= MIXING
+    found ^= found >> 29
     return found
-
-
-def _joined(parts: Sequence[Integers], sizes: Sequence[int]) -> Integers:
-    """One number per place that differs where any of the parts differs; each part is below its size."""
-    found: Integers = np.zeros(1, dtype=np.int64)
-    width = 1
-    for part, size in zip(parts, sizes, strict=True):
-        if width * size > 2**62:
-            _, names = np.unique(found, return_inverse=True)
-            found, width = names.reshape(found.shape), int(names.max(initial=0)) + 1
-        found, width = found * size + part, width * size
-    return found.ravel()
