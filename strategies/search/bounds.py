@@ -57,12 +57,26 @@ class Bounds:
             (self._lying(before, partial, place)[:, None] != self._lying(after, None, place)).astype(np.int8)
             for place in range(len(self.axes))
         )
+        found += self._copied(before, after, partial, size) * sent
         copy = self.cluster.launch + 2 * (size / self.product[before].prod(1)) / self.cluster.memory_bandwidth
         found = np.where(sent | (differ == 0), found, copy[:, None])
         rows, columns = np.nonzero(differ == 1)
         alone = self._single(before[rows], after[columns], partial[rows], size)
         found[rows, columns] = np.maximum(found[rows, columns], alone)
         return found
+
+    def _copied(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
+        """[before, after]: seconds of the copies that any chain at least makes. Only gathers of dim 0 and sums that are
+        scattered along it make none; all other steps hold two of the smallest slices at once, or one of twice the
+        size."""
+        if not before.shape[1]:
+            return np.zeros((len(before), len(after)))
+        width = 2 ** len(self.axes)
+        base = width ** np.arange(before.shape[1] - 1)
+        others = (before[:, 1:] @ base)[:, None] != after[:, 1:] @ base
+        first = (partial[:, None] == 0) & (self.prefixes[before[:, :1], after[:, 0]] != after[:, 0])
+        least = self.cluster.launch + 4 * size / self.mesh.size / self.cluster.memory_bandwidth
+        return np.where(others | first, least, 0.0)
 
     def _lying(self, dims: Integers, partial: Integers | None, place: int) -> Integers:
         """[layouts]: which dim an axis slices, -1 for none, -2 where it is partial."""
@@ -75,30 +89,41 @@ class Bounds:
         width = 2 ** len(self.axes)
         have, row = np.unique(before * width + now[:, None], return_inverse=True)
         want, column = np.unique(after * width + wanted[:, None], return_inverse=True)
-        each = self._cut(have[:, None] // width, want // width, have[:, None] % width, want % width)
-        cut = np.ones((len(before), len(after)))
+        each, fewer = self._cut(have[:, None] // width, want // width, have[:, None] % width, want % width)
+        cut, most = np.ones((len(before), len(after))), np.ones((len(before), len(after)))
         for mine, other in zip(row.reshape(before.shape).T, column.reshape(after.shape).T, strict=True):
             cut *= each[mine][:, other]
+            np.maximum(most, fewer[mine][:, other], out=most)
+        cut *= most
         target = 1.0 / self.product[after].prod(1)
-        found = np.maximum(target - 1.0 / cut, 0.0)
+        found: Seconds = np.maximum(target - 1.0 / cut, 0.0)
         summed = np.flatnonzero(self.product[partial] > 1)
         used = self.product[(now | partial)[summed, None] | wanted]
         found[summed] = (self.product[partial][summed, None] - 2) / used + target
         return found
 
-    def _cut(self, before: Integers, after: Integers, now: Integers, wanted: Integers) -> Seconds:
-        """Into how many parts the slices of a dim, before and after, cut it; `now` and `wanted` are the axes that slice
-        any dim."""
+    def _cut(self, before: Integers, after: Integers, now: Integers, wanted: Integers) -> tuple[Seconds, Seconds]:
+        """Into how many parts the slices of a dim, before and after, cut it, of which a rank at most has one; and how
+        many times fewer it has on average, which is told of one dim at a time, because ranks that are lucky in one may
+        be in others. `now` and `wanted` are the axes that slice any dim."""
         prefix = self.prefixes[before, after]
         mine, other = before & ~prefix, after & ~prefix
         apart = ((mine & wanted) == 0) | ((other & now) == 0)
-        return np.asarray(
-            np.where(
-                apart,
-                self.product[before] * self.product[other],
-                self.product[prefix] * np.maximum(self.product[mine], self.product[other]),
-            )
-        )
+        most = self.product[prefix] * np.maximum(self.product[mine], self.product[other])
+        parts = np.where(apart, self.product[before] * self.product[other], most)
+        return parts.astype(np.float64), np.where(apart, 1.0, 1.0 / (self.common[before, after] * most))
+
+    @cached_property
+    def common(self) -> Seconds:
+        """[bits before, bits after]: the part of a dim that a rank has and wants, on average."""
+        ranks, every = np.arange(self.mesh.size), np.arange(2 ** len(self.axes))
+        index = np.zeros((len(every), self.mesh.size), dtype=np.int64)
+        for place, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
+            sliced = (every >> place & 1 == 1)[:, None]
+            index = np.where(sliced, index * size + ranks // self.mesh.strides[axis] % size, index)
+        start, end = index / self.product[:, None], (index + 1) / self.product[:, None]
+        both = [np.minimum(end[one], end) - np.maximum(start[one], start) for one in every]
+        return np.stack([np.maximum(one, 0.0).mean(1) for one in both])
 
     @cached_property
     def prefixes(self) -> Integers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,8 +57,7 @@ class Cell:
         return np.asarray(self.seconds[np.ix_(*kept)])
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
+class Table(NamedTuple):
     """Seconds over `variables`, one array dim each. Equal parts of a program share `cell`."""
 
     variables: tuple[int, ...]

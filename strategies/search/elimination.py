@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import is_
+from typing import Any
 
 import numpy as np
 
@@ -154,7 +155,7 @@ class Eliminated:
 
     def best(self, picks: Mapping[int, int]) -> int:
         """The option that costs least where its neighbours take `picks`."""
-        chosen = (slice(None), *[picks[v] for v in self.around])
+        chosen: list[Any] = [slice(None), *[picks[v] for v in self.around]]
         found = [
             reduce(np.minimum, [seconds[tuple([chosen[place] for place in places])] for places, seconds in parts])
             for parts in self.parts
@@ -218,7 +219,7 @@ def _placed(seconds: Seconds, places: Sequence[int], dims: int) -> Seconds:
     shape = [1] * dims
     for place, size in zip(places, seconds.shape, strict=True):
         shape[place] = size
-    return seconds.transpose(sorted(range(len(places)), key=places.__getitem__)).reshape(shape)
+    return seconds.transpose(np.argsort(places)).reshape(shape)
 
 
 def _same(first: Sequence[Seconds], second: Sequence[Seconds]) -> bool:

@@ -204,15 +204,10 @@ class Building:
     def _paying(self, ref: Ref) -> tuple[Side, list[Pair], list[Cell]]:
         """How a value is handed on, and what each of its uses pays, alone or for its part: the same for all values that
         look alike."""
-        given, trained = self._given(ref), ref in self.graph.trained
-        kinds = [
-            (id(self.choices[user.id]), position, trained and user.id in self.graph.returning)
-            for user, position in self.graph.users[ref]
-        ]
-        spec = None if ref.id in self.variables else self.graph.specs[ref]
-        key = ("value", id(given), spec, *kinds)
+        key = self._look(ref)
         found: tuple[Side, list[Pair], list[Cell]] | None = self.known.get(key)
         if found is None:
+            given = self._given(ref)
             pairs = self._pairs(ref, given)
             cells = [
                 self._remember(("use", id(pair), len(pairs)), lambda pair=pair: cell_of_use(given, pair, len(pairs)))  # type: ignore[misc]
@@ -220,6 +215,17 @@ class Building:
             ]
             found = self.known[key] = given, pairs, cells
         return found
+
+    def _look(self, ref: Ref) -> tuple[Any, ...]:
+        """All that a value's prices follow from: of which choices it is which result, or where it comes from; and what
+        its users are."""
+        choices, returning = self.choices, self.graph.returning
+        if ref.id in choices:
+            source: tuple[Any, ...] = id(choices[ref.id]), ref.index
+        else:
+            source = id(self._given(ref)), self.graph.specs[ref]
+        uses = [(id(choices[user.id]), place, user.id in returning) for user, place in self.graph.users[ref]]
+        return "value", source, ref in self.graph.trained, *uses
 
     def _pairs(self, ref: Ref, given: Side) -> list[Pair]:
         spec, found = self.graph.specs[ref], []

@@ -9,15 +9,10 @@ of the chain that the engine executes; all others are not above them.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import step_seconds
@@ -26,88 +21,18 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LARGE, LOCAL, Step, chain
 from strategies.search.bounds import Bounds
+from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
+from strategies.search.patterns import Integers as Integers
+from strategies.search.patterns import Rows as Rows
+from strategies.search.patterns import Seconds as Seconds
 from strategies.search.ways import Ways, levels_of
 
-Integers = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
-MIXING = np.int64(-7046029254386353131)
-"""An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
-Kinds = tuple[int, ...]
-"""Per dim a number that says all that chains need to know of its size."""
-Pattern = tuple[int, ...]
-"""What tells one: per dim its kind and both tuples of axes as one number, and the partial axes."""
 WAYS_FROM = 3
 """Axes from which on what is settled tells something of all that begins in the same class."""
 MANY = 4096
 """Pairs of layouts that are sure to have more patterns than are priced at once."""
-WIDTH = 2**16
-"""More than there are tuples of axes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Layouts of one tensor, each once: `dims` [layouts, dims] and `partial` [layouts]."""
-
-    dims: Integers
-    partial: Integers
-
-    def __len__(self) -> int:
-        return len(self.partial)
-
-
-@dataclass(eq=False)
-class Asked:
-    """Pairs of layouts of a tensor, [before, after]: `mixed` is equal where patterns are (and hardly anywhere else),
-    `values` are the seconds or lower bounds of them, `settled` tells which."""
-
-    before: Rows
-    after: Rows
-    spec: TensorSpec
-    kinds: tuple[int, ...]
-    mixed: Integers
-    values: Seconds
-    settled: npt.NDArray[np.bool_]
-    changes: int = 0
-
-    def patterns(self, rows: Integers, columns: Integers) -> Integers:
-        """[pairs, numbers]: what tells the patterns of some pairs."""
-        parts = (np.array(self.kinds, dtype=np.int64) * WIDTH + self.before.dims[rows]) * WIDTH
-        parts += self.after.dims[columns]
-        if len(self.kinds) > 2:  # dims but the first have no order in a pattern
-            parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
-        return np.concatenate([parts, self.before.partial[rows, None], self.after.partial[columns, None]], 1)
-
-
-@dataclass(eq=False)
-class Alike:
-    """All that is asked of tensors of the same kinds, which alone share patterns; `named` are the patterns with known
-    chains, by their numbers as in `Asked`."""
-
-    named: dict[int, Pattern] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
-
-    def add(self, one: Asked) -> None:
-        self.asked.append(one)
-        self.__dict__.pop("mixed", None)
-
-    @cached_property
-    def mixed(self) -> tuple[Integers, list[int]]:
-        """The numbers of all pairs, and where those of each table begin."""
-        parts = [one.mixed.ravel() for one in self.asked]
-        return np.concatenate(parts), [0, *accumulate(map(len, parts))]
-
-    def having(self, name: Pattern, mixed: int) -> Iterator[tuple[Asked, Integers, Integers]]:
-        """The rows and columns of all pairs with a pattern; `mixed` is its number."""
-        every, starts = self.mixed
-        found = np.flatnonzero(every == mixed).tolist()
-        for one, start, end in zip(self.asked, starts, starts[1:], strict=False):
-            some = found[bisect_left(found, start) : bisect_left(found, end)]
-            if some:
-                rows, columns = np.divmod(np.array(some) - start, len(one.after))
-                same = (one.patterns(rows, columns) == name).all(1)
-                yield one, rows[same], columns[same]
 
 
 class Prices(Protocol):
@@ -145,7 +70,7 @@ class Transfers:
         self.priced: dict[float, list[float]] = {}
         self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
-        self.alike: dict[Kinds, Alike] = {}
+        self.groups: dict[Kinds, Group] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
         self.ways: dict[int, Ways] = {}
@@ -209,23 +134,25 @@ class Transfers:
 
     def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
         kinds = self._kinds(before, after, spec.shape)
-        mixed = _mixed(before, after, kinds)
+        numbers = mixed(before, after, kinds)
+        asked = Asked(before, after, spec, kinds, numbers, np.zeros(numbers.shape), np.zeros(numbers.shape, np.bool_))
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        asked = Asked(before, after, spec, kinds, mixed, np.zeros(mixed.shape), np.zeros(mixed.shape, dtype=np.bool_))
-        alike = self.alike.setdefault(_like(kinds), Alike())
-        alike.add(asked)
-        if ordered and (mixed.size > max(few, MANY) or len(np.unique(mixed)) > few):
+        many = ordered and (numbers.size > max(few, MANY) or len(np.unique(numbers)) > few)
+        if many:
             size = float(spec.elements * spec.item_bytes)
             asked.values = self.bounds.seconds(before.dims, after.dims, before.partial, size)
             asked.values[:, after.partial > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
             asked.values[:] = np.inf
-            for row, column in zip(*(places.tolist() for places in np.nonzero(~asked.settled)), strict=True):
+        group = self.groups.setdefault(alike(kinds), Group())
+        alone = Group([asked], group.named)
+        for number in group.known(asked):
+            alone.price(number, self._price(group.named[number]))
+        group.add(asked)
+        if not many:
+            for row, column in np.argwhere(~asked.settled).tolist():
                 if not asked.settled[row, column]:
                     self._settle(asked, row, column)
-        known = np.fromiter(alike.named, np.int64, len(alike.named))
-        for number in np.intersect1d(mixed[~asked.settled], known).tolist():
-            self._price(alike, alike.named[number], number)
         return asked
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
@@ -274,19 +201,7 @@ class Transfers:
         """How often prices of these pairs were settled."""
         return self.asked[self._key(before, after, spec)].changes
 
-    def _price(self, alike: Alike, name: Pattern, mixed: int) -> int:
-        """Settles the pairs with a pattern whose chain is known; of how many tensors that raised a bound."""
-        raised, steps = 0, self.chains[self.patterns[name]]
-        for one, rows, columns in alike.having(name, mixed):
-            prices, before = self._prices(one.spec), one.values[rows, columns]
-            price = sum([prices[step] for step in steps])
-            raised += bool((price > before * (1 + 1e-12)).any())
-            one.changes += bool((price != before).any())
-            one.values[rows, columns] = price
-            one.settled[rows, columns] = True
-        return raised
-
-    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> Kinds:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
         counts = self.counts
@@ -300,14 +215,17 @@ class Transfers:
 
     def _settle(self, asked: Asked, row: int, column: int) -> None:
         """Searches for the chain of a pattern, and prices it wherever it is asked for."""
-        place = np.array([row]), np.array([column])
-        name, mixed = tuple(asked.patterns(*place)[0].tolist()), int(asked.mixed[row, column])
-        alike = self.alike[_like(asked.kinds)]
+        group, number = self.groups[alike(asked.kinds)], int(asked.mixed[row, column])
+        name = group.pattern(asked, row, column)
         if name not in self.patterns:
             self.patterns[name] = len(self.chains)
             self.chains.append(self._chain(asked, row, column))
-            alike.named[mixed] = name
-        self.raised += self._price(alike, name, mixed)
+        group.named[number] = name
+        self.raised += group.price(number, self._price(name))
+
+    def _price(self, name: Pattern) -> Callable[[TensorSpec], float]:
+        steps = self.chains[self.patterns[name]]
+        return lambda spec: sum([self._prices(spec)[step] for step in steps])
 
     def _chain(self, asked: Asked, row: int, column: int) -> list[int]:
         """The steps from one layout to another, by number."""
@@ -338,28 +256,3 @@ class Transfers:
         for step, elements in self.shown[len(prices) :]:
             prices.append(step_seconds(step, size / elements, self.mesh, self.cluster))
         return prices
-
-
-def _like(kinds: Kinds) -> Kinds:
-    """The kinds in the order in which patterns tell them."""
-    return kinds[:1] + tuple(sorted(kinds[1:]))
-
-
-def _mixed(before: Rows, after: Rows, kinds: Kinds) -> Integers:
-    """[before, after]: a number that is the same where patterns are, whatever the order of dims behind the first."""
-    total = _scattered(before.partial[:, None] * WIDTH + after.partial)
-    for place, kind in enumerate(kinds):
-        have, row = np.unique(before.dims[:, place], return_inverse=True)
-        want, column = np.unique(after.dims[:, place], return_inverse=True)
-        each = _scattered((kind * WIDTH + have[:, None]) * WIDTH + want)
-        total += (_scattered(each + 1) if place == 0 else each)[row][:, column]
-    return total
-
-
-def _scattered(numbers: Integers) -> Integers:
-    """Numbers that differ in many bits where these differ in few. Source: the finaliser of splitmix64."""
-    found = numbers * MIXING
-    found ^= found >> 31
-    found *= MIXING
-    found ^= found >> 29
-    return found
