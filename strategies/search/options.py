@@ -105,6 +105,7 @@ class Menu:
         self.axes = transfers.axes
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
+        self.sides: dict[tuple[int, bytes], Side] = {}
         self.own = Own(problem, transfers.cluster)
         users = problem.graph.users
         self.lone = frozenset(ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1)
@@ -204,10 +205,14 @@ class Menu:
         return np.asarray(lookup[places])
 
     def _side(self, places: Integers, dims: int) -> Side:
-        base = places.max(initial=0) + 3
-        names = ((places + 2) * base ** np.arange(places.shape[1])).sum(1)
-        _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
-        return Side(self.transfers.rows(places[first], dims), inverse)
+        """From where the axes of every option lie; of operators that are told apart by others, the same one."""
+        key = dims, places.tobytes()
+        if key not in self.sides:
+            base = places.max(initial=0) + 3
+            names = ((places + 2) * base ** np.arange(places.shape[1])).sum(1)
+            _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
+            self.sides[key] = Side(self.transfers.rows(places[first], dims), inverse)
+        return self.sides[key]
 
     def _own(
         self,

@@ -28,6 +28,8 @@ Kinds = tuple[int, ...]
 """Per dim a number that says all that chains need to know of its size."""
 Pattern = tuple[int, ...]
 """What tells one: per dim its kind and both tuples of axes as one number, and the partial axes."""
+Price = Callable[[Pattern, TensorSpec], float]
+"""Seconds of the chain of a pattern, for a tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.partial)
+
+    @cached_property
+    def tuples(self) -> list[tuple[Integers, Integers]]:
+        """Per dim the tuples of axes that occur, and which one every layout has."""
+        return [np.unique(dim, return_inverse=True) for dim in self.dims.T]
 
 
 @dataclass(eq=False)
@@ -59,13 +66,9 @@ class Asked:
 class Group:
     """All that is asked of tensors of the same kinds; `named` are the patterns with known chains, by their numbers."""
 
-    def __init__(self, asked: Sequence[Asked] = (), named: dict[int, Pattern] | None = None) -> None:
-        self.asked = list(asked)
-        self.named: dict[int, Pattern] = {} if named is None else named
-
-    def add(self, one: Asked) -> None:
-        self.asked.append(one)
-        self.__dict__.pop("joined", None)
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.named: dict[int, Pattern] = {}
 
     def pattern(self, one: Asked, row: int, column: int) -> Pattern:
         """The pattern of a pair."""
@@ -73,25 +76,38 @@ class Group:
         place = self.joined.starts[table] + row * len(one.after) + column
         return tuple(self.joined.patterns(np.array([place]), np.array([table]))[0].tolist())
 
-    def known(self, one: Asked) -> list[int]:
-        """The numbers of the patterns with known chains among the pairs that are not settled."""
-        if not self.named:
-            return []
-        every = np.sort(np.fromiter(self.named, np.int64, len(self.named)))
-        waiting = one.mixed[~one.settled]
-        places = np.minimum(np.searchsorted(every, waiting), len(every) - 1)
-        return [int(number) for number in np.unique(every[places[every[places] == waiting]])]
+    def adopt(self, one: Asked, seconds: Price) -> None:
+        """Adds a table, and settles its pairs whose patterns have known chains."""
+        if self.named:
+            numbers, names = self._sorted
+            flat = one.mixed.ravel()
+            nearest = np.minimum(np.searchsorted(numbers, flat), len(numbers) - 1)
+            places = np.flatnonzero(numbers[nearest] == flat)
+            told = Joined([one]).patterns(places, np.zeros(len(places), dtype=np.int64))
+            places = places[(told == names[nearest[places]]).all(1)]
+            found, inverse = np.unique(nearest[places], return_inverse=True)
+            prices = [seconds(self.named[int(number)], one.spec) for number in numbers[found]]
+            one.values.ravel()[places] = np.array(prices)[inverse]
+            one.settled.ravel()[places] = True
+        self.asked.append(one)
+        self.__dict__.pop("joined", None)
 
-    def price(self, number: int, seconds: Callable[[TensorSpec], float]) -> int:
+    @property
+    def _sorted(self) -> tuple[Integers, Integers]:
+        """The numbers of the patterns in order, and the patterns [patterns, numbers that tell them]."""
+        numbers = sorted(self.named)
+        return np.array(numbers, dtype=np.int64), np.array([self.named[number] for number in numbers], dtype=np.int64)
+
+    def price(self, number: int, seconds: Price) -> int:
         """Settles all pairs with a pattern; of how many tensors that raised a bound."""
-        joined = self.joined
+        joined, name = self.joined, self.named[number]
         places = np.flatnonzero(joined.mixed == number)
         tables = np.searchsorted(joined.starts, places, side="right") - 1
-        same = (joined.patterns(places, tables) == self.named[number]).all(1)
+        same = (joined.patterns(places, tables) == name).all(1)
         places, tables = places[same], tables[same]
         prices = np.zeros(len(self.asked))
         for table in set(tables.tolist()):
-            prices[table] = seconds(self.asked[table].spec)
+            prices[table] = seconds(name, self.asked[table].spec)
         before, now = joined.values[places], prices[tables]
         joined.values[places], joined.settled[places] = now, True
         for table in set(tables[now != before].tolist()):
@@ -144,9 +160,8 @@ def alike(kinds: Kinds) -> Kinds:
 def mixed(before: Rows, after: Rows, kinds: Kinds) -> Integers:
     """[before, after]: a number that is the same where patterns are, whatever the order of dims behind the first."""
     total = _scattered(before.partial[:, None] * WIDTH + after.partial)
-    for place, kind in enumerate(kinds):
-        have, row = np.unique(before.dims[:, place], return_inverse=True)
-        want, column = np.unique(after.dims[:, place], return_inverse=True)
+    dims = zip(kinds, before.tuples, after.tuples, strict=True)
+    for place, (kind, (have, row), (want, column)) in enumerate(dims):
         each = _scattered((kind * WIDTH + have[:, None]) * WIDTH + want)
         total += (_scattered(each + 1) if place == 0 else each)[row][:, column]
     return total

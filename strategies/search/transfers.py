@@ -9,7 +9,7 @@ of the chain that the engine executes; all others are not above them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -145,10 +145,7 @@ class Transfers:
         else:
             asked.values[:] = np.inf
         group = self.groups.setdefault(alike(kinds), Group())
-        alone = Group([asked], group.named)
-        for number in group.known(asked):
-            alone.price(number, self._price(group.named[number]))
-        group.add(asked)
+        group.adopt(asked, self._price)
         if not many:
             for row, column in np.argwhere(~asked.settled).tolist():
                 if not asked.settled[row, column]:
@@ -204,14 +201,16 @@ class Transfers:
     def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> Kinds:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
-        counts = self.counts
-        even = all(
-            not (size % counts[rows.dims[:, dim]]).any() for rows in (before, after) for dim, size in enumerate(shape)
-        )
+        even = self._even(before, shape) and self._even(after, shape)
         size = math.prod(shape)
         if even and size and (size % self.mesh.size**2 == 0 or size >= LARGE):
             return tuple([math.gcd(extent, self.mesh.size) for extent in shape])
         return tuple([self.mesh.size + 1 + extent for extent in shape])
+
+    def _even(self, rows: Rows, shape: tuple[int, ...]) -> bool:
+        """Whether all slices of such a tensor are equal."""
+        counts = self.counts
+        return not any((size % counts[tuples]).any() for size, (tuples, _) in zip(shape, rows.tuples, strict=True))
 
     def _settle(self, asked: Asked, row: int, column: int) -> None:
         """Searches for the chain of a pattern, and prices it wherever it is asked for."""
@@ -221,11 +220,11 @@ class Transfers:
             self.patterns[name] = len(self.chains)
             self.chains.append(self._chain(asked, row, column))
         group.named[number] = name
-        self.raised += group.price(number, self._price(name))
+        self.raised += group.price(number, self._price)
 
-    def _price(self, name: Pattern) -> Callable[[TensorSpec], float]:
-        steps = self.chains[self.patterns[name]]
-        return lambda spec: sum([self._prices(spec)[step] for step in steps])
+    def _price(self, name: Pattern, spec: TensorSpec) -> float:
+        prices = self._prices(spec)
+        return sum([prices[step] for step in self.chains[self.patterns[name]]])
 
     def _chain(self, asked: Asked, row: int, column: int) -> list[int]:
         """The steps from one layout to another, by number."""
