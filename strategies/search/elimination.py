@@ -14,8 +14,8 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import is_
+from functools import cache, reduce
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class Elimination:
             made.append(step.least(self.tables, made, known))
         left = [self.tables[n].seconds if n < len(self.tables) else made[n - len(self.tables)] for n in self.left]
         if self.rest is None or not _same(left, self.added):
-            places = [[self.order.index(v) for v in self.scopes[n]] for n in self.left]
+            places = [tuple([self.order.index(v) for v in self.scopes[n]]) for n in self.left]
             parts = [_placed(one, at, len(self.order)) for one, at in zip(left, places, strict=True)]
             total = np.broadcast_to(added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.order])
             self.added, self.rest = left, Rest(table(self.order, total), tuple(self.steps))
@@ -189,7 +189,7 @@ def minimised(parts: Sequence[Seconds]) -> Seconds:
     cache."""
     if not parts:
         return np.zeros(())
-    shape = np.broadcast_shapes(*(one.shape for one in parts))
+    shape = [max(sizes) for sizes in zip(*[one.shape for one in parts], strict=True)]
     entries = math.prod(shape)
     if entries <= CACHED or len(shape) < 3:
         return np.asarray(added(parts).min(0))
@@ -208,18 +208,27 @@ def minimised(parts: Sequence[Seconds]) -> Seconds:
     return least
 
 
+_size = attrgetter("size")
+
+
 def added(parts: Sequence[Seconds]) -> Seconds:
     """The sum of arrays that broadcast together, small ones first."""
-    first, *others = sorted(parts, key=np.size)
+    first, *others = sorted(parts, key=_size)
     return reduce(np.add, others, first)
 
 
-def _placed(seconds: Seconds, places: Sequence[int], dims: int) -> Seconds:
+def _placed(seconds: Seconds, places: tuple[int, ...], dims: int) -> Seconds:
     """Seconds with so many dims, of which the own ones are at `places`."""
     shape = [1] * dims
     for place, size in zip(places, seconds.shape, strict=True):
         shape[place] = size
-    return seconds.transpose(np.argsort(places)).reshape(shape)
+    return seconds.transpose(_order(places)).reshape(shape)
+
+
+@cache
+def _order(places: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims by their places."""
+    return tuple(sorted(range(len(places)), key=lambda dim: places[dim]))
 
 
 def _same(first: Sequence[Seconds], second: Sequence[Seconds]) -> bool:

@@ -36,6 +36,10 @@ MOST_ENTRIES = 2**23
 """Of a table, up to which a value is split."""
 
 
+Paying = tuple[Side, list[Pair], list[Cell]]
+"""How a value is handed on, what each use may pay, and the table of each."""
+
+
 class Offers(Protocol):
     """What operators may do, and at which prices."""
 
@@ -72,6 +76,7 @@ class Building:
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
         self.leaving: list[tuple[int, Seconds]] = []
         self.known: dict[tuple[Any, ...], Any] = like.known if like else {}
+        self.paying: dict[Ref, Paying] = like.paying if like else {}
         self.raised = self.transfers.raised
         self.settled: set[tuple[int, int, int]] = like.settled if like else set()
         """Entries of pairs that were priced."""
@@ -201,20 +206,21 @@ class Building:
         )
         return side
 
-    def _paying(self, ref: Ref) -> tuple[Side, list[Pair], list[Cell]]:
+    def _paying(self, ref: Ref) -> Paying:
         """How a value is handed on, and what each of its uses pays, alone or for its part: the same for all values that
         look alike."""
-        key = self._look(ref)
-        found: tuple[Side, list[Pair], list[Cell]] | None = self.known.get(key)
-        if found is None:
-            given = self._given(ref)
-            pairs = self._pairs(ref, given)
-            cells = [
-                self._remember(("use", id(pair), len(pairs)), lambda pair=pair: cell_of_use(given, pair, len(pairs)))  # type: ignore[misc]
-                for pair in pairs
-            ]
-            found = self.known[key] = given, pairs, cells
-        return found
+        if ref not in self.paying:
+            key = self._look(ref)
+            if key not in self.known:
+                given = self._given(ref)
+                pairs = self._pairs(ref, given)
+                cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
+                self.known[key] = given, pairs, cells
+            self.paying[ref] = self.known[key]
+        return self.paying[ref]
+
+    def _use(self, given: Side, pair: Pair, pairs: Sequence[Pair]) -> Callable[[], Cell]:
+        return lambda: cell_of_use(given, pair, len(pairs))
 
     def _look(self, ref: Ref) -> tuple[Any, ...]:
         """All that a value's prices follow from: of which choices it is which result, or where it comes from; and what
@@ -302,8 +308,11 @@ class Building:
             for user, cell in zip(users, sharing.uses, strict=True):
                 self._add((producer, variable, user), cell)
             return
-        for user, cell in zip(users, cells, strict=True):
-            self._add((producer, user), cell)
+        if producer is None:
+            for user, cell in zip(users, cells, strict=True):
+                self._add((producer, user), cell)
+        else:
+            self.network.tables += [Table((producer, user), cell) for user, cell in zip(users, cells, strict=True)]
 
     def _agreeing(self, given: Side, pairs: Sequence[Pair], share: int, produced: bool) -> Cell:
         """What these uses pay together; each pays one of `share` parts."""
@@ -316,13 +325,7 @@ class Building:
         if variables[0] is None:
             variables = variables[1:]
             cell = self._remember(("first", id(cell)), lambda cell=cell: Cell(lambda: cell.seconds[0]))  # type: ignore[misc]
-        named = tuple(variable for variable in variables if variable is not None)
-        if len(set(named)) < len(named):  # an operator that takes a value twice
-            letters = "".join(chr(97 + named.index(variable)) for variable in named)
-            text = f"{letters}->{''.join(dict.fromkeys(letters))}"
-            cell = self._remember(("diagonal", id(cell)), lambda: Cell(lambda: np.einsum(text, cell.seconds)))
-            named = tuple(dict.fromkeys(named))
-        self.network.tables.append(Table(named, cell))
+        self.network.tables.append(Table(tuple([one for one in variables if one is not None]), cell))
 
     def _whole(self, ref: Ref, gradient: bool) -> None:
         """What leaves the graph is whole on every rank."""
