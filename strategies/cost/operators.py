@@ -6,8 +6,9 @@ not cheaper than the operator on one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from strategies.cost.cluster import Cluster
 from strategies.graph import Operator, OperatorGraph
@@ -60,13 +61,25 @@ def operator_work(
     sharding: Sharding, assignment: Assignment, operator: Operator, graph: OperatorGraph, mesh: Mesh, cluster: Cluster
 ) -> Work:
     """The seconds of both ways; backward is 0 where no operand has a gradient."""
+    return Work(*roofline(sharding, shares(sharding, assignment, mesh), operator, graph, cluster, max))
+
+
+def roofline(
+    sharding: Sharding,
+    share: Mapping[str, Any],
+    operator: Operator,
+    graph: OperatorGraph,
+    cluster: Cluster,
+    larger: Callable[[Any, Any], Any],
+) -> tuple[Any, Any, Any]:
+    """The three seconds of `Work` where a rank has so much of every factor (1 where it is not told): numbers, or arrays
+    of as many strategies; `larger` takes the larger one of each two."""
     learns = [ref in graph.trained for ref in operator.operands]
     if operator.op in VIEWS:
-        return Work(cluster.view, cluster.view * any(learns), cluster.view * (1 + any(learns)))
-    share = shares(sharding, assignment, mesh)
-    flops = sharding.flops
+        return cluster.view, cluster.view * any(learns), cluster.view * (1 + any(learns))
+    flops: Any = sharding.flops
     for part in share.values():
-        flops *= part
+        flops = flops * part
     operands = [
         _local(dims, share) * spec.elements * spec.item_bytes
         for dims, spec in zip(sharding.operands, graph.operand_specs(operator), strict=True)
@@ -77,14 +90,14 @@ def operator_work(
     )
     dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
     peak, bandwidth = cluster.peak(dtype), cluster.memory_bandwidth
-    forward = cluster.launch + max(flops / peak, (sum(operands) + results) / bandwidth)
+    forward = cluster.launch + larger(flops / peak, (sum(operands) + results) / bandwidth)
     if not any(learns):
-        return Work(forward, 0.0, cluster.launch)
+        return forward, 0.0, cluster.launch
     own = sum(size for size, learn in zip(operands, learns, strict=True) if learn)
     moved = results + own + (0.0 if operator.op in LINEAR else sum(operands))
     calls, ratio = backward_work(sharding, operator, learns)
-    backward = calls * cluster.launch + max(ratio * flops / peak, moved / bandwidth)
-    return Work(forward, backward, (1 + calls) * cluster.launch)
+    backward = calls * cluster.launch + larger(ratio * flops / peak, moved / bandwidth)
+    return forward, backward, (1 + calls) * cluster.launch
 
 
 def backward_work(sharding: Sharding, operator: Operator, learns: list[bool]) -> tuple[int, float]:
@@ -109,11 +122,11 @@ def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, 
     return found
 
 
-def _local(dims: Dims, share: Mapping[str, float]) -> float:
-    found = 1.0
+def _local(dims: Dims, share: Mapping[str, Any]) -> Any:
+    found: Any = 1.0
     for factor in dims:
         if factor is not None:
-            found *= share.get(factor, 1.0)
+            found = found * share.get(factor, 1.0)
     return found
 
 

@@ -24,8 +24,9 @@ KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
 
 
 class Bounds:
-    """Bounds for pairs of layouts on one mesh and cluster. A dim is told by the bits of the axes that slice it, in mesh
-    order: `before` and `after` [pairs, dims], and `partial` [pairs] before; nothing is partial after."""
+    """Bounds for many layouts before and after, on one mesh and cluster. A dim is told by the bits of the axes that
+    slice it, in mesh order: `before` and `after` [layouts, dims], and `partial` [layouts before]; nothing is partial
+    after."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, axes: Sequence[str]) -> None:
         self.mesh, self.cluster, self.axes = mesh, cluster, tuple(axes)
@@ -45,34 +46,84 @@ class Bounds:
         self.latency = min(level.link.latency + level.link.call for level in cluster.levels)
 
     def seconds(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
-        """[pairs] for a tensor of `size` bytes."""
-        found = np.zeros(len(partial))
+        """[before, after] for a tensor of `size` bytes."""
+        found = np.zeros((len(before), len(after)))
         for seen, bandwidth, ranks in self.levels:
             share = self._missing(before & seen, after & seen, partial & seen)
-            found = np.maximum(found, share * size / ranks / bandwidth)
-        found += self.latency * (found > 0)
-        changed = (before != after).any(1) | (partial > 0)
-        local = size / self.product[before].prod(1)
-        copy = self.cluster.launch + 2 * local / self.cluster.memory_bandwidth
-        found = np.where(changed & (found == 0), copy, found)
-        return np.maximum(found, self._single(before, after, partial, size))
+            np.maximum(found, share * size / ranks / bandwidth, out=found)
+        sent = found > 0
+        found += self.latency * sent
+        differ = sum(
+            (self._lying(before, partial, place)[:, None] != self._lying(after, None, place)).astype(np.int8)
+            for place in range(len(self.axes))
+        )
+        found += self._copied(before, after, partial, size) * sent
+        copy = self.cluster.launch + 2 * (size / self.product[before].prod(1)) / self.cluster.memory_bandwidth
+        found = np.where(sent | (differ == 0), found, copy[:, None])
+        rows, columns = np.nonzero(differ == 1)
+        alone = self._single(before[rows], after[columns], partial[rows], size)
+        found[rows, columns] = np.maximum(found[rows, columns], alone)
+        return found
+
+    def _copied(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
+        """[before, after]: seconds of the copies that any chain at least makes. Only gathers of dim 0 and sums that are
+        scattered along it make none; all other steps hold two of the smallest slices at once, or one of twice the
+        size."""
+        if not before.shape[1]:
+            return np.zeros((len(before), len(after)))
+        width = 2 ** len(self.axes)
+        base = width ** np.arange(before.shape[1] - 1)
+        others = (before[:, 1:] @ base)[:, None] != after[:, 1:] @ base
+        first = (partial[:, None] == 0) & (self.prefixes[before[:, :1], after[:, 0]] != after[:, 0])
+        least = self.cluster.launch + 4 * size / self.mesh.size / self.cluster.memory_bandwidth
+        return np.where(others | first, least, 0.0)
+
+    def _lying(self, dims: Integers, partial: Integers | None, place: int) -> Integers:
+        """[layouts]: which dim an axis slices, -1 for none, -2 where it is partial."""
+        found = (dims >> place & 1) @ np.arange(1, dims.shape[1] + 1) - 1
+        return found if partial is None else np.where(partial >> place & 1, -2, found)
 
     def _missing(self, before: Integers, after: Integers, partial: Integers) -> Seconds:
-        """The share of the tensor that a unit at least sends."""
+        """[before, after]: the share of the tensor that a unit at least sends."""
         now, wanted = np.bitwise_or.reduce(before, 1), np.bitwise_or.reduce(after, 1)
+        width = 2 ** len(self.axes)
+        have, row = np.unique(before * width + now[:, None], return_inverse=True)
+        want, column = np.unique(after * width + wanted[:, None], return_inverse=True)
+        each, fewer = self._cut(have[:, None] // width, want // width, have[:, None] % width, want % width)
+        cut, most = np.ones((len(before), len(after))), np.ones((len(before), len(after)))
+        for mine, other in zip(row.reshape(before.shape).T, column.reshape(after.shape).T, strict=True):
+            cut *= each[mine][:, other]
+            np.maximum(most, fewer[mine][:, other], out=most)
+        cut *= most
+        target = 1.0 / self.product[after].prod(1)
+        found: Seconds = np.maximum(target - 1.0 / cut, 0.0)
+        summed = np.flatnonzero(self.product[partial] > 1)
+        used = self.product[(now | partial)[summed, None] | wanted]
+        found[summed] = (self.product[partial][summed, None] - 2) / used + target
+        return found
+
+    def _cut(self, before: Integers, after: Integers, now: Integers, wanted: Integers) -> tuple[Seconds, Seconds]:
+        """Into how many parts the slices of a dim, before and after, cut it, of which a rank at most has one; and how
+        many times fewer it has on average, which is told of one dim at a time, because ranks that are lucky in one may
+        be in others. `now` and `wanted` are the axes that slice any dim."""
         prefix = self.prefixes[before, after]
         mine, other = before & ~prefix, after & ~prefix
-        apart = ((mine & wanted[:, None]) == 0) | ((other & now[:, None]) == 0)
-        cut = np.where(
-            apart,
-            self.product[before] * self.product[other],
-            self.product[prefix] * np.maximum(self.product[mine], self.product[other]),
-        )
-        target = 1.0 / self.product[after].prod(1)
-        moved = np.maximum(target - 1.0 / cut.prod(1), 0.0)
-        summed = self.product[partial]
-        used = self.product[now | wanted | partial]
-        return np.asarray(np.where(summed > 1, (summed - 2) / used + target, moved))
+        apart = ((mine & wanted) == 0) | ((other & now) == 0)
+        most = self.product[prefix] * np.maximum(self.product[mine], self.product[other])
+        parts = np.where(apart, self.product[before] * self.product[other], most)
+        return parts.astype(np.float64), np.where(apart, 1.0, 1.0 / (self.common[before, after] * most))
+
+    @cached_property
+    def common(self) -> Seconds:
+        """[bits before, bits after]: the part of a dim that a rank has and wants, on average."""
+        ranks, every = np.arange(self.mesh.size), np.arange(2 ** len(self.axes))
+        index = np.zeros((len(every), self.mesh.size), dtype=np.int64)
+        for place, (axis, size) in enumerate(zip(self.axes, self.sizes, strict=True)):
+            sliced = (every >> place & 1 == 1)[:, None]
+            index = np.where(sliced, index * size + ranks // self.mesh.strides[axis] % size, index)
+        start, end = index / self.product[:, None], (index + 1) / self.product[:, None]
+        both = [np.minimum(end[one], end) - np.maximum(start[one], start) for one in every]
+        return np.stack([np.maximum(one, 0.0).mean(1) for one in both])
 
     @cached_property
     def prefixes(self) -> Integers:
@@ -87,34 +138,31 @@ class Bounds:
         return found
 
     def _single(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
-        """The price where one axis moves; 0 elsewhere."""
-        pairs, dims = before.shape
-        source, target = np.full((pairs, len(self.axes)), -1), np.full((pairs, len(self.axes)), -1)
-        for place in range(len(self.axes)):
-            for dim in range(dims):
-                source[before[:, dim] >> place & 1 == 1, place] = dim
-                target[after[:, dim] >> place & 1 == 1, place] = dim
-            source[partial >> place & 1 == 1, place] = -2
+        """[pairs] of `before` and `after` [pairs, dims]: the price where one axis moves; 0 elsewhere."""
+        places = range(len(self.axes))
+        source = np.stack([self._lying(before, partial, place) for place in places], 1)
+        target = np.stack([self._lying(after, None, place) for place in places], 1)
         moving = (source != -1) & (source != target)
         axis = moving.argmax(1)
-        every = np.arange(pairs)
+        every = np.arange(len(partial))
         start, end = source[every, axis], target[every, axis]
         starting = ((source == -1) & (target >= 0)).any(1)
         kept = source == target
         behind = (kept & (source >= 0) & ((source == start[:, None]) | (target == end[:, None]))).any(1)
         simple = (moving.sum(1) == 1) & ~starting & ~behind
-        now = size / self.product[before].prod(1)
+        slices = self.product[before].prod(1)
+        now = size / slices
         n = np.array(self.sizes)[axis]
         kind = np.where(start == -2, np.where(end == -1, 0, 1), np.where(end == -1, 2, 3))
         sent = now * np.choose(kind, [2 * (n - 1) / n, (n - 1) / n, n - 1, (n - 1) / n])
         copied = np.choose(kind, [now, now * (end > 0), now * n * (start > 0), 2 * now])
         bandwidth = self.cluster.memory_bandwidth
         found = np.where(copied > 0, self.cluster.launch + 2 * copied / bandwidth, 0.0)
-        told = np.stack([kind.astype(float), axis.astype(float), sent], 1)[simple]
-        if len(told):
-            names, inverse = np.unique(told, axis=0, return_inverse=True)
-            prices = [
-                collective_seconds(KINDS[int(k)], s, (self.axes[int(a)],), self.mesh, self.cluster) for k, a, s in names
-            ]
-            found[simple] += np.array(prices)[inverse.ravel()]
+        told = (slices * len(KINDS) + kind) * len(self.axes) + axis  # what is sent follows from these
+        _, first, inverse = np.unique(told, return_index=True, return_inverse=True)
+        prices = [
+            collective_seconds(KINDS[k], s, (self.axes[a],), self.mesh, self.cluster) if s else 0.0
+            for k, a, s in zip(kind[first].tolist(), axis[first].tolist(), sent[first].tolist(), strict=True)
+        ]
+        found += np.array(prices)[inverse.ravel()]
         return np.where(simple, found, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class Cell:
     make: Callable[[], Seconds]
     split: Callable[[], tuple[Part, ...]] | None = None
     made: Seconds | None = field(default=None, init=False)
+    divided: tuple[Part, ...] | None = field(default=None, init=False)
 
     @property
     def seconds(self) -> Seconds:
@@ -29,8 +31,17 @@ class Cell:
             self.made = self.make()
         return self.made
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What `split` makes, once it is asked for; all in one where there is nothing to split."""
+        if self.split is None:
+            return ((tuple(range(self.seconds.ndim)), self.seconds),)
+        if self.divided is None:
+            self.divided = self.split()
+        return self.divided
+
     def refresh(self) -> None:
-        self.made = None
+        self.made = self.divided = None
 
     def left(self, moved: Sequence[Seconds], place: int | None = None) -> Seconds:
         """The least over all options when `moved` of every variable is taken off; for each option of the variable at
@@ -46,8 +57,7 @@ class Cell:
         return np.asarray(self.seconds[np.ix_(*kept)])
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
+class Table(NamedTuple):
     """Seconds over `variables`, one array dim each. Equal parts of a program share `cell`."""
 
     variables: tuple[int, ...]
@@ -56,12 +66,6 @@ class Table:
     @property
     def seconds(self) -> Seconds:
         return self.cell.seconds
-
-    def parts(self) -> tuple[Table, ...]:
-        """Tables of which this one is the least; itself where it has no parts."""
-        if self.cell.split is None:
-            return (self,)
-        return tuple(table(tuple(self.variables[i] for i in dims), seconds) for dims, seconds in self.cell.split())
 
 
 def table(variables: tuple[int, ...], seconds: Seconds) -> Table:

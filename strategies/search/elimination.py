@@ -2,7 +2,9 @@
 
 Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum.
 The variable whose elimination makes the smallest table goes first. Going back through the eliminated variables, each
-takes the option that is best in the tables that it was in (to note all options would take as long as the minima).
+takes the option that is best in the tables that it was in (to note all options would take as long as the minima). The
+order depends on the places of tables alone: a network whose prices have changed is eliminated in the same order again,
+and what follows from tables that are still the same objects is taken over.
 Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999), over the min-plus semiring.
 """
 
@@ -12,43 +14,159 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
+from operator import attrgetter, is_
+from typing import Any
 
 import numpy as np
 
-from strategies.search.cells import Table, table
+from strategies.search.cells import Part, Table, table
 from strategies.search.transfers import Seconds
 
 LARGEST = 2**24
 """Entries of a table above which narrowing a network is faster than eliminating it as it is."""
 CACHED = 2**17
 """Entries of a table that are handled at once."""
+Variables = tuple[int, ...]
+Name = tuple[tuple[int, tuple[int, ...], int], ...]
+"""Of a sum, for all arrays: how many parts their table has, where their dims are, and which they are."""
+Known = dict[Name, Seconds]
+"""The least sums of one solution."""
 
 
 class TooWide(Exception):
     """A table would be too large."""
 
 
-class Eliminated:
-    """A variable, and the tables that it was in."""
+class Elimination:
+    """The order in which all variables of `sizes` but `kept` are eliminated from `tables`. Raises TooWide where a table
+    would have more than `largest` entries (None: `LARGEST`)."""
 
-    def __init__(self, variable: int, tables: Sequence[Table]) -> None:
-        self.variable = variable
-        self.tables = [
-            ((*one.variables[:place], *one.variables[place + 1 :]), np.moveaxis(one.seconds, place, -1))
-            for one in tables
-            for place in (one.variables.index(variable),)
-        ]
-        """The variables around, and the seconds by their options and the own ones."""
+    def __init__(
+        self, sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = (), largest: float | None = None
+    ) -> None:
+        self.sizes, self.tables, self.order = sizes, list(tables), tuple(sorted(kept))
+        self.scopes = [one.variables for one in self.tables]
+        """The variables of every table: of those that are given, and of those that eliminations make."""
+        self.splitting = {number for number, one in enumerate(self.tables) if one.cell.split is not None}
+        self.at: dict[int, set[int]] = {variable: set() for variable in sizes}
+        """The tables that a variable is in at the moment."""
+        for number, scope in enumerate(self.scopes):
+            for variable in scope:
+                self.at[variable].add(number)
+        self.steps: list[Eliminated] = []
+        self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest)
+        used = {number for step in self.steps for number in step.numbers}
+        self.left = [number for number in range(len(self.scopes)) if number not in used]
+        self.added: list[Seconds] = []
+        self.rest: Rest | None = None
+
+    def solve(self, known: Known | None = None) -> Rest:
+        """With the tables' seconds as they are now; what is `known` already is not added up again."""
+        made: list[Seconds] = []
+        known = {} if known is None else known
+        for step in self.steps:
+            made.append(step.least(self.tables, made, known))
+        left = [self.tables[n].seconds if n < len(self.tables) else made[n - len(self.tables)] for n in self.left]
+        if self.rest is None or not _same(left, self.added):
+            places = [tuple([self.order.index(v) for v in self.scopes[n]]) for n in self.left]
+            parts = [_placed(one, at, len(self.order)) for one, at in zip(left, places, strict=True)]
+            total = np.broadcast_to(added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.order])
+            self.added, self.rest = left, Rest(table(self.order, total), tuple(self.steps))
+        return self.rest
+
+    def _plan(self, alive: set[int], largest: float) -> None:
+        heap = [(self._entries(variable), variable) for variable in alive]
+        heapq.heapify(heap)
+        while alive:
+            size, variable = heapq.heappop(heap)
+            if variable not in alive:
+                continue
+            now = self._entries(variable)
+            if now != size:
+                heapq.heappush(heap, (now, variable))
+                continue
+            if size > largest:
+                raise TooWide
+            around, numbers = self._around(variable), tuple(sorted(self.at[variable]))
+            self.steps.append(Eliminated(variable, around, numbers, [self.scopes[n] for n in numbers]))
+            used = self.at.pop(variable)
+            alive.discard(variable)
+            for v in around:
+                self.at[v] = (self.at[v] - used) | {len(self.scopes)}
+            self.scopes.append(around)
+            for v in around:
+                if v in alive:
+                    heapq.heappush(heap, (self._entries(v), v))
+
+    def _around(self, variable: int) -> Variables:
+        return tuple(sorted({v for number in self.at[variable] for v in self.scopes[number]} - {variable}))
+
+    def _entries(self, variable: int) -> int:
+        """Of the tables that eliminating a variable adds up and makes."""
+        at, sizes = self.at[variable], self.sizes
+        splitting = at & self.splitting
+        result = math.prod([sizes[v] for v in {v for number in at for v in self.scopes[number]} if v != variable])
+        if len(splitting) != 1:
+            return result * sizes[variable]
+        (one,) = splitting
+        others = {v for number in at if number != one for v in self.scopes[number]}
+        scopes = [[self.scopes[one][dim] for dim in dims] for dims, _ in self.tables[one].cell.parts]
+        return result + sum(math.prod([sizes[v] for v in others.union(scope)]) for scope in scopes)
+
+
+class Eliminated:
+    """A variable with the tables that it was in, of which `numbers` and `scopes` tell which they are."""
+
+    def __init__(self, variable: int, around: Variables, numbers: Sequence[int], scopes: Sequence[Variables]) -> None:
+        self.variable, self.around, self.numbers, self.scopes = variable, around, numbers, scopes
+        order = {v: place for place, v in enumerate((variable, *around))}
+        self.places = [tuple([order[v] for v in scope]) for scope in scopes]
+        """Per table, where its dims are among the variable itself and those around."""
+        self.parts: list[tuple[Part, ...]] = []
+        """Per table, what was added up last: one array, or several of which the table is the least."""
+        self.name: Name = ()
+        self.made: Seconds = np.zeros(())
+
+    def least(self, tables: Sequence[Table], made: Sequence[Seconds], known: Known) -> Seconds:
+        """The least sum for all options of the variables around; `made` are the results of the steps before."""
+        count = len(tables)
+        splitting = [n for n in self.numbers if n < count and tables[n].cell.split is not None]
+        parts: list[tuple[Part, ...]] = []
+        for number, places in zip(self.numbers, self.places, strict=True):
+            if [number] == splitting:
+                found = tables[number].cell.parts
+                parts.append(tuple([(tuple([places[dim] for dim in dims]), seconds) for dims, seconds in found]))
+            else:
+                parts.append(((places, tables[number].seconds if number < count else made[number - count]),))
+        name = tuple(sorted([(len(one), places, id(seconds)) for one in parts for places, seconds in one]))
+        if name != self.name:
+            self.parts, self.name = parts, name  # which keeps the arrays, and so their names
+            self.made = known[name] if name in known else self._least()
+        known[name] = self.made
+        return self.made
+
+    def _least(self) -> Seconds:
+        dims = 1 + len(self.around)
+        placed = [[_placed(seconds, places, dims) for places, seconds in parts] for parts in self.parts]
+        whole = [one[0] for one in placed if len(one) == 1]
+        split = [one for parts in placed if len(parts) > 1 for one in parts]
+        return reduce(np.minimum, [minimised([*whole, one]) for one in split]) if split else minimised(whole)
 
     def best(self, picks: Mapping[int, int]) -> int:
         """The option that costs least where its neighbours take `picks`."""
-        found = [seconds[tuple([picks[v] for v in around])] for around, seconds in self.tables]
-        return int(sum(found[1:], found[0]).argmin()) if found else 0
+        chosen: list[Any] = [slice(None), *[picks[v] for v in self.around]]
+        found = [
+            reduce(np.minimum, [seconds[tuple([chosen[place] for place in places])] for places, seconds in parts])
+            for parts in self.parts
+        ]
+        return int(reduce(np.add, found).argmin()) if found else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """`table` holds the least seconds over the variables that were kept; `steps` lead back to the others."""
+    """`table` holds the least seconds over the variables that were kept; `steps` lead back to the others, until the
+    same network is eliminated again."""
 
     table: Table
     steps: tuple[Eliminated, ...]
@@ -62,113 +180,57 @@ class Rest:
 def eliminate(
     sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = (), largest: float | None = None
 ) -> Rest:
-    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order. Raises TooWide where a
-    table would have more than `largest` entries (None: `LARGEST`)."""
-    largest = LARGEST if largest is None else largest
-    waiting = dict(enumerate(tables))
-    at: dict[int, set[int]] = {variable: set() for variable in sizes}
-    for number, one in waiting.items():
-        for variable in one.variables:
-            at[variable].add(number)
-
-    def neighbours(variable: int) -> list[int]:
-        return sorted({v for number in at[variable] for v in waiting[number].variables} - {variable})
-
-    def entries(variable: int) -> int:
-        around, splitting = neighbours(variable), [n for n in at[variable] if waiting[n].cell.split is not None]
-        result = math.prod(sizes[v] for v in around)
-        if len(splitting) != 1:
-            return result * sizes[variable]
-        others = {v for number in at[variable] if number != splitting[0] for v in waiting[number].variables}
-        return result + sum(
-            math.prod(sizes[v] for v in others.union(p.variables)) for p in waiting[splitting[0]].parts()
-        )
-
-    alive = set(sizes) - set(kept)
-    heap = [(entries(variable), variable) for variable in alive]
-    heapq.heapify(heap)
-    steps, fresh = [], len(waiting)
-    while alive:
-        size, variable = heapq.heappop(heap)
-        if variable not in alive:
-            continue
-        now = entries(variable)
-        if now != size:
-            heapq.heappush(heap, (now, variable))
-            continue
-        if size > largest:
-            raise TooWide
-        around = neighbours(variable)
-        own = tuple(waiting.pop(number) for number in sorted(at[variable]))
-        least = minimised(own, (*around, variable), sizes)
-        steps.append(Eliminated(variable, own))
-        used = at.pop(variable)
-        alive.discard(variable)
-        waiting[fresh] = table(tuple(around), least)
-        for v in around:
-            at[v] = (at[v] - used) | {fresh}
-            if v in alive:
-                heapq.heappush(heap, (entries(v), v))
-        fresh += 1
-    order = tuple(sorted(kept))
-    return Rest(table(order, combined(list(waiting.values()), order, sizes)), tuple(steps))
+    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order; see `Elimination`."""
+    return Elimination(sizes, tables, kept, largest).solve()
 
 
-def minimised(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
-    """The least sum of tables over the last variable of `order`. Large ones are made in parts that fit a cache."""
-    shape = [sizes[v] for v in order]
+def minimised(parts: Sequence[Seconds]) -> Seconds:
+    """The least sum over dim 0 of arrays that broadcast together (0 of none). Large ones are made in parts that fit a
+    cache."""
+    if not parts:
+        return np.zeros(())
+    shape = [max(sizes) for sizes in zip(*[one.shape for one in parts], strict=True)]
     entries = math.prod(shape)
-    splitting = [one for one in tables if one.cell.split is not None]
-    if len(splitting) == 1 and entries > CACHED:
-        return _by_parts([one for one in tables if one is not splitting[0]], splitting[0].parts(), order, sizes)
-    if entries <= CACHED or len(order) < 3:
-        return np.asarray(combined(tables, order, sizes).min(-1))
-    first, rest = order[0], order[1:]
-    with_first = [one for one in tables if first in one.variables]
-    alone = [one for one in tables if first not in one.variables]
-    common = [table(rest, combined(alone, rest, sizes))] if alone else []
-    least = np.empty(shape[:-1])
-    step = max(CACHED * shape[0] // entries, 1)
-    for start in range(0, shape[0], step):
-        parts = [_taken(one, first, start, start + step) for one in with_first]
-        some = {**sizes, first: min(step, shape[0] - start)}
-        if step > 1 or len(order) < 4:
-            least[start : start + step] = combined([*common, *parts], order, some).min(-1)
+    if entries <= CACHED or len(shape) < 3:
+        return np.asarray(added(parts).min(0))
+    common = [one for one in parts if one.shape[1] == 1]
+    if len(common) > 1:
+        common = [added(common)]
+    others = [one for one in parts if one.shape[1] > 1]
+    least = np.empty(shape[1:])
+    step = max(CACHED * shape[1] // entries, 1)
+    for start in range(0, shape[1], step):
+        some = [*common, *(one[:, start : start + step] for one in others)]
+        if step > 1 or len(shape) < 4:
+            added(some).min(0, out=least[start : start + step])
         else:
-            decided = [table(one.variables[1:], one.seconds[0]) for one in parts]
-            least[start] = minimised([*common, *decided], rest, sizes)
+            least[start] = minimised([one[:, 0] for one in some])
     return least
 
 
-def _taken(one: Table, variable: int, start: int, end: int) -> Table:
-    """A table with some of one variable's options, which comes first."""
-    place = one.variables.index(variable)
-    left = np.moveaxis(one.seconds, place, 0)[start:end]
-    return table((variable, *one.variables[:place], *one.variables[place + 1 :]), left)
+_size = attrgetter("size")
 
 
-def _by_parts(
-    tables: Sequence[Table], parts: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]
-) -> Seconds:
-    """As `minimised`, with one more table that is the least of `parts`: each is minimised alone."""
-    around = order[:-1]
-    least = np.full([sizes[v] for v in around], np.inf)
-    for part in parts:
-        used = {v for one in (*tables, part) for v in one.variables}
-        seconds = minimised([*tables, part], tuple(v for v in order if v in used), sizes)
-        np.minimum(least, seconds.reshape([sizes[v] if v in used else 1 for v in around]), out=least)
-    return least
+def added(parts: Sequence[Seconds]) -> Seconds:
+    """The sum of arrays that broadcast together, small ones first."""
+    first, *others = sorted(parts, key=_size)
+    return reduce(np.add, others, first)
 
 
-def combined(tables: Sequence[Table], order: tuple[int, ...], sizes: Mapping[int, int]) -> Seconds:
-    """The sum of tables, one array dim per variable of `order`."""
-    places = {v: place for place, v in enumerate(order)}
-    total = np.zeros(())
-    for one in sorted(tables, key=lambda one: one.seconds.size):
-        at = [places[v] for v in one.variables]
-        shape = [1] * len(order)
-        for place, size in zip(at, one.seconds.shape, strict=True):
-            shape[place] = size
-        turned = one.seconds.transpose(sorted(range(len(at)), key=at.__getitem__)).reshape(shape)
-        total = total + turned
-    return np.asarray(np.broadcast_to(total, [sizes[v] for v in order]))
+def _placed(seconds: Seconds, places: tuple[int, ...], dims: int) -> Seconds:
+    """Seconds with so many dims, of which the own ones are at `places`."""
+    shape = [1] * dims
+    for place, size in zip(places, seconds.shape, strict=True):
+        shape[place] = size
+    return seconds.transpose(_order(places)).reshape(shape)
+
+
+@cache
+def _order(places: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims by their places."""
+    return tuple(sorted(range(len(places)), key=lambda dim: places[dim]))
+
+
+def _same(first: Sequence[Seconds], second: Sequence[Seconds]) -> bool:
+    """Whether these are the same objects."""
+    return len(first) == len(second) and all(map(is_, first, second))

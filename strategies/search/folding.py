@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from strategies.search.cells import Network, Table, table
-from strategies.search.elimination import Rest, eliminate
+from strategies.search.cells import Cell, Network, Table
+from strategies.search.elimination import Elimination, Known
 from strategies.search.transfers import Integers, Seconds
 
 SHORTEST = 3
@@ -44,10 +45,34 @@ class Folded:
         self.attached: list[list[Table]] = [[] for _ in network.sizes]
         for one in network.tables:
             self.attached[max(one.variables)].append(one)
+        looks: dict[tuple[object, ...], int] = {}
+        self.names, self.places = [
+            np.array(
+                [
+                    looks.setdefault(look(network.sizes[v], v, self.attached[v]), len(looks))
+                    for v in range(len(self.attached))
+                ]
+            )
+            for look in (_name, _place)
+        ]
+        """Per variable a number for its tables, and one for these and how far away their other variables are."""
         self.runs = list(self._runs(0, len(network.sizes)))
 
+    @cached_property
+    def powers(self) -> list[Power]:
+        return [Power(run, self.attached, self.network.sizes) for run in self.runs]
+
+    @cached_property
+    def others(self) -> Elimination:
+        """Of all variables that are not within a run."""
+        folded = {v for power in self.powers for v in power.folded}
+        tables = [one for v in range(len(self.attached)) if v not in folded for one in self.attached[v]]
+        hidden = folded.difference(*(power.ending for power in self.powers))
+        sizes = {v: size for v, size in enumerate(self.network.sizes) if v not in hidden}
+        return Elimination(sizes, [*tables, *(power.table for power in self.powers)])
+
     def _runs(self, low: int, high: int) -> Iterator[Run]:
-        run = find_run(self.attached, self.network.sizes, low, high)
+        run = self._run(low, high)
         if run is not None:
             yield run
             yield from self._runs(low, run.start)
@@ -55,51 +80,56 @@ class Folded:
 
     def solve(self) -> tuple[list[int], float]:
         """The best option of every variable, and what they cost. Raises TooWide."""
-        powers = [Power(run, self.attached, self.network.sizes) for run in self.runs]
-        folded = {v for power in powers for v in power.folded}
-        tables = [one for v in range(len(self.attached)) if v not in folded for one in self.attached[v]]
-        hidden = folded.difference(*(power.ending for power in powers))
-        sizes = {v: size for v, size in enumerate(self.network.sizes) if v not in hidden}
-        rest = eliminate(sizes, [*tables, *(power.table for power in powers)])
-        picks: dict[int, int] = {}
+        known: Known = {}
+        for power in self.powers:
+            power.renew(known)
+        rest, picks = self.others.solve(known), dict[int, int]()
         rest.complete(picks)
-        for power in powers:
+        for power in self.powers:
             power.complete(picks)
         return [picks[v] for v in range(len(self.network.sizes))], float(rest.table.seconds)
 
+    def _run(self, low: int, high: int) -> Run | None:
+        """The run between two variables that saves most; None where nothing is repeated."""
+        seen: dict[int, int] = {}
+        distances: Counter[int] = Counter()
+        for position, name in enumerate(self.names[low:high].tolist()):
+            if name in seen:
+                distances[position - seen[name]] += 1
+            seen[name] = position
+        best, saved = None, 0
+        for period, _ in distances.most_common(6):
+            for start, length in self._stretches(low, high, period):
+                if length >= (SHORTEST - 1) * period and length > saved:
+                    run = _placed(self.attached, self.network.sizes, start, period, length + period, high)
+                    if run is not None:
+                        best, saved = run, length
+        return best
 
-def find_run(attached: Sequence[Sequence[Table]], sizes: Sequence[int], low: int, high: int) -> Run | None:
-    """The run between two variables that saves most; None where nothing is repeated."""
-    names = [(sizes[v], *(id(one.cell) for one in attached[v])) for v in range(low, high)]
-    seen: dict[tuple[int, ...], int] = {}
-    distances: Counter[int] = Counter()
-    for position, name in enumerate(names):
-        if name in seen:
-            distances[position - seen[name]] += 1
-        seen[name] = position
-    best, saved = None, 0
-    for period, _ in distances.most_common(6):
-        start = low
-        while start < high - period:
-            length = 0
-            while start + length + period < high and _alike(attached, sizes, start + length, period):
-                length += 1
-            if length >= (SHORTEST - 1) * period and length > saved:
-                run = _placed(attached, sizes, start, period, length + period, high)
-                if run is not None:
-                    best, saved = run, length
-            start += length + 1
-    return best
+    def _stretches(self, low: int, high: int, period: int) -> list[tuple[int, int]]:
+        """Where variables that are like those one `period` later begin, and how many there are."""
+        first, second = slice(low, high - period), slice(low + period, high)
+        alike = self.places[first] == self.places[second]
+        for position in np.flatnonzero(~alike & (self.names[first] == self.names[second])).tolist():
+            alike[position] = _alike(self.attached[low + position], self.attached[low + position + period], period)
+        edges = np.flatnonzero(np.diff(alike.astype(np.int8), prepend=0, append=0)).tolist()
+        return [(low + start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _alike(attached: Sequence[Sequence[Table]], sizes: Sequence[int], variable: int, period: int) -> bool:
-    """Whether a variable and the one `period` later have the same tables to corresponding neighbours."""
-    first, second = attached[variable], attached[variable + period]
-    if sizes[variable] != sizes[variable + period] or len(first) != len(second):
-        return False
+def _name(size: int, variable: int, tables: Sequence[Table]) -> tuple[object, ...]:
+    return size, *[id(one.cell) for one in tables]
+
+
+def _place(size: int, variable: int, tables: Sequence[Table]) -> tuple[object, ...]:
+    return size, *[(id(one.cell), *[variable - v for v in one.variables]) for one in tables]
+
+
+def _alike(first: Sequence[Table], second: Sequence[Table], period: int) -> bool:
+    """Whether the same tables, `period` apart, are over corresponding variables, or over the same ones."""
     return all(
-        a.cell is b.cell and all(y in (x, x + period) for x, y in zip(a.variables, b.variables, strict=True))
+        y in (x, x + period)
         for a, b in zip(first, second, strict=True)
+        for x, y in zip(a.variables, b.variables, strict=True)
     )
 
 
@@ -110,6 +140,15 @@ def _placed(
     later = {
         v for variable in range(first + length, len(attached)) for one in attached[variable] for v in one.variables
     }
+    pairs = {
+        v: [
+            (x, y)
+            for a, b in zip(attached[v], attached[v + period], strict=True)
+            for x, y in zip(a.variables, b.variables, strict=True)
+        ]
+        for v in range(first, min(first + 2 * period, first + length - period))
+    }
+    """The variables around some variable, and those around the one that is one `period` later."""
     best, least = None, math.inf
     for start in range(first, first + period):
         count = (first + length - start) // period
@@ -117,15 +156,13 @@ def _placed(
         if count < SHORTEST or any(start <= v < last for v in later):
             continue
         inward, outside, fits = set(), set(), True
-        for place in range(period):
-            one, other = attached[start + place], attached[start + period + place]
-            for a, b in zip(one, other, strict=True):
-                for x, y in zip(a.variables, b.variables, strict=True):
-                    if x == y:
-                        outside.add(x)
-                    elif y < start + period:
-                        inward.add(y - start)
-                        fits &= y >= start
+        for v in range(start, start + period):
+            for x, y in pairs[v]:
+                if x == y:
+                    outside.add(x)
+                elif y < start + period:
+                    inward.add(y - start)
+                    fits &= y >= start
         entering = {start - period + place for place in inward}
         rest = range(start + count * period, first + length)
         touched = {v for variable in rest for table in attached[variable] for v in table.variables}
@@ -150,25 +187,32 @@ class Power:
         self.ending = tuple(start + (run.count - 2) * period + place for place in run.inward)
         own = range(start, start + period)
         kept = tuple(dict.fromkeys((*run.outside, *self.entering, *self.leaving)))
-        self.rest: Rest = eliminate(
-            {v: sizes[v] for v in (*kept, *own)}, [one for v in own for one in attached[v]], kept
-        )
-        order = [self.rest.table.variables.index(v) for v in (*run.outside, *self.entering, *self.leaving)]
+        self.block = Elimination({v: sizes[v] for v in (*kept, *own)}, [one for v in own for one in attached[v]], kept)
+        self.order = [self.block.order.index(v) for v in (*run.outside, *self.entering, *self.leaving)]
         self.shape = [sizes[start + place] for place in run.inward]
         self.before = [sizes[v] for v in run.outside]
+        self.levels = [level for level in range(self.blocks.bit_length()) if self.blocks >> level & 1]
+        self.rest = self.block.solve()
+        self.table = Table((*run.outside, *self.entering, *self.ending), Cell(self._raised))
+
+    def renew(self, known: Known) -> None:
+        """Looks at the prices of a block again."""
+        rest = self.block.solve(known)
+        if rest is not self.rest:
+            self.rest = rest
+            self.table.cell.refresh()
+
+    def _raised(self) -> Seconds:
         width = math.prod(self.shape)
-        matrix = self.rest.table.seconds.transpose(order).reshape(math.prod(self.before), width, width)
+        matrix = self.rest.table.seconds.transpose(self.order).reshape(math.prod(self.before), width, width)
         self.doubled: list[tuple[Seconds, Integers | None]] = [(matrix, None)]
-        while 2 ** len(self.doubled) <= self.blocks:
+        while len(self.doubled) <= self.levels[-1]:
             self.doubled.append(product(self.doubled[-1][0], self.doubled[-1][0]))
-        self.levels = [level for level in range(len(self.doubled)) if self.blocks >> level & 1]
         total, self.joints = self.doubled[self.levels[0]][0], []
         for level in self.levels[1:]:
             total, joint = product(total, self.doubled[level][0])
             self.joints.append(joint)
-        variables = (*run.outside, *self.entering, *self.ending)
-        seconds = total.reshape(*self.before, *self.shape, *self.shape)
-        self.table = table(variables, seconds)
+        return total.reshape(*self.before, *self.shape, *self.shape)
 
     def complete(self, picks: dict[int, int]) -> None:
         """Adds the options of all blocks' variables, from those of the table's."""

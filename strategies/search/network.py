@@ -23,6 +23,7 @@ from strategies.rules.sharding import Assignment
 from strategies.search.cells import Cell, Network, Table, table
 from strategies.search.options import Choices, Menu, Side
 from strategies.search.problem import Problem
+from strategies.search.reading import Owned, Uses
 from strategies.search.shared_parameters import SharedParameter
 from strategies.search.transfers import Prices, Seconds
 from strategies.search.uses import Pair, Sharing, agreeing, cell_of_use, sharing_of
@@ -33,6 +34,10 @@ MOST_AGREEING = 4
 """The same, of a network that is too wide to be eliminated as it is."""
 MOST_ENTRIES = 2**23
 """Of a table, up to which a value is split."""
+
+
+Paying = tuple[Side, list[Pair], list[Cell]]
+"""How a value is handed on, what each use may pay, and the table of each."""
 
 
 class Offers(Protocol):
@@ -71,9 +76,14 @@ class Building:
         self.used: list[tuple[Ref, int | None, Side, list[tuple[int, Pair]]]] = []
         self.leaving: list[tuple[int, Seconds]] = []
         self.known: dict[tuple[Any, ...], Any] = like.known if like else {}
+        self.paying: dict[Ref, Paying] = like.paying if like else {}
         self.raised = self.transfers.raised
+        self.settled: set[tuple[int, int, int]] = like.settled if like else set()
+        """Entries of pairs that were priced."""
         self._variables()
         self._tables()
+        self.uses = Uses(len(self.network.sizes), [one[1:] for one in self.used])
+        self.owned = Owned(list(self.choices.values()), [self.variables[id] for id in self.choices])
 
     def assignments(self, picks: Sequence[int]) -> dict[str, Assignment]:
         return {id: self.choices[id].assignments[picks[variable]] for id, variable in self.variables.items()}
@@ -84,14 +94,11 @@ class Building:
 
     def settle(self, picks: Sequence[int]) -> bool:
         """Prices all that a solution uses; whether anything was too low before."""
-        done = set()
-        for _, producer, given, uses in self.used:
-            row = 0 if producer is None else int(given.of_option[picks[producer]])
-            for user, pair in uses:
-                key = (id(pair), row, int(pair.of_option[picks[user]]))
-                if key not in done:
-                    done.add(key)
-                    pair.settle(*key[1:])
+        for (pair, row, target), _ in self.uses.entries(picks):
+            key = id(pair), row, target
+            if key not in self.settled:
+                self.settled.add(key)
+                pair.settle(row, target)
         for ref, (variable, shared) in self.parameters.items():
             shared.settle(picks[variable], self._picked(ref, picks))
         return self.renew()
@@ -121,18 +128,10 @@ class Building:
 
     def cost(self, picks: Sequence[int]) -> float:
         """What a solution costs whose prices are settled: every target of a value is paid once."""
-        total = 0.0
-        for id, choices in self.choices.items():
-            total += choices.own[picks[self.variables[id]]]
+        total = self.owned.taken(picks)[0]
         for variable, seconds in self.leaving:
             total += seconds[picks[variable]]
-        for _, producer, given, uses in self.used:
-            row = 0 if producer is None else given.of_option[picks[producer]]
-            paid = {}
-            for user, pair in uses:
-                target = pair.of_option[picks[user]]
-                paid[pair.targets[target]] = pair.seconds[row, target]
-            total += sum(paid.values())
+        total += sum(pair.seconds[row, target] * n for (pair, row, target), n in self.uses.entries(picks, once=True))
         for ref, (variable, shared) in self.parameters.items():
             total += shared.cost(picks[variable], self._picked(ref, picks))
         return float(total)
@@ -144,15 +143,11 @@ class Building:
         """The values of which uses want different layouts in a solution and pay too little for them, as far as they can
         be split."""
         found = set()
-        for ref, producer, given, uses in self.used:
-            if len(uses) > 1 and ref not in self.sharings:
-                row = 0 if producer is None else int(given.of_option[picks[producer]])
-                targets = {pair.targets[pair.of_option[picks[user]]] for user, pair in uses}
-                disagree = len(targets) > 1 and any(
-                    pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses
-                )
-                if disagree and self._splits(ref, uses):
-                    found.add(ref)
+        for ref, producer, given, uses in map(self.used.__getitem__, self.uses.disagreeing(picks)):
+            row = 0 if producer is None else int(given.of_option[picks[producer]])
+            pays = any(pair.seconds[row, pair.of_option[picks[user]]] for user, pair in uses)
+            if pays and ref not in self.sharings and self._splits(ref, uses):
+                found.add(ref)
         return frozenset(found)
 
     def _splits(self, ref: Ref, uses: Sequence[tuple[int, Pair]]) -> bool:
@@ -183,7 +178,7 @@ class Building:
             shared = self._remember(key, lambda: SharedParameter(menu, source, self._uses(ref), self.choices))
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
         elif ref in self.split and not self.wide:
-            given, pairs = self._given(ref), self._pairs(ref)
+            given, pairs, _ = self._paying(ref)
             sharing = self._remember(("sharing", id(given), *map(id, pairs)), lambda: sharing_of(given, pairs))
             if sharing is not None:
                 self.sharings[ref] = self.network.add(sharing.first.seconds.shape[1]), sharing
@@ -211,13 +206,38 @@ class Building:
         )
         return side
 
-    def _pairs(self, ref: Ref) -> list[Pair]:
-        given, spec, found = self._given(ref), self.graph.specs[ref], []
+    def _paying(self, ref: Ref) -> Paying:
+        """How a value is handed on, and what each of its uses pays, alone or for its part: the same for all values that
+        look alike."""
+        if ref not in self.paying:
+            key = self._look(ref)
+            if key not in self.known:
+                given = self._given(ref)
+                pairs = self._pairs(ref, given)
+                cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
+                self.known[key] = given, pairs, cells
+            self.paying[ref] = self.known[key]
+        return self.paying[ref]
+
+    def _use(self, given: Side, pair: Pair, pairs: Sequence[Pair]) -> Callable[[], Cell]:
+        return lambda: cell_of_use(given, pair, len(pairs))
+
+    def _look(self, ref: Ref) -> tuple[Any, ...]:
+        """All that a value's prices follow from: of which choices it is which result, or where it comes from; and what
+        its users are."""
+        choices, returning = self.choices, self.graph.returning
+        if ref.id in choices:
+            source: tuple[Any, ...] = id(choices[ref.id]), ref.index
+        else:
+            source = id(self._given(ref)), self.graph.specs[ref]
+        uses = [(id(choices[user.id]), place, user.id in returning) for user, place in self.graph.users[ref]]
+        return "value", source, ref in self.graph.trained, *uses
+
+    def _pairs(self, ref: Ref, given: Side) -> list[Pair]:
+        spec, found = self.graph.specs[ref], []
         for use in self._uses(ref):
             key = ("pair", id(given), spec.shape, spec.item_bytes, *self._kind(use))
-            if key not in self.known:
-                self.known[key] = self._pair(given, spec, use)
-            found.append(self.known[key])
+            found.append(self._remember(key, lambda use=use: self._pair(given, spec, use)))  # type: ignore[misc]
         return found
 
     def _pair(self, given: Side, spec: TensorSpec, use: tuple[Operator, int, bool]) -> Pair:
@@ -235,16 +255,18 @@ class Building:
             choices = self.choices[operator.id]
             cell = self._remember(("own", id(choices)), lambda choices=choices: self._own(choices))  # type: ignore[misc]
             self.network.tables.append(Table((self.variables[operator.id],), cell))
+        learned = {source.id for source in self.graph.of_kind("parameter")}
         for ref, uses in self.graph.users.items():
             if not uses:
                 continue
-            source = self.graph.by_id[ref.id]
-            if ref in self.parameters:
+            if ref.id in self.variables:
+                self._value(ref)
+            elif ref in self.parameters:
                 variable, shared = self.parameters[ref]
                 self.network.tables.append(Table((variable,), shared.own))
                 for (user, _), cell in zip(uses, shared.uses, strict=True):
                     self.network.tables.append(Table((variable, self.variables[user.id]), cell))
-            elif not (isinstance(source, Source) and source.kind == "parameter"):
+            elif ref.id not in learned:
                 self._value(ref)
         for ref in self.graph.outputs:
             self._whole(ref, ref in self.graph.trained)
@@ -265,12 +287,12 @@ class Building:
 
     def bytes(self, picks: Sequence[int]) -> float:
         """What a rank keeps under a solution: parameters, gradients, optimizer states and results."""
-        found = sum(choices.bytes[picks[self.variables[id]]] for id, choices in self.choices.items())
+        found = self.owned.taken(picks)[1]
         found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
         return float(found)
 
     def _value(self, ref: Ref) -> None:
-        producer, pairs, given = self.variables.get(ref.id), self._pairs(ref), self._given(ref)
+        producer, (given, pairs, cells) = self.variables.get(ref.id), self._paying(ref)
         users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
         if self.wide and len(set(users)) == len(users):
@@ -286,11 +308,11 @@ class Building:
             for user, cell in zip(users, sharing.uses, strict=True):
                 self._add((producer, variable, user), cell)
             return
-        for user, pair in zip(users, pairs, strict=True):
-            key = ("use", id(pair), len(users))
-            if key not in self.known:
-                self.known[key] = cell_of_use(given, pair, len(users))
-            self._add((producer, user), self.known[key])
+        if producer is None:
+            for user, cell in zip(users, cells, strict=True):
+                self._add((producer, user), cell)
+        else:
+            self.network.tables += [Table((producer, user), cell) for user, cell in zip(users, cells, strict=True)]
 
     def _agreeing(self, given: Side, pairs: Sequence[Pair], share: int, produced: bool) -> Cell:
         """What these uses pay together; each pays one of `share` parts."""
@@ -303,13 +325,7 @@ class Building:
         if variables[0] is None:
             variables = variables[1:]
             cell = self._remember(("first", id(cell)), lambda cell=cell: Cell(lambda: cell.seconds[0]))  # type: ignore[misc]
-        named = tuple(variable for variable in variables if variable is not None)
-        if len(set(named)) < len(named):  # an operator that takes a value twice
-            letters = "".join(chr(97 + named.index(variable)) for variable in named)
-            text = f"{letters}->{''.join(dict.fromkeys(letters))}"
-            cell = self._remember(("diagonal", id(cell)), lambda: Cell(lambda: np.einsum(text, cell.seconds)))
-            named = tuple(dict.fromkeys(named))
-        self.network.tables.append(Table(named, cell))
+        self.network.tables.append(Table(tuple([one for one in variables if one is not None]), cell))
 
     def _whole(self, ref: Ref, gradient: bool) -> None:
         """What leaves the graph is whole on every rank."""

@@ -5,15 +5,16 @@ Operators with the same rule, shapes and gradients share one entry, so repeated 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_seconds
-from strategies.graph import Operator, Ref, TensorSpec, rewrite
+from strategies.cost.operators import operator_seconds, roofline
+from strategies.graph import Operator, Ref, TensorSpec
 from strategies.layout import Layout
 from strategies.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
@@ -37,7 +38,7 @@ class Choices:
     it alone uses. `wanted` and `returned` are, per operand, pairs of layouts: as the operand comes in, and as its
     gradient goes out; `given` are the results."""
 
-    assignments: tuple[Assignment, ...]
+    assignments: Assignments
     own: Seconds
     bytes: Seconds
     wanted: tuple[Side, ...]
@@ -48,9 +49,52 @@ class Choices:
         return len(self.assignments)
 
 
-def _said(leaf: Any) -> Any:
-    """An argument without the name of the value that it may be."""
-    return "*" if isinstance(leaf, Ref) else leaf
+class Assignments(Protocol):
+    """One per option."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, option: int, /) -> Assignment: ...
+
+    def __iter__(self) -> Iterator[Assignment]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Assignments from the factor that every one of `axes` slices (`places` [options, axes]), made when they are asked
+    for."""
+
+    axes: tuple[str, ...]
+    factors: tuple[str, ...]
+    places: Integers
+    made: dict[int, Assignment] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, option: int, /) -> Assignment:
+        if option not in self.made:
+            row = self.places[option].tolist()
+            self.made[option] = {
+                factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
+                for number, factor in enumerate(self.factors)
+                if number in row
+            }
+        return self.made[option]
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def _said(value: Any) -> Any:
+    """Nested arguments without the names of the values among them; equal where they print alike."""
+    if isinstance(value, Ref):
+        return "*"
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_said, value)
+    if isinstance(value, dict):
+        return dict, *[(key, _said(item)) for key, item in value.items()]
+    return repr(value)
 
 
 class Menu:
@@ -61,6 +105,7 @@ class Menu:
         self.axes = transfers.axes
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
+        self.sides: dict[tuple[int, bytes], Side] = {}
         self.own = Own(problem, transfers.cluster)
         users = problem.graph.users
         self.lone = frozenset(ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1)
@@ -76,35 +121,45 @@ class Menu:
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         """All that choices depend on, with sources and values told by what they are."""
-        graph, trained = self.problem.graph, self.problem.graph.trained
-        said = rewrite((operator.args, operator.kwargs), _said)
         fixed = self.problem.fixed.get(operator.id)
         return (
             operator.target,
-            repr(said),
-            graph.operand_specs(operator),
-            operator.results,
-            tuple(ref in trained for ref in operator.operands),
-            tuple(ref in self.lone for ref in operator.operands),
-            operator.id in graph.returning,
-            tuple(Ref(operator.id, index) in self.problem.stored for index in range(len(operator.results))),
+            _said(operator.args),
+            _said(operator.kwargs),
+            tuple([self.told[ref][0] for ref in operator.operands]),
+            *[self.told[Ref(operator.id, index)][1] for index in range(len(operator.results))],
+            operator.id in self.problem.graph.returning,
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
         )
 
+    @cached_property
+    def told(self) -> dict[Ref, tuple[int, int]]:
+        """Two numbers per value: equal where all is that the choices of its users, and of its producer, depend on."""
+        taken, given = dict[tuple[Any, ...], int](), dict[tuple[Any, ...], int]()
+        trained, stored = self.problem.graph.trained, self.problem.stored
+        return {
+            ref: (
+                taken.setdefault((spec, ref in trained, ref in self.lone), len(taken)),
+                given.setdefault((spec, ref in stored), len(given)),
+            )
+            for ref, spec in self.problem.graph.specs.items()
+        }
+
     def _choices(self, operator: Operator) -> Choices:
-        sharding = self.problem.shardings[operator.id]
-        fixed = self.problem.fixed.get(operator.id)
+        sharding, fixed = self.problem.shardings[operator.id], self.problem.fixed.get(operator.id)
+        graph, mesh, cluster = self.problem.graph, self.problem.mesh, self.transfers.cluster
         if fixed is not None:
             wanted = [[layout] for layout in sharding.operand_layouts(fixed)]
             returned = [[layout] for layout in sharding.gradient_layouts(fixed)]
             given = [[layout] for layout in self.problem.outputs.get(operator.id) or sharding.result_layouts(fixed)]
             one = np.zeros(1, dtype=np.int64)
             sides = [tuple(Side(self.transfers.rows_of(x), one) for x in group) for group in (wanted, returned, given)]
-            own = self._own(operator, sharding, [fixed], sides[1])
+            work = operator_seconds(sharding, fixed, operator, graph, mesh, cluster, operator.id in graph.returning)
+            own = self._own(operator, sharding, np.array([work]), (fixed,), sides[1])
             return Choices((fixed,), own, self._bytes(operator, sides[0], sides[2]), sides[0], sides[1], sides[2])
         places = self._places(sharding)
-        assignments = tuple(self._assignment(sharding, row) for row in places)
+        assignments = Placed(self.axes, tuple(sharding.factors), places)
         back: list[Side] = []
         forward: list[Side] = []
         for dims in sharding.operands:
@@ -116,7 +171,10 @@ class Menu:
         for dims in sharding.results:
             lying = self._lying(sharding, dims, places)
             results.append(self._side(np.where(summed & (lying == WHOLE), PARTIAL, lying), len(dims)))
-        own = self._own(operator, sharding, assignments, back)
+        share = self._shares(sharding, places)
+        ahead, behind, _ = roofline(sharding, share, operator, graph, cluster, np.maximum)
+        work = ahead + (behind if operator.id in graph.returning else 0.0)
+        own = self._own(operator, sharding, np.zeros(len(places)) + work, assignments, back)
         return Choices(
             assignments, own, self._bytes(operator, forward, results), tuple(forward), tuple(back), tuple(results)
         )
@@ -134,12 +192,12 @@ class Menu:
             legal &= sharding.sizes[factor] % count == 0
         return np.asarray(grid[legal], dtype=np.int64)
 
-    def _assignment(self, sharding: Sharding, row: Integers) -> Assignment:
-        found: dict[str, tuple[str, ...]] = {}
+    def _shares(self, sharding: Sharding, places: Integers) -> dict[str, Seconds]:
+        """Per factor the share of it that a rank has, by option."""
+        found = {}
         for number, factor in enumerate(sharding.factors):
-            axes = tuple(axis for axis, place in zip(self.axes, row, strict=True) if place == number)
-            if axes:
-                found[factor] = axes
+            count, size = np.where(places == number, self.sizes, 1).prod(1), sharding.sizes[factor]
+            found[factor] = -(-size // count) / size if size else np.ones(len(places))
         return found
 
     def _lying(self, sharding: Sharding, dims: Dims, places: Integers) -> Integers:
@@ -147,33 +205,38 @@ class Menu:
         return np.asarray(lookup[places])
 
     def _side(self, places: Integers, dims: int) -> Side:
-        base = places.max(initial=0) + 3
-        names = ((places + 2) * base ** np.arange(places.shape[1])).sum(1)
-        _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
-        return Side(self.transfers.rows(places[first], dims), inverse)
+        """From where the axes of every option lie; of operators that are told apart by others, the same one."""
+        key = dims, places.tobytes()
+        if key not in self.sides:
+            base = places.max(initial=0) + 3
+            names = ((places + 2) * base ** np.arange(places.shape[1])).sum(1)
+            _, first, inverse = np.unique(names, return_index=True, return_inverse=True)
+            self.sides[key] = Side(self.transfers.rows(places[first], dims), inverse)
+        return self.sides[key]
 
     def _own(
-        self, operator: Operator, sharding: Sharding, assignments: Sequence[Assignment], returned: Sequence[Side]
+        self,
+        operator: Operator,
+        sharding: Sharding,
+        work: Seconds,
+        assignments: Assignments,
+        returned: Sequence[Side],
     ) -> Seconds:
-        """Seconds that an option takes whatever its neighbours do."""
-        problem, cluster = self.problem, self.transfers.cluster
-        graph, mesh = problem.graph, problem.mesh
+        """Seconds that an option takes whatever its neighbours do: its `work` and more."""
+        problem, graph, found = self.problem, self.problem.graph, work
         trained = operator.id in graph.returning
-        found = np.array(
-            [operator_seconds(sharding, one, operator, graph, mesh, cluster, trained) for one in assignments]
-        )
         if sharding.local is not None and self.own.talks(operator, sharding):
-            found += [self.own.inside(operator, sharding, one) for one in assignments]
+            found = found + [self.own.inside(operator, sharding, one) for one in assignments]
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and ref in self.lone and ref in graph.trained:
-                found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
+                found = found + self.parameters(side.rows, graph.specs[ref])[side.of_option]
         after = problem.outputs.get(operator.id)
         if after is not None:
             natural = sharding.result_layouts(assignments[0])
             for number, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
-                found += self.chain_seconds(have, then, spec)
+                found = found + self.chain_seconds(have, then, spec)
                 if trained and Ref(operator.id, number) in graph.trained:
-                    found += self.chain_seconds(then.whole, have.whole, spec)
+                    found = found + self.chain_seconds(then.whole, have.whole, spec)
         return found
 
     def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:

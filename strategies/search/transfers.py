@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import step_seconds
@@ -23,60 +21,18 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LARGE, LOCAL, Step, chain
 from strategies.search.bounds import Bounds
+from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
+from strategies.search.patterns import Integers as Integers
+from strategies.search.patterns import Rows as Rows
+from strategies.search.patterns import Seconds as Seconds
 from strategies.search.ways import Ways, levels_of
 
-Integers = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
-MIXING = np.int64(-7046029254386353131)
-"""An odd number whose multiples differ in many bits (2**64 over the golden ratio)."""
-Pattern = tuple[int, ...]
-"""What tells one pattern, see `_told`."""
 WAYS_FROM = 3
 """Axes from which on what is settled tells something of all that begins in the same class."""
-WIDTH = 2**16
-"""More than there are tuples of axes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Layouts of one tensor, each once: `dims` [layouts, dims] and `partial` [layouts]."""
-
-    dims: Integers
-    partial: Integers
-
-    def __len__(self) -> int:
-        return len(self.partial)
-
-
-@dataclass(eq=False)
-class Asked:
-    """Pairs of layouts of a tensor: what tells their patterns (`told` [patterns, numbers]), each with a pair that has
-    it (`rows`, `columns`) and its seconds or a lower bound (`values`); `inverse` [before, after] tells every pair's."""
-
-    before: Rows
-    after: Rows
-    spec: TensorSpec
-    told: Integers
-    rows: Integers
-    columns: Integers
-    inverse: Integers
-    values: Seconds
-    changes: int = 0
-
-    def __post_init__(self) -> None:
-        self.mixed = _mixed(self.told)
-
-    def name(self, position: int) -> Pattern:
-        return tuple(self.told[position].tolist())
-
-    def place(self, name: Pattern, mixed: int) -> int | None:
-        """Where a pattern stands; `mixed` is its number as in `_mixed`."""
-        for position in np.flatnonzero(self.mixed == mixed).tolist():
-            if self.name(position) == name:
-                return position
-        return None
+MANY = 4096
+"""Pairs of layouts that are sure to have more patterns than are priced at once."""
 
 
 class Prices(Protocol):
@@ -104,16 +60,17 @@ class Transfers:
         self.axes = tuple(name for name, size in mesh.axes if size > 1)
         self.numbers: dict[tuple[str, ...], int] = {}
         self.tuples: list[tuple[str, ...]] = []
+        self._counts: Integers = np.zeros(0, dtype=np.int64)
         for bits in range(2 ** len(self.axes)):
             self._number(tuple(axis for i, axis in enumerate(self.axes) if bits >> i & 1))
         self.patterns: dict[Pattern, int] = {}
-        self.mixed: list[int] = []  # the numbers of the patterns, as in `_mixed`
         self.chains: list[list[int]] = []  # per pattern its steps, by number
         self.steps: dict[tuple[object, ...], int] = {}
         self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
         self.priced: dict[float, list[float]] = {}
         self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
+        self.groups: dict[Kinds, Group] = {}
         self.bounds = Bounds(mesh, cluster, self.axes)
         self.few = few
         self.ways: dict[int, Ways] = {}
@@ -125,7 +82,9 @@ class Transfers:
     @property
     def counts(self) -> Integers:
         """Slices that every tuple of axes makes, by its number."""
-        return np.array([self.mesh.product(axes) for axes in self.tuples])
+        if len(self._counts) < len(self.tuples):
+            self._counts = np.array([self.mesh.product(axes) for axes in self.tuples])
+        return self._counts
 
     def _number(self, axes: tuple[str, ...]) -> int:
         if axes not in self.numbers:
@@ -168,52 +127,36 @@ class Transfers:
         key = self._key(before, after, spec)
         if key not in self.asked:
             self.asked[key] = self._asked(before, after, spec, self.few if few is None else few)
-        asked = self.asked[key]
-        return np.asarray(asked.values[asked.inverse])
+        return self.asked[key].values.copy()
 
     def _key(self, before: Rows, after: Rows, spec: TensorSpec) -> tuple[object, ...]:
         return id(before), id(after), spec.shape, spec.item_bytes
 
     def _asked(self, before: Rows, after: Rows, spec: TensorSpec, few: int) -> Asked:
-        count = (len(before), len(after))
         kinds = self._kinds(before, after, spec.shape)
-        tuples, partials = len(self.tuples), 2 ** len(self.axes)
-        numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
-        dims = [
-            (numbers[kind] * tuples + before.dims[:, dim, None]) * tuples + after.dims[None, :, dim]
-            for dim, kind in enumerate(kinds)
-        ]
-        if len(dims) > 2:  # as in `_told`
-            dims[1:] = list(np.sort(np.stack(dims[1:]), axis=0))
-        ends = before.partial[:, None] * partials + after.partial[None, :]
-        joined = _joined([*dims, ends], [*[len(numbers) * tuples**2] * len(dims), partials**2])
-        _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
-        rows, columns = np.divmod(first, count[1])
-        told = _told(before, after, kinds, rows, columns)
+        numbers = mixed(before, after, kinds)
+        asked = Asked(before, after, spec, kinds, numbers, np.zeros(numbers.shape), np.zeros(numbers.shape, np.bool_))
         ordered = max(before.dims.max(initial=0), after.dims.max(initial=0)) < 2 ** len(self.axes)
-        if ordered and len(told) > few:
-            values = self.bounds.seconds(
-                before.dims[rows], after.dims[columns], before.partial[rows], float(spec.elements * spec.item_bytes)
-            )
-            values[after.partial[columns] > 0] = 0.0  # what may stay a partial sum need not be sent
+        many = ordered and (numbers.size > max(few, MANY) or len(np.unique(numbers)) > few)
+        if many:
+            size = float(spec.elements * spec.item_bytes)
+            asked.values = self.bounds.seconds(before.dims, after.dims, before.partial, size)
+            asked.values[:, after.partial > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
-            values = np.full(len(told), -1.0)
-        asked = Asked(before, after, spec, told, rows, columns, inverse.reshape(count), values)
-        for position in np.flatnonzero(values < 0).tolist():
-            if asked.name(position) not in self.patterns:
-                self._search(asked.name(position), asked, position)
-        for position in np.flatnonzero(np.isin(asked.mixed, self.mixed)).tolist():
-            if (name := asked.name(position)) in self.patterns:
-                values[position] = self._price(name, spec)
+            asked.values[:] = np.inf
+        group = self.groups.setdefault(alike(kinds), Group())
+        group.adopt(asked, self._price)
+        if not many:
+            for row, column in np.argwhere(~asked.settled).tolist():
+                if not asked.settled[row, column]:
+                    self._settle(asked, row, column)
         return asked
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
         """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
-        position = int(asked.inverse[row, column])
-        name = asked.name(position)
-        if name not in self.patterns:
-            self._search(name, asked, position)
+        if not asked.settled[row, column]:
+            self._settle(asked, row, column)
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row)
 
@@ -228,11 +171,10 @@ class Transfers:
         for one in self.asked.values():
             if one.before.dims.shape[1] != dims or one.spec.elements * one.spec.item_bytes != size:
                 continue
-            ends = self._states(one.after)[one.columns]
-            chosen = (self._states(one.before)[one.rows] == start) & (one.after.partial[one.columns] == 0)
-            higher = np.flatnonzero(chosen & (found[ends] > one.values * (1 + 1e-12)))
-            if len(higher):
-                one.values[higher] = found[ends[higher]]
+            rows = np.flatnonzero(self._states(one.before) == start)
+            ends = np.where(one.after.partial == 0, found[self._states(one.after)], 0.0)
+            if (ends > one.values[rows] * (1 + 1e-12)).any():
+                one.values[rows] = np.maximum(one.values[rows], ends)
                 one.changes += 1
                 self.raised += 1
 
@@ -256,27 +198,39 @@ class Transfers:
         """How often prices of these pairs were settled."""
         return self.asked[self._key(before, after, spec)].changes
 
-    def _price(self, name: tuple[int, ...], spec: TensorSpec) -> float:
-        prices = self._prices(spec)
-        return sum(prices[step] for step in self.chains[self.patterns[name]])
-
-    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> list[int]:
+    def _kinds(self, before: Rows, after: Rows, shape: tuple[int, ...]) -> Kinds:
         """Per dim a number that says all that chains need to know of its size. Where layouts are padded or the tensor
         is small, that is the size itself."""
-        counts = self.counts
-        even = all(
-            not (size % counts[rows.dims[:, dim]]).any() for rows in (before, after) for dim, size in enumerate(shape)
-        )
+        even = self._even(before, shape) and self._even(after, shape)
         size = math.prod(shape)
         if even and size and (size % self.mesh.size**2 == 0 or size >= LARGE):
-            return [math.gcd(extent, self.mesh.size) for extent in shape]
-        return [self.mesh.size + 1 + extent for extent in shape]
+            return tuple([math.gcd(extent, self.mesh.size) for extent in shape])
+        return tuple([self.mesh.size + 1 + extent for extent in shape])
 
-    def _search(self, name: tuple[int, ...], asked: Asked, position: int) -> None:
-        shape = asked.spec.shape
-        elements, numbers = math.prod(shape), []
-        before = self.layout(asked.before, int(asked.rows[position]))
-        after = self.layout(asked.after, int(asked.columns[position]))
+    def _even(self, rows: Rows, shape: tuple[int, ...]) -> bool:
+        """Whether all slices of such a tensor are equal."""
+        counts = self.counts
+        return not any((size % counts[tuples]).any() for size, (tuples, _) in zip(shape, rows.tuples, strict=True))
+
+    def _settle(self, asked: Asked, row: int, column: int) -> None:
+        """Searches for the chain of a pattern, and prices it wherever it is asked for."""
+        group, number = self.groups[alike(asked.kinds)], int(asked.mixed[row, column])
+        name = group.pattern(asked, row, column)
+        if name not in self.patterns:
+            self.patterns[name] = len(self.chains)
+            self.chains.append(self._chain(asked, row, column))
+        group.named[number] = name
+        self.raised += group.price(number, self._price)
+
+    def _price(self, name: Pattern, spec: TensorSpec) -> float:
+        prices = self._prices(spec)
+        return sum([prices[step] for step in self.chains[self.patterns[name]]])
+
+    def _chain(self, asked: Asked, row: int, column: int) -> list[int]:
+        """The steps from one layout to another, by number."""
+        shape, numbers = asked.spec.shape, []
+        elements = math.prod(shape)
+        before, after = self.layout(asked.before, row), self.layout(asked.after, column)
         for step in chain(before, after, shape, self.mesh):
             local = [math.prod(layout.local_shape(shape, self.mesh)) for layout in (step.before, step.after)]
             sent = step.busiest(self.mesh)
@@ -292,17 +246,7 @@ class Transfers:
                 self.steps[told] = len(self.shown)
                 self.shown.append((step, elements))
             numbers.append(self.steps[told])
-        self.patterns[name] = len(self.chains)
-        self.chains.append(numbers)
-        mixed = int(asked.mixed[position])
-        self.mixed.append(mixed)
-        for one in self.asked.values():
-            place = one.place(name, mixed)
-            if place is not None:
-                price = self._price(name, one.spec)
-                self.raised += price > one.values[place] * (1 + 1e-12)
-                one.values[place] = price
-                one.changes += 1
+        return numbers
 
     def _prices(self, spec: TensorSpec) -> list[float]:
         """Seconds of every step for a tensor of this size."""
@@ -311,31 +255,3 @@ class Transfers:
         for step, elements in self.shown[len(prices) :]:
             prices.append(step_seconds(step, size / elements, self.mesh, self.cluster))
         return prices
-
-
-def _told(before: Rows, after: Rows, kinds: Sequence[int], rows: Integers, columns: Integers) -> Integers:
-    """What tells the patterns of some pairs: per dim its kind and both tuples of axes, and the partial axes."""
-    parts = (np.array(kinds, dtype=np.int64) * WIDTH + before.dims[rows]) * WIDTH + after.dims[columns]
-    if len(kinds) > 2:  # dims but the first have no order in a pattern
-        parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
-    return np.concatenate([parts, before.partial[rows, None], after.partial[columns, None]], 1)
-
-
-def _mixed(told: Integers) -> Integers:
-    """A number per pattern by which it is found fast; few patterns share one."""
-    found = np.zeros(len(told), dtype=np.int64)
-    for column in told.T:
-        found = (found ^ column ^ (found >> 29)) * MIXING
-    return found
-
-
-def _joined(parts: Sequence[Integers], sizes: Sequence[int]) -> Integers:
-    """One number per place that differs where any of the parts differs; each part is below its size."""
-    found: Integers = np.zeros(1, dtype=np.int64)
-    width = 1
-    for part, size in zip(parts, sizes, strict=True):
-        if width * size > 2**62:
-            _, names = np.unique(found, return_inverse=True)
-            found, width = names.reshape(found.shape), int(names.max(initial=0)) + 1
-        found, width = found * size + part, width * size
-    return found.ravel()
