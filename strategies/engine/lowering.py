@@ -23,6 +23,7 @@ from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.redistribution import Chain, chain
 from strategies.rules import rule_of
+from strategies.rules.random import draws
 
 SUMMING = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d sum mean".split())
 """Operators whose slices add up many numbers each. Where slices only fill in each other's zeros nothing is rounded."""
@@ -56,6 +57,8 @@ def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) 
         _ordinals[id(graph)] = {}
         weakref.finalize(graph, _ordinals.pop, id(graph), None)
     told = _ordinals[id(graph)]
+    if options not in told and not any(draws(operator) for operator in graph.operators):
+        told[options] = {}
     if options not in told:
         lowering = _Lowering(graph, plan, options, (), None, {})
         lowering.program()

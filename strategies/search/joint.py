@@ -133,14 +133,14 @@ class _Looking:
         heapq.heapify(self.waiting)
 
     def next(self, *, among_seen: bool = False) -> Choice | None:
-        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at, by the
-        plans that are known."""
+        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at and
+        not found too large, by the plans that are known."""
         while self.waiting:
             one = heapq.heappop(self.waiting)
             size = None if one.unseen else self.last[one.choice].bytes
             if size is not None and size <= self.limit:
                 return one.choice
-            if not (among_seen and (one.unseen or size is not None)):
+            if not (among_seen and (one.unseen or size is not None or one.choice in self.too_large)):
                 self._step(one.choice)
         return None
 
