@@ -28,6 +28,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
 from runner.planning.pricing import Price, price_of
+from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.planning.stored import read_content
 from runner.schema import Config
@@ -45,7 +46,7 @@ from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 ZERO = (0, 1, 2, 3)
 EVERY = 5.0
 """Seconds between lines of progress."""
-NARROWER = 3
+NARROWER = 4
 """How often a plan that is too large is searched anew with less room, at most."""
 
 
@@ -309,22 +310,43 @@ class Deciding:
             yield Priced(plan, self._fastest(stored).seconds, None)
             yield from self._in_few(choice, plan)
         price = self._fastest(choice)
-        for narrower in range(1 + NARROWER):
-            if narrower:
-                price = self._price(choice, plan)
-            if not price.counted:
-                yield Priced(plan, price.seconds, None)
-            size = price.bytes()
-            yield Priced(plan, price.seconds, size)
-            if "bytes" not in plan.search:
-                return
-            room = int(plan.search["bytes"]) - choice.stages * (size - self.limit)
-            if room <= 0:
-                return
+        if not price.counted:
+            yield Priced(plan, price.seconds, None)
+        yield Priced(plan, price.seconds, price.bytes())
+        if "bytes" in plan.search:
+            yield from self._narrower(choice, (plan.search["bytes"], price.bytes()))
+
+    def _narrower(self, choice: Choice, free: tuple[float, int]) -> Iterator[Priced]:
+        """Plans for less room than the fastest one, which has so many bytes by the search's own count and by that of a
+        rank; the last one keeps the limit, if one does. Between it and what is too large others are tried first."""
+        seen, best = [free], None
+        rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
+        for _ in range(NARROWER):
+            room = rooms.next(seen)
             try:
-                plan = self._plan(choice, room)
+                plan = None if room is None else self._plan(choice, room)
             except StrategyError:
-                return  # no other plan is small enough: what was found is told
+                break  # no other plan is small enough: what was found is told
+            if plan is None or plan.search["bytes"] in dict(seen):
+                break
+            price = self._price(choice, plan)
+            if best is None:
+                yield Priced(plan, price.seconds, None)
+            elif price.seconds >= best.seconds:
+                break
+            found = Priced(plan, price.seconds, price.bytes())
+            seen.append((plan.search["bytes"], price.bytes()))
+            if price.bytes() <= self.limit:
+                best = found
+            elif best is None:
+                yield found
+        if best is not None:
+            yield best
+
+    @cached_property
+    def _rooms(self) -> dict[tuple[int, int], Rooms]:
+        """By stages and stage of ZeRO."""
+        return {}
 
     def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
