@@ -134,9 +134,11 @@ class Deciding:
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
+        started = time.perf_counter() - sum(self._capturing)
         decision = decide(self.bounds, self.limit, self._aloud)
+        seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
         plan = decision.priced.plan
-        plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
+        plan = replace(plan, search={**plan.search, "seconds": seconds, "decided": decision.to_json()})
         if folder is not None:
             plan_cache.store(folder, key, plan, self.say)
         return plan
@@ -177,6 +179,11 @@ class Deciding:
         return {}
 
     @cached_property
+    def _capturing(self) -> list[float]:
+        """Seconds of every capture."""
+        return []
+
+    @cached_property
     def _searches(self) -> dict[tuple[int, int], Searches]:
         """By rows and stages."""
         return {}
@@ -186,11 +193,13 @@ class Deciding:
 
     def _captured(self, rows: int) -> tuple[Objective, Captured, list[Tensor]]:
         if rows not in self._seen:
+            started = time.perf_counter()
             names, tensors = self.batch
             whole = len(tensors[0])
             own = [one[:rows] if one.dim() and len(one) == whole else one for one in tensors]
             self._seen[rows] = captured_from_shapes(self.config, names, own, self.say)
             on_host(self._seen[rows][1].graph, self.config.parallel.place)
+            self._capturing.append(time.perf_counter() - started)
         return self._seen[rows]
 
     def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
