@@ -31,6 +31,8 @@ WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
 WAYS_FROM = 3
 """Axes from which on what is settled tells something of all that begins in the same class."""
+ALIKE = 1e-6
+"""Of a bound: how far others lie from it that count as the same."""
 MANY = 4096
 """Pairs of layouts that are sure to have more patterns than are priced at once."""
 
@@ -140,7 +142,7 @@ class Transfers:
         many = ordered and (numbers.size > max(few, MANY) or len(np.unique(numbers)) > few)
         if many:
             size = float(spec.elements * spec.item_bytes)
-            asked.values = self.bounds.seconds(before.dims, after.dims, before.partial, size)
+            asked.values = self.bounds.seconds(before, after, size)
             asked.values[:, after.partial > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
             asked.values[:] = np.inf
@@ -156,9 +158,19 @@ class Transfers:
         """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
         if not asked.settled[row, column]:
+            bound = asked.values[row, column]
             self._settle(asked, row, column)
+            if asked.values[row, column] > bound * (1 + ALIKE):
+                self._settle_alike(asked, row, column, bound)
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row)
+
+    def _settle_alike(self, asked: Asked, row: int, column: int, bound: float) -> None:
+        """Prices the pairs with one of these layouts that had the same bound: the next solution would take one."""
+        for line, at in ((row, slice(None)), (slice(None), column)):
+            same = ~asked.settled[line, at] & (np.abs(asked.values[line, at] - bound) <= ALIKE * bound)
+            for place in np.flatnonzero(same).tolist():
+                self._settle(asked, *((row, place) if line is row else (place, column)))
 
     def _look_around(self, before: Rows, spec: TensorSpec, row: int) -> None:
         """Raises what is told of all redistributions from the class of a layout to what they take at least."""
