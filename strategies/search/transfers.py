@@ -160,10 +160,10 @@ class Transfers:
         if not asked.settled[row, column]:
             bound = asked.values[row, column]
             self._settle(asked, row, column)
-            if asked.values[row, column] > bound * (1 + ALIKE):
-                self._settle_alike(asked, row, column, bound)
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row)
+            elif asked.values[row, column] > bound * (1 + ALIKE):
+                self._settle_alike(asked, row, column, bound)
 
     def _settle_alike(self, asked: Asked, row: int, column: int, bound: float) -> None:
         """Prices the pairs with one of these layouts that had the same bound: the next solution would take one."""
