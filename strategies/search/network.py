@@ -210,15 +210,15 @@ class Building:
     def _paying(self, ref: Ref) -> Paying:
         """How a value is handed on, and what each of its uses pays, alone or for its part: the same for all values that
         look alike."""
-        if ref not in self.paying:
-            key = self._look(ref)
-            if key not in self.known:
-                given = self._given(ref)
-                pairs = self._pairs(ref, given)
-                cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
-                self.known[key] = given, pairs, cells
-            self.paying[ref] = self.known[key]
-        return self.paying[ref]
+        key = self._look(ref)
+        if key not in self.known:
+            given = self._given(ref)
+            pairs = self._pairs(ref, given)
+            cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
+            self.known[key] = given, pairs, cells
+        found: Paying = self.known[key]
+        self.paying[ref] = found
+        return found
 
     def _use(self, given: Side, pair: Pair, pairs: Sequence[Pair]) -> Callable[[], Cell]:
         return lambda: cell_of_use(given, pair, len(pairs))
@@ -256,17 +256,13 @@ class Building:
         for name, variable in self.variables.items():
             self.network.tables.append(Table((variable,), own[id(self.choices[name])]))
         for ref, uses in self.graph.users.items():
-            if not uses:
-                continue
-            if ref.id in self.variables:
-                self._value(ref)
-            elif ref in self.parameters:
+            if uses and ref in self.parameters:
                 variable, shared = self.parameters[ref]
                 self.network.tables.append(Table((variable,), shared.own))
                 for (user, _), cell in zip(uses, shared.uses, strict=True):
                     self.network.tables.append(Table((variable, self.variables[user.id]), cell))
-            elif ref.id not in self.learned:
-                self._value(ref)
+            elif uses and ref.id not in self.learned:
+                self._value(ref, [self.variables[user.id] for user, _ in uses])
         for ref in self.graph.outputs:
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
@@ -290,9 +286,8 @@ class Building:
         found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
         return float(found)
 
-    def _value(self, ref: Ref) -> None:
-        producer, (given, pairs, cells) = self.variables.get(ref.id), self._paying(ref)
-        users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
+    def _value(self, ref: Ref, users: Sequence[int]) -> None:
+        producer, (given, pairs, cells) = self.variables.get(ref.id), self.paying.get(ref) or self._paying(ref)
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
         if self.wide and len(set(users)) == len(users):
             produced = () if producer is None else (producer,)
