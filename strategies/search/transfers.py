@@ -227,7 +227,7 @@ class Transfers:
     def _settle(self, asked: Asked, row: int, column: int) -> None:
         """Searches for the chain of a pattern, and prices it wherever it is asked for."""
         group, number = self.groups[alike(asked.kinds)], int(asked.mixed[row, column])
-        name = group.pattern(asked, row, column)
+        name = asked.pattern(row, column)
         if name not in self.patterns:
             self.patterns[name] = len(self.chains)
             self.chains.append(self._chain(asked, row, column))
