@@ -15,11 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import step_seconds
+from strategies.cost.collectives import copied_elements, moved_seconds
 from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.redistribution import LARGE, LOCAL, Step, chain
+from strategies.redistribution import LARGE, LOCAL, chain
 from strategies.search.bounds import Bounds
 from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
 from strategies.search.patterns import Integers as Integers
@@ -68,7 +68,8 @@ class Transfers:
         self.patterns: dict[Pattern, int] = {}
         self.chains: list[list[int]] = []  # per pattern its steps, by number
         self.steps: dict[tuple[object, ...], int] = {}
-        self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
+        self.shown: list[tuple[str, tuple[str, ...], int, int, int]] = []
+        """Per step its kind and axes; of an example, how many elements it copies, sends and has."""
         self.priced: dict[float, list[float]] = {}
         self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
@@ -256,7 +257,7 @@ class Transfers:
                 told = (step.kind, *told[2:])
             if told not in self.steps:
                 self.steps[told] = len(self.shown)
-                self.shown.append((step, elements))
+                self.shown.append((step.kind, step.axes, copied_elements(step, self.mesh), sent, elements))
             numbers.append(self.steps[told])
         return numbers
 
@@ -264,6 +265,6 @@ class Transfers:
         """Seconds of every step for a tensor of this size."""
         size = spec.elements * spec.item_bytes
         prices = self.priced.setdefault(size, [])
-        for step, elements in self.shown[len(prices) :]:
-            prices.append(step_seconds(step, size / elements, self.mesh, self.cluster))
+        for kind, axes, copied, sent, elements in self.shown[len(prices) :]:
+            prices.append(moved_seconds(kind, axes, copied, sent, size / elements, self.mesh, self.cluster))
         return prices
