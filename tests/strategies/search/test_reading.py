@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from strategies.cost.operators import operator_seconds
+from strategies.graph import OperatorGraph
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.transfers import Transfers
@@ -99,3 +101,24 @@ def test_all_options_of_an_operator_take_what_each_takes_alone(sizes: tuple[int,
         assert choices.own.tolist() == each
         checked += len(each)
     assert checked > 30
+
+
+def test_operators_look_alike_where_only_names_of_values_differ() -> None:
+    graph = llama(3)
+
+    def alike(seen: OperatorGraph, first: str, second: str) -> bool:
+        return seen.looks[seen.by_name[first].id] == seen.looks[seen.by_name[second].id]
+
+    layer = [one.name for one in graph.operators if one.name.startswith("layers.1")]
+    assert len(layer) > 30 and all(alike(graph, name, name.replace("layers.1", "layers.2")) for name in layer)
+    first, second = "layers.1.attention.transpose@0", "layers.2.attention.transpose@0"
+    assert not alike(graph, "layers.1.attention.q_proj", "layers.1.attention.k_proj")
+    turned = graph.by_name[first]
+    for arguments in ((turned.args[0], 1, -2), (turned.args[0], True, 2)):  # True is equal to 1, and something else
+        operators = tuple(replace(one, args=arguments) if one is turned else one for one in graph.operators)
+        assert not alike(replace(graph, operators=operators), first, second)
+    weight = "layers.1.attention.q_proj.weight"
+    sources = tuple(replace(one, trainable=one.trainable and not one.name.endswith(weight)) for one in graph.sources)
+    assert sources != graph.sources
+    frozen = replace(graph, sources=sources)
+    assert not alike(frozen, "layers.1.attention.q_proj", "layers.2.attention.q_proj")
