@@ -181,6 +181,32 @@ class OperatorGraph:
                 wanted.update(operator.operands)
         return frozenset(found)
 
+    @cached_property
+    def looks(self) -> dict[str, int]:
+        """A number per operator, by id: equal where operators have the same arguments, but for the names of values, and
+        take and make values of the same shapes, with gradients and from parameters of one use where the others do."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        values: dict[tuple[Any, ...], int] = {}
+        lone = {source.id for source in self.of_kind("parameter") if len(self.users[Ref(source.id)]) == 1}
+        told = {
+            ref: values.setdefault((spec, ref in self.trained, ref.id in lone), len(values))
+            for ref, spec in self.specs.items()
+        }
+        return {
+            operator.id: numbers.setdefault(
+                (
+                    operator.target,
+                    _said(operator.args),
+                    _said(operator.kwargs),
+                    tuple([told[ref] for ref in operator.operands]),
+                    operator.results,
+                    operator.id in self.returning,
+                ),
+                len(numbers),
+            )
+            for operator in self.operators
+        }
+
     def signature(self) -> tuple[Any, ...]:
         """What the graph computes, without where its source stands: equal for equal programs."""
         operators = tuple((o.id, o.name, o.target, o.args, o.kwargs, o.results, o.path) for o in self.operators)
@@ -203,6 +229,17 @@ def refs(value: Any) -> Iterator[Ref]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from refs(item)
+
+
+def _said(value: Any) -> Any:
+    """Nested plain data without the names of values; equal where it prints alike."""
+    if isinstance(value, Ref):
+        return "*"
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_said, value)
+    if isinstance(value, dict):
+        return dict, *[(key, _said(item)) for key, item in value.items()]
+    return repr(value)
 
 
 def rewrite(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -46,11 +46,17 @@ def joined_seconds(steps: Sequence[tuple[Step, int]], mesh: Mesh, cluster: Clust
 
 def step_seconds(step: Step, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of one step, with the copies that put slices in the order in which the collective sends them."""
-    copied = 2 * copied_elements(step, mesh) * item_bytes
-    local = cluster.launch + copied / cluster.memory_bandwidth if copied else 0.0
-    if step.kind in LOCAL:
-        return local
-    return local + collective_seconds(step.kind, step.busiest(mesh) * item_bytes, step.axes, mesh, cluster)
+    sent = 0 if step.kind in LOCAL else step.busiest(mesh)
+    return moved_seconds(step.kind, step.axes, copied_elements(step, mesh), sent, item_bytes, mesh, cluster)
+
+
+def moved_seconds(
+    kind: str, axes: tuple[str, ...], copied: int, sent: int, item_bytes: float, mesh: Mesh, cluster: Cluster
+) -> float:
+    """Seconds of a step that copies and sends so many elements."""
+    passed = 2 * copied * item_bytes
+    local = cluster.launch + passed / cluster.memory_bandwidth if passed else 0.0
+    return local if kind in LOCAL else local + collective_seconds(kind, sent * item_bytes, axes, mesh, cluster)
 
 
 def collective_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> float:

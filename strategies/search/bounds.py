@@ -8,25 +8,46 @@ there is one collective, and the bound is its price.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies.chains import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.mesh import Mesh
+from strategies.search.patterns import Booleans, Rows
+from strategies.search.patterns import Integers as Integers
+from strategies.search.patterns import Seconds as Seconds
 
-Integers = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
 
 
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What bounds follow from, whatever the size of a tensor. Of [before, after]: seconds of a byte that is `sent`, and
+    whether anything `changed` or is `copied` beside that; `slices` [before] are the slices before. The pairs in which
+    one axis moves alone, at `rows` and `columns`, send and copy `single` [4, pairs] (kind, axis, slices before, factor)
+    and `doubled` times their slice, and only those of `first` differ in the former, as `inverse` tells."""
+
+    before: Rows
+    after: Rows
+    sent: Seconds
+    changed: Booleans
+    copied: Booleans
+    slices: Integers
+    rows: Integers
+    columns: Integers
+    single: Seconds
+    doubled: Seconds
+    first: Integers
+    inverse: Integers
+
+
 class Bounds:
-    """Bounds for many layouts before and after, on one mesh and cluster. A dim is told by the bits of the axes that
-    slice it, in mesh order: `before` and `after` [layouts, dims], and `partial` [layouts before]; nothing is partial
-    after."""
+    """Bounds for many layouts before and after, on one mesh and cluster. The axes that slice a dim are in mesh order,
+    so the number of their tuple holds a bit for each; nothing is partial after."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, axes: Sequence[str]) -> None:
         self.mesh, self.cluster, self.axes = mesh, cluster, tuple(axes)
@@ -43,45 +64,72 @@ class Bounds:
                 seen = sum(1 << self.axes.index(axis) for axis in outer)
                 slower = max(one.link.bandwidth for one in cluster.levels[: cluster.levels.index(level)])
                 self.levels.append((seen, slower, min(inside, mesh.size)))
+        self.known: dict[tuple[int, int], Compared] = {}
         self.latency = min(level.link.latency + level.link.call for level in cluster.levels)
 
-    def seconds(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
+    def seconds(self, before: Rows, after: Rows, size: float) -> Seconds:
         """[before, after] for a tensor of `size` bytes."""
-        found = np.zeros((len(before), len(after)))
-        for seen, bandwidth, ranks in self.levels:
-            share = self._missing(before & seen, after & seen, partial & seen)
-            np.maximum(found, share * size / ranks / bandwidth, out=found)
-        sent = found > 0
-        found += self.latency * sent
-        differ = sum(
-            (self._lying(before, partial, place)[:, None] != self._lying(after, None, place)).astype(np.int8)
-            for place in range(len(self.axes))
+        key = id(before), id(after)
+        if key not in self.known:
+            self.known[key] = self._compared(before, after)
+        one, bandwidth, launch = self.known[key], self.cluster.memory_bandwidth, self.cluster.launch
+        found = one.sent * size
+        found += self.latency * (one.sent > 0) + (launch + 4 * size / self.mesh.size / bandwidth) * one.copied
+        copy = launch + 2 * (size / one.slices) / bandwidth
+        found = np.where((one.sent > 0) | ~one.changed, found, copy[:, None])
+        kind, axis, slices, factor = one.single[:, one.first]
+        prices = np.array(
+            [
+                collective_seconds(KINDS[int(k)], s, (self.axes[int(a)],), self.mesh, self.cluster) if s else 0.0
+                for k, a, s in zip(kind, axis, (size / slices * factor).tolist(), strict=True)
+            ]
         )
-        found += self._copied(before, after, partial, size) * sent
-        copy = self.cluster.launch + 2 * (size / self.product[before].prod(1)) / self.cluster.memory_bandwidth
-        found = np.where(sent | (differ == 0), found, copy[:, None])
-        rows, columns = np.nonzero(differ == 1)
-        alone = self._single(before[rows], after[columns], partial[rows], size)
-        found[rows, columns] = np.maximum(found[rows, columns], alone)
+        copied = size / one.single[2] * one.doubled
+        alone = np.where(copied > 0, launch + 2 * copied / bandwidth, 0.0) + prices[one.inverse]
+        found[one.rows, one.columns] = np.maximum(found[one.rows, one.columns], alone)
         return found
 
-    def _copied(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
-        """[before, after]: seconds of the copies that any chain at least makes. Only gathers of dim 0 and sums that are
-        scattered along it make none; all other steps hold two of the smallest slices at once, or one of twice the
-        size."""
+    def _compared(self, before: Rows, after: Rows) -> Compared:
+        have, want, partial = before.dims, after.dims, before.partial
+        sent = np.zeros((len(before), len(after)))
+        for seen, bandwidth, ranks in self.levels:
+            share = self._missing(have & seen, want & seen, partial & seen)
+            np.maximum(sent, share / ranks / bandwidth, out=sent)
+        source, target = self._lying(have, partial), self._lying(want, np.zeros_like(after.partial))
+        differ = sum((source[:, place, None] != target[:, place]).astype(np.int8) for place in range(len(self.axes)))
+        rows, columns = np.nonzero(differ == 1)
+        alone, single, doubled = self._single(source[rows], target[columns], self.product[have].prod(1)[rows])
+        _, first, inverse = np.unique(single[:, alone], axis=1, return_index=True, return_inverse=True)
+        return Compared(
+            before,
+            after,
+            sent,
+            differ > 0,
+            self._copied(have, want, partial) & (sent > 0),
+            self.product[have].prod(1),
+            rows[alone],
+            columns[alone],
+            single[:, alone],
+            doubled[alone],
+            first,
+            inverse.ravel(),
+        )
+
+    def _copied(self, before: Integers, after: Integers, partial: Integers) -> Booleans:
+        """[before, after]: whether any chain copies slices. Only gathers of dim 0 and sums that are scattered along it
+        do not; all other steps hold two of the smallest slices at once, or one of twice the size."""
         if not before.shape[1]:
-            return np.zeros((len(before), len(after)))
-        width = 2 ** len(self.axes)
-        base = width ** np.arange(before.shape[1] - 1)
+            return np.zeros((len(before), len(after)), dtype=np.bool_)
+        base = 2 ** (len(self.axes) * np.arange(before.shape[1] - 1))
         others = (before[:, 1:] @ base)[:, None] != after[:, 1:] @ base
         first = (partial[:, None] == 0) & (self.prefixes[before[:, :1], after[:, 0]] != after[:, 0])
-        least = self.cluster.launch + 4 * size / self.mesh.size / self.cluster.memory_bandwidth
-        return np.where(others | first, least, 0.0)
+        return np.asarray(others | first)
 
-    def _lying(self, dims: Integers, partial: Integers | None, place: int) -> Integers:
-        """[layouts]: which dim an axis slices, -1 for none, -2 where it is partial."""
-        found = (dims >> place & 1) @ np.arange(1, dims.shape[1] + 1) - 1
-        return found if partial is None else np.where(partial >> place & 1, -2, found)
+    def _lying(self, dims: Integers, partial: Integers) -> Integers:
+        """[layouts, axes]: which dim an axis slices, -1 for none, -2 where it is partial."""
+        places = np.arange(len(self.axes))
+        found = np.arange(1, dims.shape[1] + 1) @ (dims[:, :, None] >> places & 1) - 1
+        return np.where(partial[:, None] >> places & 1, -2, found)
 
     def _missing(self, before: Integers, after: Integers, partial: Integers) -> Seconds:
         """[before, after]: the share of the tensor that a unit at least sends."""
@@ -137,32 +185,19 @@ class Bounds:
             open_ &= x == y
         return found
 
-    def _single(self, before: Integers, after: Integers, partial: Integers, size: float) -> Seconds:
-        """[pairs] of `before` and `after` [pairs, dims]: the price where one axis moves; 0 elsewhere."""
-        places = range(len(self.axes))
-        source = np.stack([self._lying(before, partial, place) for place in places], 1)
-        target = np.stack([self._lying(after, None, place) for place in places], 1)
+    def _single(self, source: Integers, target: Integers, slices: Integers) -> tuple[Booleans, Seconds, Seconds]:
+        """[pairs] whose axes lie as in `source` and `target` [pairs, axes]: whether one collective is all, and what it
+        sends and copies as in `Compared`."""
         moving = (source != -1) & (source != target)
         axis = moving.argmax(1)
-        every = np.arange(len(partial))
+        every = np.arange(len(axis))
         start, end = source[every, axis], target[every, axis]
         starting = ((source == -1) & (target >= 0)).any(1)
         kept = source == target
         behind = (kept & (source >= 0) & ((source == start[:, None]) | (target == end[:, None]))).any(1)
-        simple = (moving.sum(1) == 1) & ~starting & ~behind
-        slices = self.product[before].prod(1)
-        now = size / slices
         n = np.array(self.sizes)[axis]
         kind = np.where(start == -2, np.where(end == -1, 0, 1), np.where(end == -1, 2, 3))
-        sent = now * np.choose(kind, [2 * (n - 1) / n, (n - 1) / n, n - 1, (n - 1) / n])
-        copied = np.choose(kind, [now, now * (end > 0), now * n * (start > 0), 2 * now])
-        bandwidth = self.cluster.memory_bandwidth
-        found = np.where(copied > 0, self.cluster.launch + 2 * copied / bandwidth, 0.0)
-        told = (slices * len(KINDS) + kind) * len(self.axes) + axis  # what is sent follows from these
-        _, first, inverse = np.unique(told, return_index=True, return_inverse=True)
-        prices = [
-            collective_seconds(KINDS[k], s, (self.axes[a],), self.mesh, self.cluster) if s else 0.0
-            for k, a, s in zip(kind[first].tolist(), axis[first].tolist(), sent[first].tolist(), strict=True)
-        ]
-        found += np.array(prices)[inverse.ravel()]
-        return np.where(simple, found, 0.0)
+        factor = np.choose(kind, [2 * (n - 1) / n, (n - 1) / n, n - 1, (n - 1) / n])
+        doubled = np.choose(kind, [1, end > 0, n * (start > 0), 2])
+        single = np.stack([kind, axis, slices, factor]).astype(np.float64)
+        return (moving.sum(1) == 1) & ~starting & ~behind, single, doubled.astype(np.float64)

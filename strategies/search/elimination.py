@@ -55,9 +55,10 @@ class Elimination:
             for variable in scope:
                 self.at[variable].add(number)
         self.steps: list[Eliminated] = []
+        self.done: set[int] = set()
+        """The tables that were added up."""
         self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest)
-        used = {number for step in self.steps for number in step.numbers}
-        self.left = [number for number in range(len(self.scopes)) if number not in used]
+        self.left = [number for number in range(len(self.scopes)) if number not in self.done]
         self.added: list[Seconds] = []
         self.rest: Rest | None = None
 
@@ -89,8 +90,11 @@ class Elimination:
             if size > largest:
                 raise TooWide
             around, numbers = self._around(variable), tuple(sorted(self.at[variable]))
-            self.steps.append(Eliminated(variable, around, numbers, [self.scopes[n] for n in numbers]))
+            splitting = self.at[variable] & self.splitting
+            scopes = {n: self.scopes[n] for n in numbers}
+            self.steps.append(Eliminated(variable, around, scopes, *(splitting if len(splitting) == 1 else ())))
             used = self.at.pop(variable)
+            self.done |= used
             alive.discard(variable)
             for v in around:
                 self.at[v] = (self.at[v] - used) | {len(self.scopes)}
@@ -116,34 +120,40 @@ class Elimination:
 
 
 class Eliminated:
-    """A variable with the tables that it was in, of which `numbers` and `scopes` tell which they are."""
+    """A variable with the tables that it was in: `scopes` by number, of which `splitting` is taken in parts."""
 
-    def __init__(self, variable: int, around: Variables, numbers: Sequence[int], scopes: Sequence[Variables]) -> None:
-        self.variable, self.around, self.numbers, self.scopes = variable, around, numbers, scopes
+    def __init__(
+        self, variable: int, around: Variables, scopes: Mapping[int, Variables], splitting: int | None = None
+    ) -> None:
+        self.variable, self.around, self.splitting = variable, around, splitting
         order = {v: place for place, v in enumerate((variable, *around))}
-        self.places = [tuple([order[v] for v in scope]) for scope in scopes]
+        places = {number: tuple([order[v] for v in scope]) for number, scope in scopes.items()}
         """Per table, where its dims are among the variable itself and those around."""
+        self.split_places = places.pop(splitting) if splitting is not None else ()
+        self.numbers, self.places = list(places), list(places.values())
+        self.used: list[Seconds] = []
+        """What was added up last."""
         self.parts: list[tuple[Part, ...]] = []
-        """Per table, what was added up last: one array, or several of which the table is the least."""
-        self.name: Name = ()
+        """The same by tables: one array, or several of which the table is the least."""
         self.made: Seconds = np.zeros(())
 
     def least(self, tables: Sequence[Table], made: Sequence[Seconds], known: Known) -> Seconds:
         """The least sum for all options of the variables around; `made` are the results of the steps before."""
         count = len(tables)
-        splitting = [n for n in self.numbers if n < count and tables[n].cell.split is not None]
-        parts: list[tuple[Part, ...]] = []
-        for number, places in zip(self.numbers, self.places, strict=True):
-            if [number] == splitting:
-                found = tables[number].cell.parts
-                parts.append(tuple([(tuple([places[dim] for dim in dims]), seconds) for dims, seconds in found]))
-            else:
-                parts.append(((places, tables[number].seconds if number < count else made[number - count]),))
-        name = tuple(sorted([(len(one), places, id(seconds)) for one in parts for places, seconds in one]))
-        if name != self.name:
-            self.parts, self.name = parts, name  # which keeps the arrays, and so their names
-            self.made = known[name] if name in known else self._least()
-        known[name] = self.made
+        whole = [tables[n].cell.seconds if n < count else made[n - count] for n in self.numbers]
+        split = () if self.splitting is None else tables[self.splitting].cell.parts
+        used = [*whole, *[seconds for _, seconds in split]]
+        if self.used and _same(used, self.used):
+            return self.made
+        self.used = used  # which keeps the arrays, and so their names
+        self.parts = [((places, seconds),) for places, seconds in zip(self.places, whole, strict=True)]
+        if split:
+            placed = [(tuple([self.split_places[dim] for dim in dims]), seconds) for dims, seconds in split]
+            self.parts.append(tuple(placed))
+        name = tuple(sorted([(len(one), places, id(seconds)) for one in self.parts for places, seconds in one]))
+        if name not in known:
+            known[name] = self._least()
+        self.made = known[name]
         return self.made
 
     def _least(self) -> Seconds:

@@ -45,16 +45,13 @@ class Folded:
         self.attached: list[list[Table]] = [[] for _ in network.sizes]
         for one in network.tables:
             self.attached[max(one.variables)].append(one)
-        looks: dict[tuple[object, ...], int] = {}
-        self.names, self.places = [
-            np.array(
-                [
-                    looks.setdefault(look(network.sizes[v], v, self.attached[v]), len(looks))
-                    for v in range(len(self.attached))
-                ]
-            )
-            for look in (_name, _place)
-        ]
+        names, places = dict[tuple[int, ...], int](), dict[tuple[int, ...], int]()
+        told = []
+        for v, (size, tables) in enumerate(zip(network.sizes, self.attached, strict=True)):
+            name = names.setdefault((size, *[id(one.cell) for one in tables]), len(names))
+            place = (name, *[v - around for one in tables for around in one.variables])
+            told.append((name, places.setdefault(place, len(places))))
+        self.names, self.places = np.array(told, dtype=np.int64).reshape(len(told), 2).T
         """Per variable a number for its tables, and one for these and how far away their other variables are."""
         self.runs = list(self._runs(0, len(network.sizes)))
 
@@ -114,14 +111,6 @@ class Folded:
             alike[position] = _alike(self.attached[low + position], self.attached[low + position + period], period)
         edges = np.flatnonzero(np.diff(alike.astype(np.int8), prepend=0, append=0)).tolist()
         return [(low + start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def _name(size: int, variable: int, tables: Sequence[Table]) -> tuple[object, ...]:
-    return size, *[id(one.cell) for one in tables]
-
-
-def _place(size: int, variable: int, tables: Sequence[Table]) -> tuple[object, ...]:
-    return size, *[(id(one.cell), *[variable - v for v in one.variables]) for one in tables]
 
 
 def _alike(first: Sequence[Table], second: Sequence[Table], period: int) -> bool:

@@ -80,6 +80,7 @@ class Building:
         self.raised = self.transfers.raised
         self.settled: set[tuple[int, int, int]] = like.settled if like else set()
         """Entries of pairs that were priced."""
+        self.learned = {source.id for source in self.graph.of_kind("parameter")}
         self._variables()
         self._tables()
         self.uses = Uses(len(self.network.sizes), [one[1:] for one in self.used])
@@ -162,7 +163,7 @@ class Building:
     def _variables(self) -> None:
         firsts: dict[str, list[Ref]] = {}
         for ref, uses in self.graph.users.items():
-            if len(uses) > 1:
+            if len(uses) > 1 and (ref.id in self.learned or ref in self.split):
                 firsts.setdefault(uses[0][0].id, []).append(ref)
         for operator in self.graph.operators:
             for ref in firsts.get(operator.id, ()):
@@ -209,15 +210,15 @@ class Building:
     def _paying(self, ref: Ref) -> Paying:
         """How a value is handed on, and what each of its uses pays, alone or for its part: the same for all values that
         look alike."""
-        if ref not in self.paying:
-            key = self._look(ref)
-            if key not in self.known:
-                given = self._given(ref)
-                pairs = self._pairs(ref, given)
-                cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
-                self.known[key] = given, pairs, cells
-            self.paying[ref] = self.known[key]
-        return self.paying[ref]
+        key = self._look(ref)
+        if key not in self.known:
+            given = self._given(ref)
+            pairs = self._pairs(ref, given)
+            cells = [self._remember(("use", id(one), len(pairs)), self._use(given, one, pairs)) for one in pairs]
+            self.known[key] = given, pairs, cells
+        found: Paying = self.known[key]
+        self.paying[ref] = found
+        return found
 
     def _use(self, given: Side, pair: Pair, pairs: Sequence[Pair]) -> Callable[[], Cell]:
         return lambda: cell_of_use(given, pair, len(pairs))
@@ -251,30 +252,24 @@ class Building:
         return Pair(self.transfers, spec, given.rows, wanted.rows, back, come, go, of_option)
 
     def _tables(self) -> None:
-        for operator in self.graph.operators:
-            choices = self.choices[operator.id]
-            cell = self._remember(("own", id(choices)), lambda choices=choices: self._own(choices))  # type: ignore[misc]
-            self.network.tables.append(Table((self.variables[operator.id],), cell))
-        learned = {source.id for source in self.graph.of_kind("parameter")}
+        own = {id(one): self._remember(("own", id(one)), self._own(one)) for one in self.choices.values()}
+        for name, variable in self.variables.items():
+            self.network.tables.append(Table((variable,), own[id(self.choices[name])]))
         for ref, uses in self.graph.users.items():
-            if not uses:
-                continue
-            if ref.id in self.variables:
-                self._value(ref)
-            elif ref in self.parameters:
+            if uses and ref in self.parameters:
                 variable, shared = self.parameters[ref]
                 self.network.tables.append(Table((variable,), shared.own))
                 for (user, _), cell in zip(uses, shared.uses, strict=True):
                     self.network.tables.append(Table((variable, self.variables[user.id]), cell))
-            elif ref.id not in learned:
-                self._value(ref)
+            elif uses and ref.id not in self.learned:
+                self._value(ref, [self.variables[user.id] for user, _ in uses])
         for ref in self.graph.outputs:
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
             self._whole(ref, False)
 
-    def _own(self, choices: Choices) -> Cell:
-        return Cell(lambda: choices.own + self.menu.pressure * choices.bytes)
+    def _own(self, choices: Choices) -> Callable[[], Cell]:
+        return lambda: Cell(lambda: choices.own + self.menu.pressure * choices.bytes)
 
     def press(self, pressure: float) -> None:
         """Lets a byte of memory cost so many seconds."""
@@ -291,9 +286,8 @@ class Building:
         found += sum(shared.bytes[picks[variable]] for variable, shared in self.parameters.values())
         return float(found)
 
-    def _value(self, ref: Ref) -> None:
-        producer, (given, pairs, cells) = self.variables.get(ref.id), self._paying(ref)
-        users = [self.variables[user.id] for user, _ in self.graph.users[ref]]
+    def _value(self, ref: Ref, users: Sequence[int]) -> None:
+        producer, (given, pairs, cells) = self.variables.get(ref.id), self.paying.get(ref) or self._paying(ref)
         self.used.append((ref, producer, given, list(zip(users, pairs, strict=True))))
         if self.wide and len(set(users)) == len(users):
             produced = () if producer is None else (producer,)
@@ -302,7 +296,7 @@ class Building:
                 cell = self._agreeing(given, [pair for _, pair in some], len(users) // len(some), produced != ())
                 self.network.tables.append(Table((*produced, *(user for user, _ in some)), cell))
             return
-        if ref in self.sharings:
+        if self.sharings and ref in self.sharings:
             variable, sharing = self.sharings[ref]
             self._add((producer, variable), sharing.first)
             for user, cell in zip(users, sharing.uses, strict=True):

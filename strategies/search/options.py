@@ -86,17 +86,6 @@ class Placed:
         return map(self.__getitem__, range(len(self)))
 
 
-def _said(value: Any) -> Any:
-    """Nested arguments without the names of the values among them; equal where they print alike."""
-    if isinstance(value, Ref):
-        return "*"
-    if isinstance(value, (tuple, list)):
-        return type(value), *map(_said, value)
-    if isinstance(value, dict):
-        return dict, *[(key, _said(item)) for key, item in value.items()]
-    return repr(value)
-
-
 class Menu:
     """The choices of all operators of a problem."""
 
@@ -123,28 +112,19 @@ class Menu:
         """All that choices depend on, with sources and values told by what they are."""
         fixed = self.problem.fixed.get(operator.id)
         return (
-            operator.target,
-            _said(operator.args),
-            _said(operator.kwargs),
-            tuple([self.told[ref][0] for ref in operator.operands]),
-            *[self.told[Ref(operator.id, index)][1] for index in range(len(operator.results))],
-            operator.id in self.problem.graph.returning,
+            self.problem.graph.looks[operator.id],
+            self.stored.get(operator.id),
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
         )
 
     @cached_property
-    def told(self) -> dict[Ref, tuple[int, int]]:
-        """Two numbers per value: equal where all is that the choices of its users, and of its producer, depend on."""
-        taken, given = dict[tuple[Any, ...], int](), dict[tuple[Any, ...], int]()
-        trained, stored = self.problem.graph.trained, self.problem.stored
-        return {
-            ref: (
-                taken.setdefault((spec, ref in trained, ref in self.lone), len(taken)),
-                given.setdefault((spec, ref in stored), len(given)),
-            )
-            for ref, spec in self.problem.graph.specs.items()
-        }
+    def stored(self) -> dict[str, frozenset[int]]:
+        """Which results of operators stay for backward, by id."""
+        found: dict[str, set[int]] = {}
+        for ref in self.problem.stored:
+            found.setdefault(ref.id, set()).add(ref.index)
+        return {id: frozenset(indices) for id, indices in found.items()}
 
     def _choices(self, operator: Operator) -> Choices:
         sharding, fixed = self.problem.shardings[operator.id], self.problem.fixed.get(operator.id)

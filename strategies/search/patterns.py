@@ -62,6 +62,13 @@ class Asked:
     settled: Booleans
     changes: int = 0
 
+    def pattern(self, row: int, column: int) -> Pattern:
+        """The pattern of a pair."""
+        dims = zip(self.kinds, self.before.dims[row].tolist(), self.after.dims[column].tolist(), strict=True)
+        parts = [(kind * WIDTH + have) * WIDTH + want for kind, have, want in dims]
+        ends = int(self.before.partial[row]), int(self.after.partial[column])
+        return *parts[:1], *sorted(parts[1:]), *ends  # dims but the first have no order in a pattern
+
 
 class Group:
     """All that is asked of tensors of the same kinds; `named` are the patterns with known chains, by their numbers."""
@@ -69,12 +76,6 @@ class Group:
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.named: dict[int, Pattern] = {}
-
-    def pattern(self, one: Asked, row: int, column: int) -> Pattern:
-        """The pattern of a pair."""
-        table = self.asked.index(one)
-        place = self.joined.starts[table] + row * len(one.after) + column
-        return tuple(self.joined.patterns(np.array([place]), np.array([table]))[0].tolist())
 
     def adopt(self, one: Asked, seconds: Price) -> None:
         """Adds a table, and settles its pairs whose patterns have known chains."""
@@ -144,7 +145,7 @@ class Joined:
         rows, columns = np.divmod(places - self.starts[tables], self.widths[tables])
         rows, columns = rows + self.rows[tables], columns + self.columns[tables]
         parts = (self.kinds[tables] * WIDTH + self.before[0][rows]) * WIDTH + self.after[0][columns]
-        parts[:, 1:] = np.sort(parts[:, 1:], axis=1)  # dims but the first have no order in a pattern
+        parts[:, 1:] = np.sort(parts[:, 1:], axis=1)
         return np.concatenate([parts, self.before[1][rows, None], self.after[1][columns, None]], 1)
 
 

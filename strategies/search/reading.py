@@ -45,29 +45,33 @@ class Uses:
     users."""
 
     def __init__(self, variables: int, values: Sequence[tuple[int | None, Side, Sequence[Use]]]) -> None:
-        self.variables = variables
-        options = Joined()
+        options, names = Joined(), Joined()
+        kinds: dict[int, int] = {}
         self.pairs: list[Pair] = []
-        self.firsts: list[int] = []
-        """The first number of every pair's entries."""
-        known: dict[int, tuple[int, int, int]] = {}
-        entries, targets = 0, dict[tuple[bytes, bytes], int]()
-        names = Joined()
-        rows: list[tuple[int, ...]] = []
-        for number, (producer, given, uses) in enumerate(values):
-            start = options.start(given.of_option)
-            come = variables if producer is None else producer
+        told: list[tuple[int, int, int, int]] = []
+        first, targets = 0, dict[tuple[bytes, bytes], int]()
+        users: list[int] = []
+        used: list[int] = []
+        for _, _, uses in values:
             for user, pair in uses:
-                if id(pair) not in known:
+                if id(pair) not in kinds:
+                    kinds[id(pair)] = len(kinds)
                     found = np.array([targets.setdefault(target, len(targets)) for target in pair.targets])
-                    known[id(pair)] = entries, options.start(pair.of_option), names.start(found)
-                    self.firsts.append(entries)
+                    told.append((first, len(pair.targets), options.start(pair.of_option), names.start(found)))
                     self.pairs.append(pair)
-                    entries += len(pair.given) * len(pair.targets)
-                rows.append((number, come, start, user, len(pair.targets), *known[id(pair)]))
+                    first += len(pair.given) * len(pair.targets)
+                users.append(user)
+                used.append(kinds[id(pair)])
+        counts = [len(uses) for _, _, uses in values]
+        self.value = np.repeat(np.arange(len(values)), counts)
+        self.come = np.repeat([variables if one is None else one for one, _, _ in values], counts)
+        self.start = np.repeat([options.start(given.of_option) for _, given, _ in values], counts)
+        self.user = np.array(users, dtype=np.int64)
+        each = np.array(told, dtype=np.int64).reshape(len(told), 4)
+        self.firsts = each[:, 0]
+        """The first number of every pair's entries."""
+        self.first, self.width, self.of_option, self.name = each[np.array(used, dtype=np.int64)].T
         self.options, self.names, self.targets = options.all(), names.all(), len(targets)
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 8).T
-        self.value, self.come, self.start, self.user, self.width, self.first, self.of_option, self.name = columns
 
     def entries(self, picks: Sequence[int], *, once: bool = False) -> list[tuple[Entry, int]]:
         """What a solution pays, and how often; `once`: a target that several uses of a value want counts once."""
@@ -76,7 +80,7 @@ class Uses:
             numbers = numbers[np.unique(self._told(targets), return_index=True)[1]]
         found, counts = np.unique(numbers, return_counts=True)
         pairs = np.searchsorted(self.firsts, found, side="right") - 1
-        places = found - np.array(self.firsts, dtype=np.int64)[pairs]
+        places = found - self.firsts[pairs]
         return [
             ((pair, *divmod(place, len(pair.targets))), count)
             for pair, place, count in zip(

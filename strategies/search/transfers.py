@@ -15,11 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import step_seconds
+from strategies.cost.collectives import copied_elements, moved_seconds
 from strategies.graph import TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
-from strategies.redistribution import LARGE, LOCAL, Step, chain
+from strategies.redistribution import LARGE, LOCAL, chain
 from strategies.search.bounds import Bounds
 from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
 from strategies.search.patterns import Integers as Integers
@@ -31,6 +31,8 @@ WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
 WAYS_FROM = 3
 """Axes from which on what is settled tells something of all that begins in the same class."""
+ALIKE = 1e-6
+"""Of a bound: how far others lie from it that count as the same."""
 MANY = 4096
 """Pairs of layouts that are sure to have more patterns than are priced at once."""
 
@@ -66,7 +68,8 @@ class Transfers:
         self.patterns: dict[Pattern, int] = {}
         self.chains: list[list[int]] = []  # per pattern its steps, by number
         self.steps: dict[tuple[object, ...], int] = {}
-        self.shown: list[tuple[Step, int]] = []  # per step an example, and the elements of its tensor
+        self.shown: list[tuple[str, tuple[str, ...], int, int, int]] = []
+        """Per step its kind and axes; of an example, how many elements it copies, sends and has."""
         self.priced: dict[float, list[float]] = {}
         self.made: dict[tuple[object, ...], Rows] = {}
         self.asked: dict[tuple[object, ...], Asked] = {}
@@ -140,7 +143,7 @@ class Transfers:
         many = ordered and (numbers.size > max(few, MANY) or len(np.unique(numbers)) > few)
         if many:
             size = float(spec.elements * spec.item_bytes)
-            asked.values = self.bounds.seconds(before.dims, after.dims, before.partial, size)
+            asked.values = self.bounds.seconds(before, after, size)
             asked.values[:, after.partial > 0] = 0.0  # what may stay a partial sum need not be sent
         else:
             asked.values[:] = np.inf
@@ -156,9 +159,19 @@ class Transfers:
         """Prices one pair, and all pairs with its pattern."""
         asked = self.asked[self._key(before, after, spec)]
         if not asked.settled[row, column]:
+            bound = asked.values[row, column]
             self._settle(asked, row, column)
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row)
+            elif asked.values[row, column] > bound * (1 + ALIKE):
+                self._settle_alike(asked, row, column, bound)
+
+    def _settle_alike(self, asked: Asked, row: int, column: int, bound: float) -> None:
+        """Prices the pairs with one of these layouts that had the same bound: the next solution would take one."""
+        for line, at in ((row, slice(None)), (slice(None), column)):
+            same = ~asked.settled[line, at] & (np.abs(asked.values[line, at] - bound) <= ALIKE * bound)
+            for place in np.flatnonzero(same).tolist():
+                self._settle(asked, *((row, place) if line is row else (place, column)))
 
     def _look_around(self, before: Rows, spec: TensorSpec, row: int) -> None:
         """Raises what is told of all redistributions from the class of a layout to what they take at least."""
@@ -215,7 +228,7 @@ class Transfers:
     def _settle(self, asked: Asked, row: int, column: int) -> None:
         """Searches for the chain of a pattern, and prices it wherever it is asked for."""
         group, number = self.groups[alike(asked.kinds)], int(asked.mixed[row, column])
-        name = group.pattern(asked, row, column)
+        name = asked.pattern(row, column)
         if name not in self.patterns:
             self.patterns[name] = len(self.chains)
             self.chains.append(self._chain(asked, row, column))
@@ -244,7 +257,7 @@ class Transfers:
                 told = (step.kind, *told[2:])
             if told not in self.steps:
                 self.steps[told] = len(self.shown)
-                self.shown.append((step, elements))
+                self.shown.append((step.kind, step.axes, copied_elements(step, self.mesh), sent, elements))
             numbers.append(self.steps[told])
         return numbers
 
@@ -252,6 +265,6 @@ class Transfers:
         """Seconds of every step for a tensor of this size."""
         size = spec.elements * spec.item_bytes
         prices = self.priced.setdefault(size, [])
-        for step, elements in self.shown[len(prices) :]:
-            prices.append(step_seconds(step, size / elements, self.mesh, self.cluster))
+        for kind, axes, copied, sent, elements in self.shown[len(prices) :]:
+            prices.append(moved_seconds(kind, axes, copied, sent, size / elements, self.mesh, self.cluster))
         return prices
