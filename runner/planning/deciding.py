@@ -360,12 +360,16 @@ class Deciding:
     def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
         that takes none or all of them. The first ones are taken: their second run comes when what later ones stored is
-        gone. Bytes are nearly affine in how many, so few numbers are tried: regula falsi."""
+        gone. Bytes are nearly affine in how many, which tells the least that they take, and so few numbers are tried:
+        regula falsi."""
         assert plan.recompute is not None
         every = plan.recompute.modules
-        most, least = (self._fastest(one).bytes() for one in (replace(choice, recompute="none"), choice))
+        none, all_ = self._fastest(replace(choice, recompute="none")), self._fastest(choice)
+        most, least = none.bytes(), all_.bytes()
         if len(every) < 2 or not least <= self.limit < most:
             return
+        share = math.ceil(len(every) * (most - self.limit) / (most - least) - 1) / len(every)
+        yield Priced(plan, none.seconds + max(share, 0.0) * (all_.seconds - none.seconds), None)
         few: Priced | None = None
         low, high, above, below = 0, len(every), most, least  # so many are too few, and enough; and their bytes
         while high - low > 1:
@@ -376,7 +380,10 @@ class Deciding:
             again = self._searches[self._rows(choice), choice.stages].again(plan, request)
             price = self._price(choice, again, modules)
             if (size := price.bytes()) <= self.limit:
-                few, high, below = Priced(again, price.seconds, size, modules), count, size
+                few, fewer = Priced(again, price.seconds, size, modules), size + (size - below) / (high - count)
+                if fewer > self.limit:
+                    break  # one less would be too few
+                high, below = count, size
             else:
                 low, above = count, size
         if few is not None:
