@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from strategies.search.cells import Cell, Network, Table
-from strategies.search.elimination import Elimination, Known
+from strategies.search.cells import Cell, Known, Network, Table
+from strategies.search.elimination import Elimination
 from strategies.search.transfers import Integers, Seconds
 
 SHORTEST = 3
@@ -77,10 +77,11 @@ class Folded:
 
     def solve(self) -> tuple[list[int], float]:
         """The best option of every variable, and what they cost. Raises TooWide."""
-        known: Known = {}
-        for power in self.powers:
-            power.renew(known)
-        rest, picks = self.others.solve(known), dict[int, int]()
+        known, picks = self.network.known, dict[int, int]()
+        with known.solving():
+            for power in self.powers:
+                power.renew(known)
+            rest = self.others.solve(known)
         rest.complete(picks)
         for power in self.powers:
             power.complete(picks)
