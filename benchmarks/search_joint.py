@@ -70,9 +70,9 @@ def main() -> None:
         if seen is None:
             seen = one.captures()
             print(f"{len(seen)} captures of {options.layers} layers: {time.process_time() - started:.1f} s", flush=True)
-        one.captures().update(seen)
+        one._seen.update(seen)
         started = time.process_time()
-        with timed(searched, "make_plan") as searches, timed(pricing, "trace_repeated") as traces:
+        with timed(searched.Planning, "plan") as searches, timed(pricing, "trace_repeated") as traces:
             told = one.plan().search["decided"]
         seconds = time.process_time() - started
         parts = f"{len(searches)} searches {sum(searches):.1f} s, {len(traces)} traces {sum(traces):.1f} s"

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from strategies.addressing import Configured, configured, in_module
@@ -23,18 +24,21 @@ from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.problem import Problem
 from strategies.search.repricing import propagated
-from strategies.search.solving import SOLVERS
+from strategies.search.solving import SOLVERS, Solved, Solving
 
 
 def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
     """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Raises
     StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
-    check(request)
-    return _Planning(graph, without_idle_axes(request), cluster or one_level(request.world_size)).plan()
+    return Planning(graph, request, cluster or one_level(request.world_size)).plan(request.stage, request.memory_limit)
 
 
-class _Planning:
+class Planning:
+    """Plans of one graph, as one request wants them, for one stage of ZeRO and limit of memory after another."""
+
     def __init__(self, graph: OperatorGraph, request: Request, cluster: Cluster) -> None:
+        check(request)
+        request = without_idle_axes(request)
         self.graph, self.request, self.cluster = graph, request, cluster
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
@@ -42,9 +46,12 @@ class _Planning:
         self.meshing = self._meshing()
         self.mesh = self.meshing.mesh
         self.inputs = self._inputs()
+        self.solving: dict[int, Solving] = {}
+        """By stage of ZeRO."""
 
-    def plan(self) -> Plan:
-        started = time.perf_counter()
+    @cached_property
+    def problem(self) -> Problem:
+        """What is fixed beforehand, and what is to be decided."""
         fixed: dict[str, Assignment] = {}
         for id, entry in self.configured.items():
             if entry.wanted.inputs is not None:
@@ -55,13 +62,22 @@ class _Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        asked = self.request
-        priced = replace(bare, stage=asked.stage, states=asked.states, memory=asked.memory_limit)
-        problem = replace(priced, fixed=fixed, outputs=outputs)
+        return replace(bare, states=self.request.states, fixed=fixed, outputs=outputs)
+
+    def _solve(self, stage: int, memory: float | None) -> Solved:
+        if stage not in self.solving:
+            problem = replace(self.problem, stage=stage)
+            self.solving[stage] = SOLVERS[self.request.search](problem, self.cluster, self._axes())
+        return self.solving[stage](memory)
+
+    def plan(self, stage: int, memory: float | None) -> Plan:
+        """The plan at this stage of ZeRO within so many bytes of a rank. Raises StrategyError as `make_plan` does."""
+        started = time.perf_counter()
+        problem = replace(self.problem, stage=stage, memory=memory)
         certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
         shared: Mapping[Ref, Layout] = {}
         if self.request.mode == "auto" and self.request.search in SOLVERS:
-            solved = SOLVERS[self.request.search](problem, self.cluster, self._axes())
+            solved = self._solve(stage, memory)
             searched = {id: (assignment, True) for id, assignment in solved.assignments.items()}
             shared = solved.tensors
             certificate |= solved.told
@@ -71,10 +87,9 @@ class _Planning:
         else:
             searched = self._defaults(problem)
         operators = {
-            operator.name: OperatorPlan(
-                searched[operator.id][0], self._origin(operator, searched[operator.id][1]), outputs.get(operator.id)
-            )
+            operator.name: OperatorPlan(assignment, self._origin(operator, reached), problem.outputs.get(operator.id))
             for operator in self.graph.operators
+            for assignment, reached in (searched[operator.id],)
         }
         tensors = self._tensors(operators)
         tensors |= {source.name: shared[ref] for source in self.graph.sources if (ref := Ref(source.id)) in shared}

@@ -28,6 +28,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
 from runner.planning.pricing import Price, price_of
+from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.planning.stored import read_content
 from runner.schema import Config
@@ -40,13 +41,12 @@ from strategies.engine.place import on_host
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
-from strategies.search.joint import Bound, Choice, Priced, decide
+from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 
 ZERO = (0, 1, 2, 3)
-RECOMPUTE = ("none", "selective", "full")
 EVERY = 5.0
 """Seconds between lines of progress."""
-NARROWER = 3
+NARROWER = 4
 """How often a plan that is too large is searched anew with less room, at most."""
 
 
@@ -134,9 +134,11 @@ class Deciding:
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
+        started = time.perf_counter() - sum(self._capturing)
         decision = decide(self.bounds, self.limit, self._aloud)
+        seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
         plan = decision.priced.plan
-        plan = replace(plan, search={**plan.search, "decided": decision.to_json()})
+        plan = replace(plan, search={**plan.search, "seconds": seconds, "decided": decision.to_json()})
         if folder is not None:
             plan_cache.store(folder, key, plan, self.say)
         return plan
@@ -177,6 +179,11 @@ class Deciding:
         return {}
 
     @cached_property
+    def _capturing(self) -> list[float]:
+        """Seconds of every capture."""
+        return []
+
+    @cached_property
     def _searches(self) -> dict[tuple[int, int], Searches]:
         """By rows and stages."""
         return {}
@@ -186,11 +193,13 @@ class Deciding:
 
     def _captured(self, rows: int) -> tuple[Objective, Captured, list[Tensor]]:
         if rows not in self._seen:
+            started = time.perf_counter()
             names, tensors = self.batch
             whole = len(tensors[0])
             own = [one[:rows] if one.dim() and len(one) == whole else one for one in tensors]
             self._seen[rows] = captured_from_shapes(self.config, names, own, self.say)
             on_host(self._seen[rows][1].graph, self.config.parallel.place)
+            self._capturing.append(time.perf_counter() - started)
         return self._seen[rows]
 
     def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
@@ -217,7 +226,7 @@ class Deciding:
         parallel, parts = self.config.parallel, self.config.data.batch_size // self.config.train.accumulate
         wanted, pipeline = parallel.recompute, parallel.pipeline
         zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
-        ways = RECOMPUTE if wanted.operators == "auto" else (wanted.told.strip("'"),)
+        ways = AGAIN if wanted.operators == "auto" else (wanted.told.strip("'"),)
         if pipeline.stages == "auto":
             several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
         else:
@@ -310,21 +319,43 @@ class Deciding:
             yield Priced(plan, self._fastest(stored).seconds, None)
             yield from self._in_few(choice, plan)
         price = self._fastest(choice)
-        for narrower in range(1 + NARROWER):
-            if narrower:
-                price = self._price(choice, plan)
+        if not price.counted:
             yield Priced(plan, price.seconds, None)
-            size = price.bytes()
-            yield Priced(plan, price.seconds, size)
-            if "bytes" not in plan.search:
-                return
-            room = int(plan.search["bytes"]) - choice.stages * (size - self.limit)
-            if room <= 0:
-                return
+        yield Priced(plan, price.seconds, price.bytes())
+        if "bytes" in plan.search:
+            yield from self._narrower(choice, (plan.search["bytes"], price.bytes()))
+
+    def _narrower(self, choice: Choice, free: tuple[float, int]) -> Iterator[Priced]:
+        """Plans for less room than the fastest one, which has so many bytes by the search's own count and by that of a
+        rank; the last one keeps the limit, if one does. Between it and what is too large others are tried first."""
+        seen, best = [free], None
+        rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
+        for _ in range(NARROWER):
+            room = rooms.next(seen)
             try:
-                plan = self._plan(choice, room)
+                plan = None if room is None else self._plan(choice, room)
             except StrategyError:
-                return  # no other plan is small enough: what was found is told
+                break  # no other plan is small enough: what was found is told
+            if plan is None or plan.search["bytes"] in dict(seen):
+                break
+            price = self._price(choice, plan)
+            if best is None:
+                yield Priced(plan, price.seconds, None)
+            elif price.seconds >= best.seconds:
+                break
+            found = Priced(plan, price.seconds, price.bytes())
+            seen.append((plan.search["bytes"], price.bytes()))
+            if price.bytes() <= self.limit:
+                best = found
+            elif best is None:
+                yield found
+        if best is not None:
+            yield best
+
+    @cached_property
+    def _rooms(self) -> dict[tuple[int, int], Rooms]:
+        """By stages and stage of ZeRO."""
+        return {}
 
     def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.planning import pipelining
@@ -24,11 +23,17 @@ from strategies.plan import Plan
 @dataclass(frozen=True)
 class Price:
     """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
-    finds out the bytes of the fullest rank, which takes longer."""
+    finds out the bytes of the fullest rank, which takes longer the first time."""
 
     seconds: float
     common: float
-    bytes: Callable[[], int]
+    count: Callable[[], int]
+    counted: list[int] = field(default_factory=list)
+
+    def bytes(self) -> int:
+        if not self.counted:
+            self.counted.append(self.count())
+        return self.counted[0]
 
 
 def price_of(
@@ -46,7 +51,7 @@ def price_of(
         program = lowered(config, *in_step)
         cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
-        return Price(cost.total, common, cache(lambda: memory(trace_repeated(program, updating), updating).peak))
+        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
         step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
@@ -62,7 +67,7 @@ def price_of(
         groups = enumerate(schedule)
         return max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
 
-    return Price(seconds, common, cache(fullest))
+    return Price(seconds, common, fullest)
 
 
 def _common(cost: Mapping[str, Any]) -> float:

@@ -16,7 +16,7 @@ from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
-from strategies.planner import make_plan
+from strategies.planner import Planning
 from strategies.recompute import recomputed
 from strategies.request import Request
 from strategies.rules import rule_of
@@ -32,6 +32,8 @@ class Searches:
     graph: OperatorGraph
     cluster: Cluster
     done: list[_Search] = field(default_factory=list)
+    planning: list[Planning] = field(default_factory=list)
+    """Of all requests, which differ in ZeRO's stage, the limit and what is computed again; none before the first."""
 
     @cached_property
     def rules(self) -> Mapping[str, Sharding]:
@@ -50,7 +52,7 @@ class Searches:
         plan = found.plan
         assert plan is not None
         if "bytes" in plan.search and found.asked.stage != asked.stage:
-            plan = replace(plan, search={**plan.search, "bytes": self._bytes(plan, asked)})
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(found, asked.stage)})
         return self.again(plan, request)
 
     def again(self, plan: Plan, request: Request) -> Plan:
@@ -60,18 +62,27 @@ class Searches:
 
     def _searched(self, asked: Request) -> _Search:
         try:
-            found = _Search(asked, make_plan(self.graph, asked, self.cluster), None)
+            if not self.planning:
+                self.planning.append(Planning(self.graph, asked, self.cluster))
+            found = _Search(asked, self.planning[0].plan(asked.stage, asked.memory_limit), None)
         except StrategyError as error:
             self.done.append(_Search(asked, None, error))
             raise
         self.done.append(found)
         return found
 
-    def _bytes(self, plan: Plan, asked: Request) -> float:
-        """What a rank keeps at the stage that is `asked` for, by the search's own model."""
+    def _bytes(self, found: _Search, stage: int) -> float:
+        """What a rank keeps at another stage, by the search's own model."""
+        if stage not in found.kept:
+            found.kept[stage] = self._counted(found, stage)
+        return found.kept[stage]
+
+    def _counted(self, found: _Search, stage: int) -> float:
+        plan = found.plan
+        assert plan is not None
         planned = {operator.id: plan.operators[operator.name] for operator in self.graph.operators}
         outputs = {id: one.outputs for id, one in planned.items() if one.outputs is not None}
-        problem = Problem(self.graph, plan.mesh, self.rules, {}, {}, outputs, asked.stage, asked.states)
+        problem = Problem(self.graph, plan.mesh, self.rules, {}, {}, outputs, stage, found.asked.states)
         return plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
 
 
@@ -82,6 +93,8 @@ class _Search:
     asked: Request
     plan: Plan | None
     refused: StrategyError | None
+    kept: dict[int, float] = field(default_factory=dict)
+    """Bytes of a rank by the search's own model, by stage of ZeRO."""
 
     def answers(self, asked: Request) -> bool:
         if self.plan is None or asked.memory_limit is None:

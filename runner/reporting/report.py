@@ -186,7 +186,8 @@ def _decided(told: Mapping[str, Any]) -> str:
     )
     if second is None:
         return line
-    return f"{line}; the runner-up ({_choice(second)}) is {100 * (second['seconds'] / seconds - 1):.2g} % slower"
+    slower = f"{100 * (second['seconds'] / seconds - 1):.2g} % slower"
+    return f"{line}; the next that is known to fit ({_choice(second)}) is {slower}"
 
 
 def _choice(told: Mapping[str, Any]) -> str:

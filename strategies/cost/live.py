@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.engine.offload import side
 from strategies.engine.recompute import tensors_in
+
+DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # autograd asks for most nodes, of a tensor without numbers each time through all modes
+            return _device(args[0])
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         self.see(given)
@@ -64,7 +69,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def see(self, tensors: Iterable[Tensor], host: bool = False) -> None:
         """Count the storages of these tensors, if they are not counted yet."""
         for tensor in tensors if self.counting else ():
-            if tensor.device.type == self.device:
+            if _device(tensor).type == self.device:
                 self._add(tensor.untyped_storage(), host)
 
     def hosted(self, tensors: Iterable[Tensor]) -> None:
@@ -108,6 +113,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak, self.host_peak = self.now, self.host
         if self.events is not None:
             self.events = [(None, self.now)]
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

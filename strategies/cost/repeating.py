@@ -40,8 +40,9 @@ from strategies.engine.program import Program
 from strategies.engine.updates import Cut, learning
 from strategies.graph import ITEM_BYTES
 
-FEW, MORE = 2, 3
-"""Repetitions that are traced."""
+FEW = (2, 3)
+"""Repetitions that are traced, and one more; where traces of the first do not bear it out, the second: what follows the
+last repetition may begin inside it."""
 SLACK = 0.005
 """Of the peak: what the room of a bucket may be told too much, because nobody looks when it is needed."""
 
@@ -60,21 +61,30 @@ def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeat
     whole = _Whole(program, updating, need)
     if max(whole.sizes, default=0) > whole.bucket:
         return None
-    few, more = (_Recording(shortened(program, part, count), updating, need, whole) for count in (FEW, MORE))
-    less, then = few.run(), more.run()
-    left = part.count - FEW
+    for few in FEW:
+        pair = [_Recording(shortened(program, part, count), updating, need, whole) for count in (few, few + 1)]
+        less, then = (one.run() for one in pair)
+        segments = list(zip(pair[0].segments, pair[1].segments, strict=True))
+        if all(one.phase == "update" or _Both(one.moments, other.moments).agree for one, other in segments):
+            return _whole(whole, updating, part.count - few, less, then, segments)
+    return None
+
+
+def _whole(
+    whole: _Whole, updating: Updating, left: int, less: Traced, then: Traced, segments: Sequence[tuple[_Segment, ...]]
+) -> Traced | None:
+    """With `left` more repetitions than `less` has, of which `then` has one; None where a joined bucket is too large to
+    be told."""
 
     def grown(a: int, b: int) -> int:
         return a + left * (b - a)
 
     peaks, filled = {name: 0 for name in less.peaks}, 0
-    for one, other in zip(few.segments, more.segments, strict=True):
+    for one, other in segments:
         if one.phase == "update":  # all gradients are there all the time
             peaks["update"] = grown(*(max(now for _, now in each.moments) for each in (one, other)))
             continue
         both = _Both(one.moments, other.moments)
-        if not both.agree:
-            return None
         peaks[one.phase] = max(peaks[one.phase], both.most(left))
         for elements, now in both.arrived(one.arrivals, other.arrivals, left):
             if filled and filled + elements > whole.bucket:

@@ -58,7 +58,7 @@ class Activations:
     def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
         """Take away what is kept while one of `modules` runs. `staying` are tensors that live on anyway."""
         for module in modules:
-            module.forward = partial(self._run, module, module.forward, staying)
+            module.forward = _through(partial(self._run, module, module.forward, staying))
 
     def _run(
         self, module: nn.Module, forward: Callable[..., Any], staying: Sequence[Tensor], *args: Any, **kwargs: Any
@@ -93,7 +93,7 @@ def look_up_parameters(module: nn.Module) -> None:
     what stage 3 has gathered for forward until then."""
     for unit in module.modules():
         if any(parameter is not None for parameter in unit._parameters.values()):
-            unit.forward = partial(_looking_up, unit, unit.forward)
+            unit.forward = _through(partial(_looking_up, unit, unit.forward))
 
 
 def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +107,15 @@ def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
     with saved_tensors_hooks(take, _bring):
         return forward(*args, **kwargs)
+
+
+def _through(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as a function: the compiler asks the modules of a program for the code of theirs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return run
 
 
 Held = TypeVar("Held", bound=Tensor)

@@ -8,6 +8,7 @@ in fp32: an operator whose contraction is sliced computes in fp32, and its resul
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.redistribution import Chain, chain
 from strategies.rules import rule_of
+from strategies.rules.random import draws
 
 SUMMING = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d sum mean".split())
 """Operators whose slices add up many numbers each. Where slices only fill in each other's zeros nothing is rounded."""
@@ -45,11 +47,23 @@ def lower(
     return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 
 
+_ordinals: dict[int, dict[Options, dict[str, int]]] = {}
+"""By graph, as long as it lives."""
+
+
 def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> dict[str, int]:
-    """The numbers of the random operators, by id."""
-    lowering = _Lowering(graph, plan, options, (), None, {})
-    lowering.program()
-    return lowering.ordinals
+    """The numbers of the random operators, by id: those of every plan, so the first one that is asked for tells all."""
+    if id(graph) not in _ordinals:
+        _ordinals[id(graph)] = {}
+        weakref.finalize(graph, _ordinals.pop, id(graph), None)
+    told = _ordinals[id(graph)]
+    if options not in told and not any(draws(operator) for operator in graph.operators):
+        told[options] = {}
+    if options not in told:
+        lowering = _Lowering(graph, plan, options, (), None, {})
+        lowering.program()
+        told[options] = lowering.ordinals
+    return told[options]
 
 
 def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:

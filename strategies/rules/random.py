@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from strategies.graph import Operator, Ref, TensorSpec, rewrite
+from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -116,8 +117,10 @@ def seeded_slice(target: str, key: int, ordinal: int, position: int, /, *args: A
 
 
 def draws(operator: Operator) -> bool:
-    """Whether an operator reads torch's generators."""
-    return torch.Tag.nondeterministic_seeded in getattr(resolve(operator.target), "tags", ())
+    """Whether an operator reads torch's generators; attention does not where it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(resolve(operator.target), "tags", ()):
+        return False
+    return named(operator.target, operator.args, operator.keywords).get("dropout_p") != 0
 
 
 def draw_whole(operator: Operator, local: Local) -> Ref:

@@ -10,7 +10,7 @@ Invariant: what is left out could not have been among the best two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from strategies.cost.cluster import Cluster
@@ -21,7 +21,7 @@ from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes
-from strategies.search.exact import search
+from strategies.search.exact import on_mesh
 from strategies.search.finding import Found
 from strategies.search.joining import least as least_of_all
 from strategies.search.joining import on_runs
@@ -153,18 +153,9 @@ def searchable(mesh: Mesh) -> bool:
 
 
 def search_on(problem: Problem, cluster: Cluster, factors: Factors) -> Found | None:
-    """The exact search on the mesh of these axes, whose bound is that of plans there; None where configured layouts
-    tell axes apart that are one. Raises StrategyError."""
-    if all(len(run) == 1 for run in factors):
-        return search(problem, cluster)
-    there = on_runs(problem, factors)
-    if there is None:
-        return None
-    found = search(there.problem, cluster)
-    assignments = {id: there.assignment(one) for id, one in found.assignments.items()}
-    return replace(
-        found, assignments=assignments, tensors={ref: there.layout(one) for ref, one in found.tensors.items()}
-    )
+    """The exact search on the mesh of these axes, see `on_mesh`. Raises StrategyError."""
+    within = on_mesh(problem, cluster, factors)
+    return None if within is None else within(problem.memory)
 
 
 def choose(problem: Problem, cluster: Cluster, searcher: Searcher) -> Chosen:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from strategies.search.alike import Alike
 from strategies.search.elimination import TooWide
 from strategies.search.finding import Finding, Found, uncollected
 from strategies.search.folding import Folded
+from strategies.search.frontier import Frontier
 from strategies.search.groups import Classes, Groups, Within
 from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
@@ -87,11 +89,19 @@ class Coarse:
                 if near or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
-    def within(self, limit: float, free: Found) -> Found:
+    @cached_property
+    def free(self) -> Found:
+        """The cheapest plan of all."""
+        found = self.cheapest()
+        self.widest = self._classes(self.last)
+        return found
+
+    def within(self, limit: float) -> Found:
         """A plan that keeps the limit: the best of the classes that are picked at two prices of memory, between which
         plans begin to keep it. Raises StrategyError where there is none."""
+        free = self.free
         lower, low, high = free.lower_bound, 0.0, free.cost / limit
-        over = under = self._classes(self.last)
+        over = under = self.widest
         price, fits = high, False
         for _ in range(PRICES):
             found = self.cheapest(price)
@@ -104,7 +114,7 @@ class Coarse:
         chosen = {id: np.concatenate([over[id], under[id]]) for id in over}
         menu = Within(self.problem, self.transfers, self.alike, chosen)
         finding = Finding(self.problem, menu, max(self.tolerance, PRECISE))
-        best = finding.within(limit, finding.cheapest(0.0, most=MOST_SOLUTIONS), MOST_SOLUTIONS)
+        best = Frontier(finding, MOST_SOLUTIONS).within(limit)
         return replace(best, lower_bound=min(lower, best.cost))
 
     def _classes(self, picks: Mapping[str, int]) -> dict[str, Integers]:

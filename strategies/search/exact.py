@@ -9,13 +9,17 @@ work alone takes on the whole mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.search.coarse import Coarse, shared
 from strategies.search.finding import Finding, Found
-from strategies.search.joining import joinings, least
+from strategies.search.frontier import Frontier
+from strategies.search.joining import Joined, joinings, least, on_runs
+from strategies.search.meshes import Factors
 from strategies.search.options import Menu
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
@@ -27,49 +31,76 @@ MOST_SHARED = 4
 """The same, where a parameter has several uses."""
 
 
-def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
-    """The cheapest plan within the memory limit, or one at most `tolerance` (relative to the bound) more expensive;
-    None is 0 on meshes of one or two axes, and 1 % on larger ones. With a limit or more than `MOST_AXES` axes the gap
-    may stay larger. Raises StrategyError where no plan within the limit is found, or layouts are too many."""
-    transfers = Transfers(problem.mesh, cluster)
-    axes = len(transfers.axes)
-    if tolerance is None:
-        tolerance = 0.01 if axes > 2 else 1e-12
-    if axes > MOST_AXES and not shared(problem):
-        coarse = Coarse(problem, transfers, tolerance)
-        free = coarse.cheapest()
-        return free if problem.memory is None or free.bytes <= problem.memory else coarse.within(problem.memory, free)
-    if axes > MOST_SHARED:
-        best = _on_joined(problem, cluster, tolerance)
+class Exact:
+    """The search on one problem, for one limit of memory after another: what was priced for one is known for the next.
+
+    It finds the cheapest plan, or one at most `tolerance` (relative to the bound) more expensive; None is 0 on meshes
+    of one or two axes, and 1 % on larger ones. With a limit or more than `MOST_AXES` axes the gap may stay larger.
+    """
+
+    def __init__(self, problem: Problem, cluster: Cluster, tolerance: float | None = None) -> None:
+        self.problem, self.cluster = problem, cluster
+        self.transfers = Transfers(problem.mesh, cluster)
+        self.axes = len(self.transfers.axes)
+        self.tolerance = (0.01 if self.axes > 2 else 1e-12) if tolerance is None else tolerance
+
+    def within(self, memory: float | None) -> Found:
+        """The plan for so many bytes of a rank. Raises StrategyError where none is found, or layouts are too many."""
+        if self.axes > MOST_AXES and not shared(self.problem):
+            free = self._coarse.free
+            return free if memory is None or free.bytes <= memory else self._coarse.within(memory)
+        if self.axes > MOST_SHARED:
+            return self._on_joined(memory)
+        return self._frontier.free() if memory is None else self._frontier.within(memory)
+
+    @cached_property
+    def _coarse(self) -> Coarse:
+        return Coarse(self.problem, self.transfers, self.tolerance)
+
+    @cached_property
+    def _frontier(self) -> Frontier:
+        menu = Menu(self.problem, self.transfers)
+        return Frontier(Finding(self.problem, menu, self.tolerance, wide=self.axes > MOST_AXES))
+
+    @cached_property
+    def _joined(self) -> list[tuple[Joined, Exact]]:
+        found = list(joinings(self.problem, self.cluster))
+        return [(one, Exact(one.problem, self.cluster, self.tolerance)) for one in found]
+
+    def _on_joined(self, memory: float | None) -> Found:
+        """The best plan of the joined meshes, and its seconds on the whole one."""
+        best: Found | None = None
+        refused: StrategyError | None = None
+        for joined, exact in self._joined:
+            try:
+                found = exact.within(memory)
+            except StrategyError as error:  # a limit that no plan on this mesh keeps
+                refused = error
+                continue
+            if best is None or found.cost < best.cost:
+                best = joined.whole(found)
         if best is None:
-            raise StrategyError(
-                f"parallel.search = dynamic_programming has too many layouts to compare on a mesh of {axes} axes where "
-                "a parameter has several uses and configured layouts tell neighbouring axes apart. Use "
+            raise refused or StrategyError(
+                f"parallel.search = dynamic_programming has too many layouts to compare on a mesh of {self.axes} axes "
+                "where a parameter has several uses and configured layouts tell neighbouring axes apart. Use "
                 "parallel.search=recursive_programming, or a mesh of fewer axes."
             )
-        return best
-    finding = Finding(problem, Menu(problem, transfers), tolerance, wide=axes > MOST_AXES)
-    free = finding.cheapest(0.0)
-    return free if problem.memory is None or free.bytes <= problem.memory else finding.within(problem.memory, free)
+        cost = Pricing(self.problem, self.cluster).total(best.assignments, best.tensors)
+        return replace(best, cost=cost, lower_bound=min(least(self.problem, self.cluster), cost))
 
 
-def _on_joined(problem: Problem, cluster: Cluster, tolerance: float) -> Found | None:
-    """The best plan of the joined meshes, and its seconds on the whole one; None where axes cannot be joined."""
-    best: Found | None = None
-    refused: StrategyError | None = None
-    for joined in joinings(problem, cluster):
-        try:
-            found = search(joined.problem, cluster, tolerance)
-        except StrategyError as error:  # a limit that no plan on this mesh keeps
-            refused = error
-            continue
-        if best is None or found.cost < best.cost:
-            assignments = {id: joined.assignment(one) for id, one in found.assignments.items()}
-            tensors = {ref: joined.layout(one) for ref, one in found.tensors.items()}
-            best = replace(found, assignments=assignments, tensors=tensors)
-    if best is None:
-        if refused is not None:
-            raise refused
+def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
+    """The plan within the problem's memory, see `Exact`."""
+    return Exact(problem, cluster, tolerance).within(problem.memory)
+
+
+def on_mesh(problem: Problem, cluster: Cluster, factors: Factors) -> Callable[[float | None], Found] | None:
+    """`Exact.within` on the mesh of these axes, with the bound of plans there; None where configured layouts tell axes
+    apart that are one."""
+    if all(len(run) == 1 for run in factors):
+        return Exact(problem, cluster).within
+    joined = on_runs(problem, factors)
+    if joined is None:
         return None
-    cost = Pricing(problem, cluster).total(best.assignments, best.tensors)
-    return replace(best, cost=cost, lower_bound=min(least(problem, cluster), cost))
+    exact = Exact(joined.problem, cluster)
+    return lambda memory: joined.whole(exact.within(memory))

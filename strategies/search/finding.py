@@ -3,10 +3,6 @@
 Tables hold lower bounds first: prices that a solution uses are settled, values of which uses disagree get a variable of
 their own, until the solution costs what the network says. Each solution is a plan, and each optimum of the network a
 lower bound, so both are known at any time.
-
-A limit of memory enters as seconds per byte (a Lagrange multiplier): for any such price, the optimum minus the price of
-the limit bounds all plans within the limit from below (M. Held, R. Karp, 1970). The next price is that at which the
-plans on both sides of the limit cost the same, until nothing is cheaper there: then the bound is the best one.
 """
 
 from __future__ import annotations
@@ -16,26 +12,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
-from strategies.search.kept import too_large
 from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
 
-PRECISE = 1e-6
-"""Of a price, or of what a plan costs at it: what makes no difference."""
-ROUNDS = 24
-"""Prices of memory that are tried at most."""
-WIDE_ROUNDS = 8
-"""The same in a wide network, where each takes long."""
 AGAIN = 12
-"""Solutions of a wide network with one bound."""
+"""Solutions of a wide network with one bound, and with one price of memory."""
+Name = str | Ref
+"""Of what has options: an operator by its id, or a parameter with several uses."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +52,8 @@ class Finding:
         """Whether the network is too wide to be eliminated as it is."""
         self.building = self._build(frozenset())
         self.many = len(menu.transfers.axes) > 2
-        self.picks: list[int] = []
-        """The options of the plan that was found last."""
+        self.named: Mapping[Name, int] = {}
+        """The options of the plan that was found last, by what they are of: variables may be numbered anew."""
 
     def _build(self, split: frozenset[Ref], like: Building | None = None) -> Building:
         with uncollected():
@@ -84,9 +74,12 @@ class Finding:
             self.building = self._build(frozenset(), self.building)
             return self.solver.solve()
 
-    def cheapest(self, pressure: float, enough: float = 0.0, most: int | None = None) -> Found:
+    def cheapest(
+        self, pressure: float, enough: float = 0.0, most: int | None = None, tolerance: float | None = None
+    ) -> Found:
         """The plan that costs least where a byte costs `pressure` seconds; `lower_bound` includes that price. A plan
-        that costs `enough` is the last one, and the best of `most` solutions."""
+        that costs `enough` is the last one, and the best of `most` solutions; `tolerance` is that of the search."""
+        tolerance = self.tolerance if tolerance is None else tolerance
         self.building.press(pressure)
         best: Found | None = None
         lower = least = 0.0
@@ -101,9 +94,9 @@ class Finding:
                 least = priced
                 assignments, tensors = self.building.assignments(picks), self.building.tensors(picks)
                 best = Found(assignments, tensors, cost, lower, kept)
-                self.picks = picks
+                self.named = {name: picks[variable] for name, variable in self._variables()}
             solutions += 1
-            if least - lower <= self.tolerance * lower or least <= enough or solutions == most:
+            if least - lower <= tolerance * lower or least <= enough or solutions == most:
                 break
             split = self.building.underpaid(picks) if not raised or self.many else frozenset()
             if not raised and not split and proven == solutions:
@@ -114,62 +107,22 @@ class Finding:
                 proven = solutions + 1
         return replace(best, lower_bound=min(lower, least))
 
-    def within(self, limit: float, free: Found, most: int | None = None) -> Found:
-        """The cheapest plan found that keeps the limit, of at most so many solutions per price of memory."""
-        if free.bytes <= limit:
-            return free
-        lower, best, price = free.lower_bound, None, free.cost / limit
-        large, small = free, free  # the plans next to the limit on either side of it, once there are two
-        over, under, building = self.picks, self.picks, self.building
-        most = AGAIN if most is None and self.wide else most
-        for _ in range(WIDE_ROUNDS if self.wide else ROUNDS):
-            found = self.cheapest(price, most=most)
-            lower = max(lower, found.lower_bound - price * limit)
-            if self.building is not building:  # its variables have other numbers
-                over = under = self.picks
-                building = self.building
-            known = min(one.cost + price * one.bytes for one in (large, small))
-            nothing_new = best is not None and found.cost + price * found.bytes >= known * (1 - PRECISE)
-            if found.bytes <= limit:
-                under, small = self.picks, found
-                best = found if best is None or found.cost < best.cost else best
-            else:
-                over, large = self.picks, found
-            if best is None:
-                if found.cost < PRECISE * price * found.bytes:
-                    break  # the least bytes there are
-                price *= 8
-                continue
-            crossing = (small.cost - large.cost) / (large.bytes - small.bytes)
-            done = best.cost - lower <= self.tolerance * lower or nothing_new
-            if done or crossing <= 0 or abs(crossing - price) <= PRECISE * price:
-                break
-            price = crossing
-        if best is None:
-            raise StrategyError(too_large(limit, found.bytes))
-        mixed = self.mixed(over, under, limit)
-        best = mixed if mixed is not None and mixed.cost < best.cost else best
-        return replace(best, lower_bound=min(lower, best.cost))
+    def priced(self, picks: list[int]) -> Found:
+        """The plan of any options, at the prices of what it uses; no bound."""
+        self.building.settle(picks)
+        assignments, tensors = self.building.assignments(picks), self.building.tensors(picks)
+        return Found(assignments, tensors, self.building.cost(picks), 0.0, self.building.bytes(picks))
 
-    def mixed(self, over: list[int], under: list[int], limit: float) -> Found | None:
-        """Repeated layers all change at one price, so the limit may lie between two plans: the cheapest that takes the
-        first part of the program from one and the rest from the other, and keeps the limit."""
-        best: Found | None = None
-        for first, last in ((over, under), (under, over)):
-            low, high = 0, len(first)  # how much comes from `first`
-            while high - low > 1:
-                middle = (low + high) // 2
-                picks = [*first[:middle], *last[middle:]]
-                self.building.settle(picks)
-                cost, kept = self.building.cost(picks), self.building.bytes(picks)
-                if kept <= limit and (best is None or cost < best.cost):
-                    assignments, tensors = self.building.assignments(picks), self.building.tensors(picks)
-                    best = Found(assignments, tensors, cost, 0.0, kept)
-                if (kept <= limit) == (first is over):
-                    low = middle
-                else:
-                    high = middle
-        return best
+    def numbered(self, picks: Mapping[Name, int]) -> list[int]:
+        """Options by the numbers of variables, of which those that say what is shared play no part in a price."""
+        found = [0] * len(self.building.network.sizes)
+        for name, variable in self._variables():
+            found[variable] = picks[name]
+        return found
+
+    def _variables(self) -> Iterator[tuple[Name, int]]:
+        yield from self.building.variables.items()
+        yield from ((ref, variable) for ref, (variable, _) in self.building.parameters.items())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
+from strategies.search.finding import Found
 from strategies.search.meshes import Factors, factorisations
 from strategies.search.own import Own
 from strategies.search.problem import Problem
@@ -28,6 +29,13 @@ class Joined:
 
     problem: Problem
     runs: Factors
+
+    def whole(self, found: Found) -> Found:
+        """A plan with the axes of the whole mesh."""
+        assignments = {id: self.assignment(one) for id, one in found.assignments.items()}
+        return replace(
+            found, assignments=assignments, tensors={ref: self.layout(x) for ref, x in found.tensors.items()}
+        )
 
     def assignment(self, found: Assignment) -> Assignment:
         """With the axes of the whole mesh."""

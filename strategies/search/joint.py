@@ -19,16 +19,27 @@ from strategies.cost.limit import in_words
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 
+AGAIN = ("none", "selective", "full")
+"""What is computed again, from nothing to all."""
 
-@dataclass(frozen=True, order=True)
+
+@dataclass(frozen=True)
 class Choice:
     """`stages` 1 is no pipeline, which has 1 micro-batch; `recompute` is as in `parallel.recompute.operators`. Of
-    choices that are as fast, the first in this order is taken."""
+    choices that are as fast, the least is taken: fewer stages, a lower stage of ZeRO, less computed again."""
 
     stages: int
     zero: int
     micro_batches: int
     recompute: str
+
+    def __lt__(self, other: Choice) -> bool:
+        return self._rank < other._rank
+
+    @property
+    def _rank(self) -> tuple[int, ...]:
+        again = AGAIN.index(self.recompute) if self.recompute in AGAIN else len(AGAIN)
+        return self.stages, self.zero, self.micro_batches, again
 
     def __str__(self) -> str:
         pipeline = f"{self.stages} stages, {self.micro_batches} micro-batches" if self.stages > 1 else "no pipeline"
@@ -56,8 +67,9 @@ class Priced:
 
 @dataclass(frozen=True)
 class Decision:
-    """The fastest choice within the limit and the next, how many were `tried`, and how many were `pruned` by bounds,
-    `over` the limit, or `refused` because there is no such plan."""
+    """The fastest choice within the limit; the next of those that are known to keep it, because they were looked at to
+    the end (`runner_up`); how many were `tried`, and how many were `pruned` by bounds, `over` the limit, or `refused`
+    because there is no such plan."""
 
     choice: Choice
     priced: Priced
@@ -101,7 +113,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
         raise StrategyError(_nothing_fits(looking.too_large, limit))
     over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
     tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
-    second = looking.next(among_seen=True)
+    second = looking.fitting(first) or looking.next(among_seen=True)
     behind = None if second is None else (second, looking.last[second])
     return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
 
@@ -121,16 +133,25 @@ class _Looking:
         heapq.heapify(self.waiting)
 
     def next(self, *, among_seen: bool = False) -> Choice | None:
-        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at, by the
-        plans that are known."""
+        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at and
+        not found too large, by the plans that are known."""
         while self.waiting:
             one = heapq.heappop(self.waiting)
             size = None if one.unseen else self.last[one.choice].bytes
             if size is not None and size <= self.limit:
                 return one.choice
-            if not (among_seen and (one.unseen or size is not None)):
+            if not (among_seen and (one.unseen or size is not None or one.choice in self.too_large)):
                 self._step(one.choice)
         return None
+
+    def fitting(self, other: Choice) -> Choice | None:
+        """The fastest choice but one of which is known that it keeps the limit."""
+        found = [
+            (priced.seconds, choice)
+            for choice, priced in self.last.items()
+            if choice != other and priced.bytes is not None and priced.bytes <= self.limit
+        ]
+        return min(found)[1] if found else None
 
     def _step(self, choice: Choice) -> None:
         if choice not in self.steps:

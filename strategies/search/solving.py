@@ -7,7 +7,7 @@ Invariant: both give a plan of the problem's own prime axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from strategies.cost.cluster import Cluster
@@ -15,8 +15,8 @@ from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
-from strategies.search.choosing import Exactly, Halving, choose, search_on, searchable
-from strategies.search.exact import search
+from strategies.search.choosing import Exactly, Halving, choose, searchable
+from strategies.search.exact import Exact, on_mesh
 from strategies.search.finding import Found, uncollected
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
@@ -33,23 +33,32 @@ class Solved:
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
-Solver = Callable[[Problem, Cluster, tuple[Axes, ...] | None], Solved]
+Solving = Callable[[float | None], Solved]
+"""What finds plans of one problem for so many bytes of a rank; what it prices for one limit is known for the next.
+Raises StrategyError where no plan within them is found."""
+Solver = Callable[[Problem, Cluster, tuple[Axes, ...] | None], Solving]
 """Problem, cluster, the axes that a user named (as runs of the problem's; empty: its own) or None where the mesh is to
-be chosen. Raises StrategyError where no plan within the problem's memory is found."""
+be chosen."""
 
 
-def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solved:
+def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
     """The cheapest plan with its certificate, and with an open mesh the best plan on another one. Where configured
     strategies tell apart what a named axis consists of, its parts are axes."""
     named = tuple(run for run in axes or () if run)
-    if named and (found := search_on(problem, cluster, named)) is not None:
-        return _certified(found, {})
-    if axes is not None and searchable(problem.mesh):
-        return _certified(search(problem, cluster), {})
-    chosen = choose(problem, cluster, Exactly(problem, cluster))
-    one = chosen.answer
-    found = Found(one.assignments, one.tensors, one.seconds, chosen.bound, one.bytes)
-    return _certified(found, chosen.to_json())
+    within = on_mesh(problem, cluster, named) if named else None
+    if within is None and axes is not None and searchable(problem.mesh):
+        within = Exact(problem, cluster).within
+    if within is not None:
+        return lambda memory: _certified(within(memory), {})
+
+    def chosen(memory: float | None) -> Solved:
+        asked = replace(problem, memory=memory)
+        best = choose(asked, cluster, Exactly(asked, cluster))
+        one = best.answer
+        found = Found(one.assignments, one.tensors, one.seconds, best.bound, one.bytes)
+        return _certified(found, best.to_json())
+
+    return chosen
 
 
 def _certified(found: Found, meshes: Mapping[str, Any]) -> Solved:
@@ -57,16 +66,21 @@ def _certified(found: Found, meshes: Mapping[str, Any]) -> Solved:
     return Solved(found.assignments, found.tensors, told | dict(meshes))
 
 
-def halved(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solved:
+def halved(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
     """A cheap plan, with an open mesh the best of those on all meshes."""
-    told: dict[str, Any] = {}
-    if axes is not None:
-        found: Mapping[str, Assignment] = bisect(problem, cluster, axes)
-    else:
-        with uncollected():
-            chosen = choose(problem, cluster, Halving(problem, cluster))
-        found, told = chosen.answer.assignments, chosen.to_json()
-    return Solved(found, told=told | {"bytes": plan_bytes(problem, found)})
+
+    def solve(memory: float | None) -> Solved:
+        told: dict[str, Any] = {}
+        asked = replace(problem, memory=memory)
+        if axes is not None:
+            found: Mapping[str, Assignment] = bisect(asked, cluster, axes)
+        else:
+            with uncollected():
+                chosen = choose(asked, cluster, Halving(asked, cluster))
+            found, told = chosen.answer.assignments, chosen.to_json()
+        return Solved(found, told=told | {"bytes": plan_bytes(asked, found)})
+
+    return solve
 
 
 SOLVERS: Mapping[str, Solver] = {"dynamic_programming": exact, "recursive_programming": halved}

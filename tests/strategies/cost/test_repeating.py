@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -104,6 +105,19 @@ def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
 def test_what_repetitions_do_not_tell_is_traced(updating):
     """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
     program = program_of("gpt", None, updating.stage)
+    assert trace_repeated(program, updating) == trace(program, updating)
+
+
+@pytest.mark.parametrize("share", [0.97, 0.8])
+def test_layers_of_two_plans_are_told_from_more_repetitions(never_whole, share):
+    """What follows the last repetition may begin inside it, where a limit of memory makes later layers others."""
+    graph = graph_of("llama", 14, torch.bfloat16)
+    request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
+    limit = int(share * make_plan(graph, request).search["bytes"])
+    plan = make_plan(graph, replace(request, memory_limit=limit))
+    program, updating = overlap(lower(graph, plan, Options(partial_loss=True))), Updating(0)
+    ways = {(re.sub(r"\d+", "", name), str(one.assignment)) for name, one in plan.operators.items()}
+    assert len(ways) > len({name for name, _ in ways})
     assert trace_repeated(program, updating) == trace(program, updating)
 
 
