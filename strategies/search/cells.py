@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,12 +74,40 @@ def table(variables: tuple[int, ...], seconds: Seconds) -> Table:
     return Table(variables, Cell(lambda: seconds))
 
 
+Name = tuple[tuple[int, tuple[int, ...], int], ...]
+"""Of a sum, for all arrays: how many parts their table has, where their dims are, and which they are."""
+
+
+class Known:
+    """The least sums of a solution and the one before, by what was added up. They hold these arrays, whose names are
+    their places in memory."""
+
+    def __init__(self) -> None:
+        self.before: dict[Name, tuple[Sequence[Sequence[Part]], Seconds]] = {}
+        self.now: dict[Name, tuple[Sequence[Sequence[Part]], Seconds]] = {}
+
+    @contextmanager
+    def solving(self) -> Iterator[None]:
+        """Forgets what this solution has no use for."""
+        self.before, self.now = self.now, {}
+        yield
+        self.before = {}
+
+    def least(self, name: Name, parts: Sequence[Sequence[Part]], make: Callable[[], Seconds]) -> Seconds:
+        """The least sum with a name; made where it is not known."""
+        if name not in self.now:
+            self.now[name] = self.before[name] if name in self.before else (parts, make())
+        return self.now[name][1]
+
+
 @dataclass(eq=False)
 class Network:
-    """`sizes` are the options of every variable; a table's variables are in increasing order."""
+    """`sizes` are the options of every variable; a table's variables are in increasing order. What is `known` of one
+    network is of use to others with the same cells."""
 
     sizes: list[int] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
 
     def add(self, size: int) -> int:
         self.sizes.append(size)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.search.cells import Part, Table, table
+from strategies.search.cells import Known, Name, Part, Table, table
 from strategies.search.transfers import Seconds
 
 LARGEST = 2**24
@@ -28,10 +28,6 @@ LARGEST = 2**24
 CACHED = 2**17
 """Entries of a table that are handled at once."""
 Variables = tuple[int, ...]
-Name = tuple[tuple[int, tuple[int, ...], int], ...]
-"""Of a sum, for all arrays: how many parts their table has, where their dims are, and which they are."""
-Known = dict[Name, Seconds]
-"""The least sums of one solution."""
 
 
 class TooWide(Exception):
@@ -65,7 +61,7 @@ class Elimination:
     def solve(self, known: Known | None = None) -> Rest:
         """With the tables' seconds as they are now; what is `known` already is not added up again."""
         made: list[Seconds] = []
-        known = {} if known is None else known
+        known = Known() if known is None else known
         for step in self.steps:
             made.append(step.least(self.tables, made, known))
         left = [self.tables[n].seconds if n < len(self.tables) else made[n - len(self.tables)] for n in self.left]
@@ -135,6 +131,7 @@ class Eliminated:
         """What was added up last."""
         self.parts: list[tuple[Part, ...]] = []
         """The same by tables: one array, or several of which the table is the least."""
+        self.name: Name = ()
         self.made: Seconds = np.zeros(())
 
     def least(self, tables: Sequence[Table], made: Sequence[Seconds], known: Known) -> Seconds:
@@ -144,16 +141,14 @@ class Eliminated:
         split = () if self.splitting is None else tables[self.splitting].cell.parts
         used = [*whole, *[seconds for _, seconds in split]]
         if self.used and _same(used, self.used):
-            return self.made
+            return known.least(self.name, self.parts, lambda: self.made)
         self.used = used  # which keeps the arrays, and so their names
         self.parts = [((places, seconds),) for places, seconds in zip(self.places, whole, strict=True)]
         if split:
             placed = [(tuple([self.split_places[dim] for dim in dims]), seconds) for dims, seconds in split]
             self.parts.append(tuple(placed))
-        name = tuple(sorted([(len(one), places, id(seconds)) for one in self.parts for places, seconds in one]))
-        if name not in known:
-            known[name] = self._least()
-        self.made = known[name]
+        self.name = tuple(sorted([(len(one), places, id(seconds)) for one in self.parts for places, seconds in one]))
+        self.made = known.least(self.name, self.parts, self._least)
         return self.made
 
     def _least(self) -> Seconds:

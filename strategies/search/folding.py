@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from strategies.search.cells import Cell, Network, Table
-from strategies.search.elimination import Elimination, Known
+from strategies.search.cells import Cell, Known, Network, Table
+from strategies.search.elimination import Elimination
 from strategies.search.transfers import Integers, Seconds
 
 SHORTEST = 3
@@ -57,7 +57,7 @@ class Folded:
 
     @cached_property
     def powers(self) -> list[Power]:
-        return [Power(run, self.attached, self.network.sizes) for run in self.runs]
+        return [Power(run, self.attached, self.network) for run in self.runs]
 
     @cached_property
     def others(self) -> Elimination:
@@ -77,10 +77,11 @@ class Folded:
 
     def solve(self) -> tuple[list[int], float]:
         """The best option of every variable, and what they cost. Raises TooWide."""
-        known: Known = {}
-        for power in self.powers:
-            power.renew(known)
-        rest, picks = self.others.solve(known), dict[int, int]()
+        known, picks = self.network.known, dict[int, int]()
+        with known.solving():
+            for power in self.powers:
+                power.renew(known)
+            rest = self.others.solve(known)
         rest.complete(picks)
         for power in self.powers:
             power.complete(picks)
@@ -166,7 +167,8 @@ def _placed(
 class Power:
     """All blocks of a run but the last as one table over what they touch in front, and what the last block touches."""
 
-    def __init__(self, run: Run, attached: Sequence[Sequence[Table]], sizes: Sequence[int]) -> None:
+    def __init__(self, run: Run, attached: Sequence[Sequence[Table]], network: Network) -> None:
+        sizes = network.sizes
         self.run, self.blocks = run, run.count - 1
         self.folded = range(run.start, run.start + run.period * self.blocks)
         """The variables whose tables this one stands for."""
@@ -181,7 +183,7 @@ class Power:
         self.shape = [sizes[start + place] for place in run.inward]
         self.before = [sizes[v] for v in run.outside]
         self.levels = [level for level in range(self.blocks.bit_length()) if self.blocks >> level & 1]
-        self.rest = self.block.solve()
+        self.rest = self.block.solve(network.known)
         self.table = Table((*run.outside, *self.entering, *self.ending), Cell(self._raised))
 
     def renew(self, known: Known) -> None:

@@ -67,6 +67,8 @@ class Building:
     ) -> None:
         self.problem, self.graph, self.menu, self.split, self.wide = problem, problem.graph, menu, split, wide
         self.transfers, self.network = menu.transfers, Network()
+        if like is not None:
+            self.network.known = like.network.known
         self.choices: dict[str, Choices] = (
             like.choices if like else {one.id: menu.of(one) for one in self.graph.operators}
         )

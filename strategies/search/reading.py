@@ -62,10 +62,13 @@ class Uses:
                     first += len(pair.given) * len(pair.targets)
                 users.append(user)
                 used.append(kinds[id(pair)])
+        told_values = [
+            (number, variables if producer is None else producer, options.start(given.of_option))
+            for number, (producer, given, _) in enumerate(values)
+        ]
         counts = [len(uses) for _, _, uses in values]
-        self.value = np.repeat(np.arange(len(values)), counts)
-        self.come = np.repeat([variables if one is None else one for one, _, _ in values], counts)
-        self.start = np.repeat([options.start(given.of_option) for _, given, _ in values], counts)
+        numbers = np.array(told_values, dtype=np.int64).reshape(len(values), 3)
+        self.value, self.come, self.start = np.repeat(numbers, np.array(counts, dtype=np.int64), axis=0).T
         self.user = np.array(users, dtype=np.int64)
         each = np.array(told, dtype=np.int64).reshape(len(told), 4)
         self.firsts = each[:, 0]

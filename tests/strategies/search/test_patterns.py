@@ -12,6 +12,7 @@ from strategies.cost.collectives import chain_seconds
 from strategies.graph import TensorSpec
 from strategies.mesh import Mesh
 from strategies.redistribution import chain
+from strategies.search import elimination
 from strategies.search import transfers as pricing
 from strategies.search.cells import Network, table
 from strategies.search.elimination import Elimination, eliminate
@@ -132,6 +133,21 @@ def test_a_network_is_solved_again_when_its_prices_change() -> None:
             rest.complete(completed)
             assert float(rest.table.seconds) == pytest.approx(least)
             assert network.cost([completed[v] for v in sizes]) == pytest.approx(least)
+
+
+def test_a_network_takes_over_what_another_with_the_same_cells_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    least = elimination.minimised
+    monkeypatch.setattr(elimination, "minimised", lambda parts: (made.append(len(parts)), least(parts))[1])
+    network, rng = random_network(random.Random(5), 12), np.random.default_rng(5)
+    for share in (0.0, 0.4):
+        changed(network, rng, share)
+        fresh = Network(network.sizes, network.tables)
+        alone, sums = Folded(fresh).solve(), len(made)
+        made.clear()
+        again = Folded(Network(network.sizes, network.tables, fresh.known)).solve()
+        assert 0 < 2 * len(made) < sums and again == alone
+        made.clear()
 
 
 def test_equal_sums_are_taken_over_where_they_stand_alike() -> None:
