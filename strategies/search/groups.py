@@ -15,29 +15,28 @@ import numpy as np
 from strategies.graph import Operator
 from strategies.rules.sharding import Sharding
 from strategies.search.alike import Alike
-from strategies.search.options import Choices, Menu, Side
+from strategies.search.counted import Assigned, Counted, canonical, members
+from strategies.search.options import Choices, Side
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
+MOST_MEMBERS = 600
+"""Layouts of a class up to which a plan may have any of them."""
 Name = tuple[int, bytes]
 """Of a group: how many levels are known, and where their axes are."""
 
 
-class Classes(Menu):
+class Classes(Counted):
     """One option per class of assignments."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike) -> None:
-        super().__init__(problem, transfers)
-        self.alike = alike
+        super().__init__(problem, transfers, alike)
         self.placed: dict[int, Integers] = {}
         """By choices: where the axes of every option are, [options, axes]."""
 
     def _places(self, sharding: Sharding) -> Integers:
-        found = super()._places(sharding)
-        for places in self.alike.places:
-            found = found[(np.diff(found[:, places], axis=1) >= 0).all(1)]
-        self._last = found
-        return found
+        self._last = canonical(sharding, self.level_sizes, self.alike.lengths.tolist())
+        return self._last
 
     def _choices(self, operator: Operator) -> Choices:
         self._last = np.zeros((1, len(self.axes)), dtype=np.int64)
@@ -122,7 +121,7 @@ class Groups:
             return Side(rows, again[of_group])
 
         choices = Choices(
-            tuple(every.assignments[i] for i in heads),
+            every.assignments.taken(first) if isinstance(every.assignments, Assigned) else every.assignments,
             least(every.own),
             least(every.bytes),
             *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
@@ -130,12 +129,12 @@ class Groups:
         return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first)
 
 
-class Within(Menu):
+class Within(Counted):
     """The layouts of a few classes per operator: `chosen` tells where their axes are."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike, chosen: Mapping[str, Integers]) -> None:
-        super().__init__(problem, transfers)
-        self.alike, self.chosen = alike, chosen
+        super().__init__(problem, transfers, alike)
+        self.chosen = chosen
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         return (*super()._signature(operator), self.chosen[operator.id].tobytes())
@@ -145,8 +144,5 @@ class Within(Menu):
         return super()._choices(operator)
 
     def _places(self, sharding: Sharding) -> Integers:
-        places = super()._places(sharding)
-        canonical = places.copy()
-        for level in self.alike.places:
-            canonical[:, level] = np.sort(places[:, level], axis=1)
-        return np.asarray(places[(canonical[:, None] == self._now).all(2).any(1)])
+        found = [members(row, self.alike.places, MOST_MEMBERS) for row in self._now]
+        return np.unique(np.concatenate(found), axis=0)

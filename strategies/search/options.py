@@ -37,7 +37,7 @@ class Choices:
     it alone uses. `wanted` and `returned` are, per operand, pairs of layouts: as the operand comes in, and as its
     gradient goes out; `given` are the results."""
 
-    assignments: tuple[Assignment, ...]
+    assignments: Sequence[Assignment]
     own: Seconds
     bytes: Seconds
     wanted: tuple[Side, ...]
@@ -104,7 +104,7 @@ class Menu:
             own = self._own(operator, sharding, [fixed], sides[1])
             return Choices((fixed,), own, self._bytes(operator, sides[0], sides[2]), sides[0], sides[1], sides[2])
         places = self._places(sharding)
-        assignments = tuple(self._assignment(sharding, row) for row in places)
+        assignments = self._assignments(sharding, places)
         back: list[Side] = []
         forward: list[Side] = []
         for dims in sharding.operands:
@@ -134,6 +134,9 @@ class Menu:
             legal &= sharding.sizes[factor] % count == 0
         return np.asarray(grid[legal], dtype=np.int64)
 
+    def _assignments(self, sharding: Sharding, places: Integers) -> Sequence[Assignment]:
+        return tuple(self._assignment(sharding, row) for row in places)
+
     def _assignment(self, sharding: Sharding, row: Integers) -> Assignment:
         found: dict[str, tuple[str, ...]] = {}
         for number, factor in enumerate(sharding.factors):
@@ -156,14 +159,11 @@ class Menu:
         self, operator: Operator, sharding: Sharding, assignments: Sequence[Assignment], returned: Sequence[Side]
     ) -> Seconds:
         """Seconds that an option takes whatever its neighbours do."""
-        problem, cluster = self.problem, self.transfers.cluster
-        graph, mesh = problem.graph, problem.mesh
+        problem, graph = self.problem, self.problem.graph
         trained = operator.id in graph.returning
-        found = np.array(
-            [operator_seconds(sharding, one, operator, graph, mesh, cluster, trained) for one in assignments]
-        )
+        found = self._work(operator, sharding, assignments)
         if sharding.local is not None and self.own.talks(operator, sharding):
-            found += [self.own.inside(operator, sharding, one) for one in assignments]
+            found += self._inside(operator, sharding, assignments)
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and ref in self.lone and ref in graph.trained:
                 found += self.parameters(side.rows, graph.specs[ref])[side.of_option]
@@ -176,6 +176,18 @@ class Menu:
                     found += self.chain_seconds(then.whole, have.whole, spec)
         return found
 
+    def _work(self, operator: Operator, sharding: Sharding, assignments: Sequence[Assignment]) -> Seconds:
+        """What computing takes."""
+        graph, mesh, cluster = self.problem.graph, self.problem.mesh, self.transfers.cluster
+        trained = operator.id in graph.returning
+        return np.array(
+            [operator_seconds(sharding, one, operator, graph, mesh, cluster, trained) for one in assignments]
+        )
+
+    def _inside(self, operator: Operator, sharding: Sharding, assignments: Sequence[Assignment]) -> Seconds:
+        """What the collectives of local programs take."""
+        return np.array([self.own.inside(operator, sharding, one) for one in assignments])
+
     def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
         """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
         graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
@@ -184,7 +196,7 @@ class Menu:
                 found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.lone:
-                per_element = [self.parameter_bytes(layout, ref) for layout in self._layouts(side.rows)]
+                per_element = self.parameters_bytes(side.rows, ref)
                 found = found + (self.elements(side.rows, graph.specs[ref]) * per_element)[side.of_option]
         return found
 
@@ -199,6 +211,10 @@ class Menu:
     def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
         """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
         return parameter_bytes(self.problem, layout, ref)
+
+    def parameters_bytes(self, rows: Rows, ref: Ref) -> Seconds:
+        """`parameter_bytes` of many layouts."""
+        return np.array([self.parameter_bytes(layout, ref) for layout in self._layouts(rows)])
 
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""

@@ -23,7 +23,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.redistribution import LARGE, LOCAL, Step, chain
 from strategies.search.bounds import Bounds
-from strategies.search.ways import Ways, levels_of
+from strategies.search.ways import FAR, Ways, levels_of
 
 Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -215,16 +215,17 @@ class Transfers:
         if name not in self.patterns:
             self._search(name, asked, position)
             if len(self.axes) >= WAYS_FROM:
-                self._look_around(before, spec, row)
+                self._look_around(before, spec, row, float(asked.values[position]))
 
-    def _look_around(self, before: Rows, spec: TensorSpec, row: int) -> None:
-        """Raises what is told of all redistributions from the class of a layout to what they take at least."""
+    def _look_around(self, before: Rows, spec: TensorSpec, row: int, near: float) -> None:
+        """Raises what is told of all redistributions from the class of a layout to what they take at least; of very
+        many only of those that are about as `near`."""
         dims, size = before.dims.shape[1], float(spec.elements * spec.item_bytes)
         start = int(self._states(before)[row])
         if before.dims[row].max(initial=0) >= 2 ** len(self.axes) or (dims, size, start) in self.looked:
             return
         self.looked.add((dims, size, start))
-        found = self.ways[dims].seconds(start, size)
+        found = self.ways[dims].seconds(start, size, FAR * near)
         for one in self.asked.values():
             if one.before.dims.shape[1] != dims or one.spec.elements * one.spec.item_bytes != size:
                 continue
