@@ -22,7 +22,7 @@ from strategies.search.alike import Alike
 from strategies.search.elimination import TooWide
 from strategies.search.finding import Finding, Found, uncollected
 from strategies.search.folding import Folded
-from strategies.search.groups import Classes, Groups, Within
+from strategies.search.groups import Classes, Grouped, Groups, Within
 from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.problem import Problem
@@ -54,17 +54,22 @@ class Coarse:
         """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price."""
         best: Found | None = None
         least = lower = 0.0
+        solver: Folded | Narrowed | None = None
+        grouped: dict[str, Grouped] = {}
         while True:
             with uncollected():
                 building = Building(self.problem, self.groups, self.split, wide=bool(self.split))
-                network = building.network
-                solver: Folded | Narrowed = Narrowed(network) if self.split else Folded(network)
             building.press(pressure)
+            grouped, last = {one.id: self.groups.group(one) for one in self.problem.graph.operators}, grouped
+            if isinstance(solver, Narrowed):
+                solver = Narrowed(building.network, solver, [one.parents(last[id]) for id, one in grouped.items()])
+            else:
+                solver = Narrowed(building.network) if self.split else Folded(building.network)
             while True:
                 try:
                     picks, bound = solver.solve()
                 except TooWide:
-                    solver = Narrowed(network)
+                    solver = Narrowed(building.network)
                     picks, bound = solver.solve()
                 lower = max(lower, bound)
                 if best is not None and least - lower <= self.tolerance * lower:

@@ -47,11 +47,16 @@ class Classes(Counted):
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups as options, the name of each that is more than one class, and a class of each."""
+    """Groups as options, the name of each that is more than one class, a class of each, and the group of every class."""
 
     choices: Choices
     names: tuple[Name | None, ...]
     heads: Integers
+    of_class: Integers
+
+    def parents(self, before: Grouped) -> Integers:
+        """[groups]: of which of the groups `before` each is a part."""
+        return np.asarray(before.of_class[self.heads])
 
 
 class Groups:
@@ -126,7 +131,7 @@ class Groups:
             least(every.bytes),
             *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
         )
-        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first)
+        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first, group_of)
 
 
 class Within(Counted):

@@ -9,12 +9,13 @@ Invariant: the bound never falls, and a solution with an option costs at least t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from strategies.search.cells import Cell, Network, Table
-from strategies.search.transfers import Seconds
+from strategies.search.transfers import Integers, Seconds
 
 SWEEPS = 4
 """Between two looks at the bound."""
@@ -57,6 +58,17 @@ class Messages:
             self.factors.append(factor)
             for place, v in enumerate(one.variables):
                 self.around[v].append((factor, place))
+
+    def follow(self, before: Messages, parents: Sequence[Integers]) -> None:
+        """Begins with what was moved in a network over the same variables, of which option `parents` [options] of every
+        variable was the one that each of these options is a part of."""
+        known: dict[tuple[int, ...], list[Factor]] = {}
+        for factor in before.factors:
+            known.setdefault(factor.variables, []).append(factor)
+        for factor in self.factors:
+            if known.get(factor.variables):
+                told = known[factor.variables].pop(0).moved
+                factor.moved = [one[parents[v]] for one, v in zip(told, factor.variables, strict=True)]
 
     def bound(self) -> float:
         """The least that any solution costs, after sweeps until they gain nothing; sets `slack`."""

@@ -119,9 +119,9 @@ class Steps:
             after[:, steps, self.source] -= takes * self.moved[:, level]
             after[:, steps, self.target] += gives * self.moved[:, level]
             legal = (after.min(2) >= 0) & (after.sum(2) <= self.lengths[level])
-            places = np.full(legal.shape, -1, dtype=np.int64)
-            places[legal] = self._places(level, after[legal])
-            self.after.append(places)
+            reached = np.full(legal.shape, -1, dtype=np.int64)
+            reached[legal] = self._places(level, after[legal])
+            self.after.append(reached)
 
     def _every(self) -> Iterator[tuple[str, int, int, Counts]]:
         every = range(self.dims)
