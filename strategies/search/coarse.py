@@ -19,12 +19,10 @@ import numpy as np
 
 from strategies.graph import Ref
 from strategies.search.alike import Alike
-from strategies.search.elimination import TooWide
-from strategies.search.finding import Finding, Found, uncollected
-from strategies.search.folding import Folded
-from strategies.search.groups import Classes, Grouped, Groups, Within
-from strategies.search.narrowing import Narrowed
+from strategies.search.finding import Finding, Found
+from strategies.search.groups import Classes, Groups, Within
 from strategies.search.network import Building
+from strategies.search.networks import Networks
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Transfers
 from strategies.search.uses import Pair
@@ -54,32 +52,21 @@ class Coarse:
         """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price."""
         best: Found | None = None
         least = lower = 0.0
-        solver: Folded | Narrowed | None = None
-        grouped: dict[str, Grouped] = {}
+        networks = Networks(self.problem, self.groups, pressure)
         while True:
-            with uncollected():
-                building = Building(self.problem, self.groups, self.split, wide=bool(self.split))
-            building.press(pressure)
-            grouped, last = {one.id: self.groups.group(one) for one in self.problem.graph.operators}, grouped
-            if isinstance(solver, Narrowed):
-                solver = Narrowed(building.network, solver, [one.parents(last[id]) for id, one in grouped.items()])
-            else:
-                solver = Narrowed(building.network) if self.split else Folded(building.network)
+            networks.build(self.split)
             while True:
-                try:
-                    picks, bound = solver.solve()
-                except TooWide:
-                    solver = Narrowed(building.network)
-                    picks, bound = solver.solve()
+                picks, bound = networks.solve()
                 lower = max(lower, bound)
                 if best is not None and least - lower <= self.tolerance * lower:
                     return replace(best, lower_bound=min(lower, least))
+                building = networks.building
                 raised = building.settle(picks)
-                named = {id: picks[variable] for id, variable in building.variables.items()}
-                if self.groups.look(named):
+                if networks.look(picks):
                     break
                 if raised:
                     continue
+                named = {id: picks[variable] for id, variable in building.variables.items()}
                 found = self._within(named, pressure, lower * (1 + self.tolerance))
                 if best is None or found.cost + pressure * found.bytes < least:
                     best, least = found, found.cost + pressure * found.bytes

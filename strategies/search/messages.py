@@ -70,6 +70,17 @@ class Messages:
                 told = known[factor.variables].pop(0).moved
                 factor.moved = [one[parents[v]] for one, v in zip(told, factor.variables, strict=True)]
 
+    def spread(self, before: Messages, home: Sequence[int]) -> None:
+        """Begins with what was moved in a shorter network, of which `home` tells the variable that each looks like."""
+        known: dict[int, list[Factor]] = {}
+        for factor in before.factors:
+            known.setdefault(max(factor.variables), []).append(factor)
+        place: dict[int, int] = {}
+        for factor in self.factors:
+            v = max(factor.variables)
+            factor.moved = known[home[v]][place.get(v, 0)].moved.copy()
+            place[v] = place.get(v, 0) + 1
+
     def bound(self) -> float:
         """The least that any solution costs, after sweeps until they gain nothing; sets `slack`."""
         self.own = [
