@@ -20,6 +20,10 @@ from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
 
 
+AGAIN = 8
+"""Solutions of the best options of one network between two looks at all of its options."""
+
+
 class Networks:
     """Of one problem, where a byte of memory costs `pressure` seconds."""
 
@@ -64,14 +68,20 @@ class Networks:
         """The network after a look into all that a short one picks."""
         short = Shortened(self.building.network)
         solver = Narrowed(short.network)
+        since = 0  # solutions since the messages were sent
         while True:
-            picks = short.expanded(solver.solve()[0])
+            picks = short.expanded((solver.again() if since else solver.solve())[0])
             raised = self.building.settle(picks)
-            if self.look(picks):
+            if raised and since < AGAIN:
+                since += 1
+            elif self.look(picks):
                 parents = self._build(self.split)
                 short = Shortened(self.building.network)
                 solver = Narrowed(short.network, solver, [parents[v] for v in short.stays])
-            elif not raised:
+                since = 0
+            elif raised or since:
+                since = 0
+            else:
                 break
         found = Narrowed(self.building.network)
         found.messages.spread(solver.messages, short.home)

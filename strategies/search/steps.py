@@ -91,7 +91,7 @@ class Steps:
         """[states, steps]: whether a step moves all axes of its source in the levels from `first` on."""
         found = np.ones((1, len(self)), dtype=bool)
         for level in range(first, len(self.levels)):
-            found = found & (self.parts[level][at[level]][:, self.source] == self.moved[:, level])
+            found = found & self.all_of[level][at[level]]
         return found
 
     def _moves(self) -> None:
@@ -111,6 +111,8 @@ class Steps:
         """What decides about the seconds of every step."""
         takes = np.array([kind != SLICE for kind, *_ in every], dtype=np.int64)
         gives = np.array([kind not in (ALL_GATHER, ALL_REDUCE) for kind, *_ in every], dtype=np.int64)
+        self.all_of = [one[:, self.source] == self.moved[:, level] for level, one in enumerate(self.parts)]
+        """Per level, [parts, steps]: whether a step moves all axes of its source."""
         self.after = []
         """Per level, [parts, steps]: the part that a step leads to; -1 where it is not possible."""
         for level, one in enumerate(self.parts):

@@ -31,6 +31,8 @@ FAR = 4.0
 """How much farther than what is asked for ways are found."""
 FURTHEST = 1e4
 """Seconds that no chain takes."""
+NEAREST = 512
+"""Of many states, those from which exchanges are told apart; of others only where axes of the outermost level are."""
 AT_ONCE = 2**21
 """Exchanges, or steps, that are looked at together."""
 
@@ -123,49 +125,76 @@ class Ways:
 
     def _exchanged(self, found: Seconds, size: float, upto: float) -> None:
         """Lowers what was found to ways that end with an exchange."""
-        last, ends = found[self.total], self.cluster.launch
+        last = found[self.total]
         copy = 2 * self.share[self.total] * size / self.cluster.memory_bandwidth
-        before = last + copy
+        before, after = last + copy, copy + self.cluster.launch
+        slope, fixed = (table.ravel() for table in self._direct)
         best = np.full(len(last), np.inf)
-        order = np.argsort(before)
+        furthest = min(last.max(initial=0.0), upto) - fixed.min(initial=np.inf)  # from there on one gains nothing
+        near = np.argsort(before)
+        near = near[: np.searchsorted(before[near], furthest)]
         many = max(AT_ONCE // len(last), 1)
-        furthest = min(last.max(initial=0.0), upto)  # from there on an exchange gains nothing
-        for place in range(0, len(order), many):
-            near = order[place : place + many]
-            near = near[before[near] < furthest]
-            if not len(near):
-                break
-            slow, calls = self._exchanges(near)
-            best = np.minimum(best, (slow * size + calls + before[near, None]).min(0))
-        found[self.total] = np.minimum(last, best + copy + ends)
+        exact = near if len(self.states) <= FEW or len(self.levels) < 2 else near[:NEAREST]
+        for place in range(0, len(exact), many):
+            starts = exact[place : place + many]
+            moved = self._moved[0][self._parts[0][starts]][:, self._parts[0]]
+            for differ, parts in zip(self._moved[1:], self._parts[1:], strict=True):
+                moved = moved + differ[parts[starts]][:, parts]
+            seconds = self._missing(self._bits[starts]) * size * slope[moved] + fixed[moved]
+            np.minimum(best, (seconds + before[starts, None]).min(0), out=best)
+        rest = near[len(exact) :]
+        if len(rest):  # by where the axes of the outermost level are, as if no others sliced
+            first = np.full(len(self.steps.parts[0]), np.inf)
+            np.minimum.at(first, self._parts[0][rest], before[rest])
+            outer = np.flatnonzero(np.isfinite(first))
+            moved = self._moved[0][outer][:, self._parts[0]]
+            seconds = self._missing(self._outer[outer]) * size * slope[moved] + fixed[moved]
+            np.minimum(best, (seconds + first[outer, None]).min(0), out=best)
+        found[self.total] = np.minimum(last, best + after)
 
-    def _exchanges(self, starts: Integers) -> tuple[Seconds, Seconds]:
-        """From some of the states that are not partial to all of them: the least seconds of an exchange per byte of the
-        tensor, of which a rank at least sends what it wants and has not; and the least of the calls."""
-        have, bits = self._bits[starts], self._bits
-        kept = np.zeros((len(starts), len(bits)))
-        for dim in range(self.dims):
-            kept += np.maximum(have[:, None, dim], bits[None, :, dim])
-        share = np.maximum(2.0 ** -bits.sum(1) - 2.0**-kept, 0.0)
-        every = self._whole
-        place = np.zeros(kept.shape, dtype=np.int64)
-        for level, length in enumerate(map(len, self.levels)):
-            differ = np.zeros(kept.shape, dtype=every.dtype)
-            for dim in range(self.dims):
-                differ = np.maximum(differ, abs(every[starts, None, dim, level] - every[None, :, dim, level]))
-            place = place * (length + 1) + differ
-        slope, fixed = self._direct
-        return share * slope.ravel()[place], fixed.ravel()[place]
-
-    @cached_property
-    def _whole(self) -> Integers:
-        """[states that are not partial, dims, levels]: axes, in few bytes."""
-        return np.ascontiguousarray(self.states[self.total, :-1].astype(np.int8))
+    def _missing(self, sliced: Integers | Seconds) -> Seconds:
+        """[starts, states that are not partial]: the share of the tensor that a rank at least sends in an exchange, which
+        is what it wants and has not; `sliced` [starts, dims] as in `_bits`."""
+        kept = np.zeros((len(sliced), len(self.total)), dtype=self._bits.dtype)
+        for have, want in zip(sliced.T, self._bits.T, strict=True):
+            kept += np.maximum(have[:, None], want)
+        if kept.dtype == np.int8:
+            cut = (float(self.steps.sizes[0]) ** -np.arange(128.0))[kept]
+        else:
+            cut = 2.0**-kept
+        return np.asarray(np.maximum(self.share[self.total] - cut, 0.0))
 
     @cached_property
-    def _bits(self) -> Seconds:
-        """[states that are not partial, dims]: of all slices of a dim, the logarithm."""
-        return np.asarray(self._whole @ np.log2(self.steps.sizes))
+    def _parts(self) -> Integers:
+        """[levels, states that are not partial]: the number of each level's part."""
+        return self.steps.grid[:, self.total]
+
+    @cached_property
+    def _moved(self) -> list[Integers]:
+        """Per level, [parts, parts]: how many axes an exchange at least moves, times the step of that level in
+        `_direct`."""
+        found, step = [], 1
+        for length, parts in reversed(list(zip(self.steps.lengths, self.steps.parts, strict=True))):
+            differ = abs(parts[:, None, :-1] - parts[None, :, :-1]).max(2, initial=0)
+            found.append((differ * step).astype(np.int16))
+            step *= length + 1
+        return found[::-1]
+
+    @cached_property
+    def _bits(self) -> Integers | Seconds:
+        """[states that are not partial, dims]: how many axes slice a dim where all have one size; else the logarithm of
+        the slices."""
+        return self._cut(self.states[self.total, :-1], self.steps.sizes)
+
+    @cached_property
+    def _outer(self) -> Integers | Seconds:
+        """[parts of the outermost level, dims]: the same, of its axes alone."""
+        return self._cut(self.steps.parts[0][:, :-1, None], self.steps.sizes[:1])
+
+    def _cut(self, counts: Integers, sizes: Sequence[int]) -> Integers | Seconds:
+        if len(set(self.steps.sizes)) == 1:
+            return np.asarray(counts.sum(2).astype(np.int8))
+        return np.asarray(counts @ np.log2(sizes))
 
     @cached_property
     def _direct(self) -> tuple[Seconds, Seconds]:
