@@ -21,6 +21,7 @@ from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes
+from strategies.search.coarse import shared
 from strategies.search.exact import search
 from strategies.search.finding import Found
 from strategies.search.joining import least as least_of_all
@@ -33,8 +34,10 @@ from strategies.search.problem import Problem
 CERTAIN = 0.01
 """A plan that costs at most so much more than the bound of all plans, relative to it, is the best there is."""
 
-MOST_PRIMES = 7
+MOST_PRIMES = 12
 """Prime axes up to which the finest factorisation is searched exactly."""
+MOST_SHARED = 7
+"""The same, where a parameter has several uses."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Exactly:
         return [finest(mesh), *coarser]
 
     def on(self, factors: Factors) -> Answer:
-        fine = factors == finest(self.problem.mesh) and not searchable(self.problem.mesh)
+        fine = factors == finest(self.problem.mesh) and not searchable(self.problem)
         found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
         assert found is not None  # else it is none of the factorisations
         self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
@@ -147,9 +150,9 @@ class Exactly:
         return Found(found.assignments, {}, seconds, min(self.least(), seconds), kept)
 
 
-def searchable(mesh: Mesh) -> bool:
-    """Whether the exact search takes seconds on all prime axes of a mesh."""
-    return len(finest(mesh)) <= MOST_PRIMES
+def searchable(problem: Problem) -> bool:
+    """Whether the exact search takes seconds on all prime axes of a problem's mesh."""
+    return len(finest(problem.mesh)) <= (MOST_SHARED if shared(problem) else MOST_PRIMES)
 
 
 def search_on(problem: Problem, cluster: Cluster, factors: Factors) -> Found | None:

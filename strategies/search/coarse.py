@@ -62,9 +62,10 @@ class Coarse:
                     return replace(best, lower_bound=min(lower, least))
                 building = networks.building
                 raised = building.settle(picks)
-                if networks.look(picks):
+                tired = networks.tired
+                if not tired and networks.look(picks):
                     break
-                if raised:
+                if raised and not tired:
                     continue
                 named = {id: picks[variable] for id, variable in building.variables.items()}
                 found = self._within(named, pressure, lower * (1 + self.tolerance))
@@ -72,11 +73,13 @@ class Coarse:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
                 near = least - lower <= self.tolerance * lower
-                split = frozenset() if near or pressure else building.underpaid(picks)  # the limit leaves a gap anyway
+                split = (
+                    frozenset() if near or tired or pressure else building.underpaid(picks)
+                )  # the limit leaves a gap anyway
                 self.split |= split
                 if split:
                     break
-                if near or not building.renew():
+                if near or tired or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
     def within(self, limit: float, free: Found) -> Found:

@@ -67,6 +67,7 @@ class Groups:
         self.classes, self.problem, self.alike = classes, classes.problem, classes.alike
         self.looked: dict[int, set[Name]] = {}
         self.known: dict[int, Grouped] = {}
+        self.prefixes: dict[int, list[tuple[list[bytes], Integers]]] = {}
         self.every = {operator.id: classes.of(operator) for operator in self.problem.graph.operators}
         self.pressure = 0.0
 
@@ -97,24 +98,22 @@ class Groups:
         return bool(found)
 
     def _grouped(self, every: Choices) -> Grouped:
-        places, alike, looked = self.classes.placed[id(every)], self.alike, self.looked.get(id(every), set())
-        levels = len(alike.levels)
-        numbers: dict[Name, int] = {}
-        group_of, heads = np.zeros(len(places), dtype=np.int64), []
-        prefixes = [np.concatenate(alike.places[: depth + 1]) for depth in range(levels)]
-        for number, row in enumerate(places):
-            for depth in range(levels):
-                name = depth + 1, row[prefixes[depth]].tobytes()
-                if name not in looked:
-                    break
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                heads.append(number)
-            group_of[number] = numbers[name]
-        first, depths = np.array(heads), np.array([depth for depth, _ in numbers])
+        alike, looked = self.alike, self.looked.get(id(every), set())
+        levels, names = len(alike.levels), list[Name]()
+        group_of, unknown = np.zeros(len(every), dtype=np.int64), np.ones(len(every), dtype=bool)
+        for depth, (known, inverse) in enumerate(self._prefixes(every), 1):
+            deeper = np.array([(depth, name) in looked for name in known])[inverse]
+            now = unknown & ~deeper
+            used, numbers = np.unique(inverse[now], return_inverse=True)
+            group_of[now] = len(names) + numbers
+            names += [(depth, known[one]) for one in used.tolist()]
+            unknown &= deeper
+        order = np.lexsort((every.own, group_of))
+        first = order[np.searchsorted(group_of[order], np.arange(len(names)))]  # the member that alone takes least
+        depths = np.array([depth for depth, _ in names])
 
         def least(seconds: Seconds) -> Seconds:
-            found = np.full(len(numbers), np.inf)
+            found = np.full(len(names), np.inf)
             np.minimum.at(found, group_of, seconds)
             return found
 
@@ -131,7 +130,18 @@ class Groups:
             least(every.bytes),
             *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
         )
-        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first, group_of)
+        return Grouped(choices, tuple(name if name[0] < levels else None for name in names), first, group_of)
+
+    def _prefixes(self, every: Choices) -> list[tuple[list[bytes], Integers]]:
+        """Per number of levels, the names of all groups, and which one every class is of."""
+        if id(every) not in self.prefixes:
+            places, found, width = self.classes.placed[id(every)], [], 0
+            for level in self.alike.places:
+                width += len(level)
+                rows, inverse = np.unique(places[:, :width], axis=0, return_inverse=True)
+                found.append(([row.tobytes() for row in rows], inverse.ravel()))
+            self.prefixes[id(every)] = found
+        return self.prefixes[id(every)]
 
 
 class Within(Counted):

@@ -9,8 +9,10 @@ Invariant: the bound never falls, and a solution with an option costs at least t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -50,6 +52,8 @@ class Messages:
         self.factors: list[Factor] = []
         self.slack: list[Seconds] = [np.zeros(size) for size in self.sizes]
         """What a solution with an option costs above the last bound, at least."""
+        self.effort = 0.0
+        """Entries of tables that were looked at."""
         for one in network.tables:
             if len(one.variables) == 1:
                 self.alone[one.variables[0]].append(one)
@@ -59,9 +63,15 @@ class Messages:
             for place, v in enumerate(one.variables):
                 self.around[v].append((factor, place))
 
+    @cached_property
+    def entries(self) -> float:
+        """Of all factors."""
+        return float(sum(math.prod(self.sizes[v] for v in one.variables) for one in self.factors))
+
     def follow(self, before: Messages, parents: Sequence[Integers]) -> None:
         """Begins with what was moved in a network over the same variables, of which option `parents` [options] of every
         variable was the one that each of these options is a part of."""
+        self.effort = before.effort
         known: dict[tuple[int, ...], list[Factor]] = {}
         for factor in before.factors:
             known.setdefault(factor.variables, []).append(factor)
@@ -72,6 +82,7 @@ class Messages:
 
     def spread(self, before: Messages, home: Sequence[int]) -> None:
         """Begins with what was moved in a shorter network, of which `home` tells the variable that each looks like."""
+        self.effort = before.effort
         known: dict[int, list[Factor]] = {}
         for factor in before.factors:
             known.setdefault(max(factor.variables), []).append(factor)
@@ -98,6 +109,7 @@ class Messages:
         return found
 
     def _sweep(self, forward: bool) -> None:
+        self.effort += self.entries
         order = range(len(self.sizes))
         for v in order if forward else reversed(order):
             has, behind, before = self.own[v].copy(), [], 0

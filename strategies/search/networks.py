@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from strategies.graph import Ref
 from strategies.search.elimination import TooWide
+from strategies.search.cells import Network
 from strategies.search.finding import uncollected
 from strategies.search.folding import Folded
 from strategies.search.groups import Grouped, Groups
@@ -20,6 +21,8 @@ from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
 
 
+MOST = 5e9
+"""Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""
 AGAIN = 8
 """Solutions of the best options of one network between two looks at all of its options."""
 
@@ -32,15 +35,16 @@ class Networks:
         self.grouped: list[Grouped] = []
         self.split: frozenset[Ref] = frozenset()
         self.solver: Folded | Narrowed | None = None
+        self.last: Narrowed | None = None
 
     def build(self, split: frozenset[Ref]) -> None:
         """The network of the groups as they are now; the uses of `split` values pay together."""
         parents = self._build(split)
         network = self.building.network
         if isinstance(self.solver, Narrowed):
-            self.solver = Narrowed(network, self.solver, parents)
+            self.solver = self._narrow(network, self.solver, parents)
         else:
-            self.solver = Narrowed(network) if split else Folded(network)
+            self.solver = self._narrow(network) if split else Folded(network)
 
     def _build(self, split: frozenset[Ref]) -> list[Integers]:
         """Makes the building; of which group of the one before every group of each operator is a part."""
@@ -60,29 +64,43 @@ class Networks:
             self.solver = self._narrowed()
             return self.solver.solve()
 
+    @property
+    def tired(self) -> bool:
+        """Whether enough was looked at."""
+        ways = self.groups.alike.ways.values()
+        sent = 0.0 if self.last is None else self.last.messages.effort
+        return sent + sum(one.effort for one in ways) > MOST
+
     def look(self, picks: Sequence[int]) -> bool:
         """Looks into what a solution picks; whether anything is new."""
         return self.groups.look({id: picks[variable] for id, variable in self.building.variables.items()})
 
+    def _narrow(self, network: Network, before: Narrowed | None = None, parents: Sequence[Integers] = ()) -> Narrowed:
+        found = Narrowed(network, before, parents)
+        self.last = found
+        return found
+
     def _narrowed(self) -> Narrowed:
         """The network after a look into all that a short one picks."""
         short = Shortened(self.building.network)
-        solver = Narrowed(short.network)
+        solver = self._narrow(short.network)
         since = 0  # solutions since the messages were sent
         while True:
             picks = short.expanded((solver.again() if since else solver.solve())[0])
             raised = self.building.settle(picks)
+            if self.tired:
+                break
             if raised and since < AGAIN:
                 since += 1
             elif self.look(picks):
                 parents = self._build(self.split)
                 short = Shortened(self.building.network)
-                solver = Narrowed(short.network, solver, [parents[v] for v in short.stays])
+                solver = self._narrow(short.network, solver, [parents[v] for v in short.stays])
                 since = 0
             elif raised or since:
                 since = 0
             else:
                 break
-        found = Narrowed(self.building.network)
+        found = self._narrow(self.building.network)
         found.messages.spread(solver.messages, short.home)
         return found

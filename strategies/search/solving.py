@@ -44,7 +44,7 @@ def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> 
     named = tuple(run for run in axes or () if run)
     if named and (found := search_on(problem, cluster, named)) is not None:
         return _certified(found, {})
-    if axes is not None and searchable(problem.mesh):
+    if axes is not None and searchable(problem):
         return _certified(search(problem, cluster), {})
     chosen = choose(problem, cluster, Exactly(problem, cluster))
     one = chosen.answer

@@ -55,6 +55,8 @@ class Ways:
         self.total = np.flatnonzero(self.states[:, -1].sum(1) == 0)
         """The states that are not partial."""
         self.found: dict[tuple[float, int], tuple[float, Seconds]] = {}
+        self.effort = 0.0
+        """Steps and exchanges that were looked at."""
         self.groups: dict[bytes, int] = {}
         self.members: list[Integers] = []
 
@@ -112,6 +114,7 @@ class Ways:
         todo = np.array([start])
         many = max(AT_ONCE // len(self.steps), 1)
         while len(todo):
+            self.effort += len(todo) * len(self.steps)
             reached = []
             for place in range(0, len(todo), many):
                 ends, seconds = self.steps.taken(todo[place : place + many], found, size)
@@ -134,6 +137,7 @@ class Ways:
         near = np.argsort(before)
         near = near[: np.searchsorted(before[near], furthest)]
         many = max(AT_ONCE // len(last), 1)
+        self.effort += len(near) * len(last)
         exact = near if len(self.states) <= FEW or len(self.levels) < 2 else near[:NEAREST]
         for place in range(0, len(exact), many):
             starts = exact[place : place + many]
