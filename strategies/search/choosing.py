@@ -17,7 +17,6 @@ from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes

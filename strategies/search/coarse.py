@@ -73,9 +73,8 @@ class Coarse:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
                 near = least - lower <= self.tolerance * lower
-                split = (
-                    frozenset() if near or tired or pressure else building.underpaid(picks)
-                )  # the limit leaves a gap anyway
+                enough = near or tired or pressure > 0  # a limit leaves a gap anyway
+                split = frozenset() if enough else building.underpaid(picks)
                 self.split |= split
                 if split:
                     break

@@ -47,7 +47,7 @@ class Classes(Counted):
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups as options, the name of each that is more than one class, a class of each, and the group of every class."""
+    """Groups as options; of each its name, if it is more than one class, and a class; and the group of every class."""
 
     choices: Choices
     names: tuple[Name | None, ...]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strategies.graph import Ref
-from strategies.search.elimination import TooWide
 from strategies.search.cells import Network
+from strategies.search.elimination import TooWide
 from strategies.search.finding import uncollected
 from strategies.search.folding import Folded
 from strategies.search.groups import Grouped, Groups
@@ -19,7 +19,6 @@ from strategies.search.network import Building
 from strategies.search.problem import Problem
 from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
-
 
 MOST = 5e9
 """Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""

@@ -16,7 +16,8 @@ BLOCKS = 4
 
 
 class Shortened:
-    """`network` is the short one, of the variables that `stays` lists; `home` tells for every variable of the `whole` one which there it looks like."""
+    """`network` is the short one, of the variables that `stays` lists; `home` tells which there every variable of the
+    `whole` one looks like."""
 
     def __init__(self, whole: Network) -> None:
         folded = Folded(whole)
