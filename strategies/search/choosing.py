@@ -117,8 +117,8 @@ class Halving:
 
 
 class Exactly:
-    """Dynamic programming: the finest factorisation is the problem's own mesh, coarser ones join its axes. Of very many
-    ranks the finest would take minutes, so there recursive programming answers for it, and its bound is work alone."""
+    """Dynamic programming: the finest factorisation is the problem's own mesh, coarser ones join its axes. Of more ranks
+    than `searchable` says recursive programming answers for the finest, and its bound is work alone."""
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         self.problem, self.cluster = problem, cluster

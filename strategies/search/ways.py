@@ -157,8 +157,8 @@ class Ways:
         found[self.total] = np.minimum(last, best + after)
 
     def _missing(self, sliced: Integers | Seconds) -> Seconds:
-        """[starts, states that are not partial]: the share of the tensor that a rank at least sends in an exchange: what
-        it wants and has not; `sliced` [starts, dims] as in `_bits`."""
+        """[starts, states that are not partial]: the share of the tensor that a rank sends in an exchange at least:
+        what it wants and has not; `sliced` [starts, dims] as in `_bits`."""
         kept = np.zeros((len(sliced), len(self.total)), dtype=self._bits.dtype)
         for have, want in zip(sliced.T, self._bits.T, strict=True):
             kept += np.maximum(have[:, None], want)
