@@ -117,7 +117,7 @@ class Halving:
 
 
 class Exactly:
-    """Dynamic programming: the finest factorisation is the problem's own mesh, coarser ones join its axes. Of more ranks
+    """Dynamic programming: the finest factorisation is its own mesh, coarser ones join its axes. Of more axes
     than `searchable` says recursive programming answers for the finest, and its bound is work alone."""
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
