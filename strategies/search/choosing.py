@@ -23,11 +23,11 @@ from strategies.search.classes import classes
 from strategies.search.coarse import shared
 from strategies.search.exact import search
 from strategies.search.finding import Found
+from strategies.search.halved import halved
 from strategies.search.joining import least as least_of_all
 from strategies.search.joining import on_runs
-from strategies.search.kept import plan_bytes, too_large
+from strategies.search.kept import too_large
 from strategies.search.meshes import Factors, factorisations, finest, joined, least, refines, told_apart
-from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 
 CERTAIN = 0.01
@@ -131,7 +131,11 @@ class Exactly:
 
     def on(self, factors: Factors) -> Answer:
         fine = factors == finest(self.problem.mesh) and not searchable(self.problem)
-        found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
+        if fine:
+            rounds = halved(self.problem, self.cluster)
+            found: Found | None = replace(rounds, lower_bound=min(self.least(), rounds.cost))
+        else:
+            found = search_on(self.problem, self.cluster, factors)
         assert found is not None  # else it is none of the factorisations
         self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
         return self.found[factors]
@@ -141,12 +145,6 @@ class Exactly:
 
     def least(self) -> float:
         return least_of_all(self.problem, self.cluster)
-
-    def _halved(self) -> Found:
-        found = recursive.in_rounds(recursive.prices(self.problem, self.cluster), classes(self.problem))
-        seconds = Pricing(self.problem, self.cluster).total(found.assignments)  # rounds price many axes in closed form
-        kept = plan_bytes(self.problem, found.assignments)
-        return Found(found.assignments, {}, seconds, min(self.least(), seconds), kept)
 
 
 def searchable(problem: Problem) -> bool:

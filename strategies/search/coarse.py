@@ -21,6 +21,7 @@ from strategies.graph import Ref
 from strategies.search.alike import Alike
 from strategies.search.finding import Finding, Found
 from strategies.search.groups import Classes, Groups, Within
+from strategies.search.halved import halved
 from strategies.search.network import Building
 from strategies.search.networks import Networks
 from strategies.search.problem import Problem
@@ -67,8 +68,11 @@ class Coarse:
                     break
                 if raised and not tired:
                     continue
-                named = {id: picks[variable] for id, variable in building.variables.items()}
-                found = self._within(named, pressure, lower * (1 + self.tolerance))
+                self.last = {id: picks[variable] for id, variable in building.variables.items()}
+                if tired and self.groups.unknown(self.last):
+                    found = halved(self.problem, self.transfers.cluster)
+                else:
+                    found = self._within(self.last, pressure, lower * (1 + self.tolerance))
                 if best is None or found.cost + pressure * found.bytes < least:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
@@ -112,7 +116,6 @@ class Coarse:
     def _within(self, picks: Mapping[str, int], pressure: float, enough: float) -> Found:
         """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
         axes that are alike, too."""
-        self.last = picks
         chosen, often = self._classes(picks), Counter(map(id, self.groups.every.values()))
         for id_, every in self.groups.every.items():
             if often[id(every)] == 1:

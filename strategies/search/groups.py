@@ -84,6 +84,10 @@ class Groups:
             self.known[id(every)] = self._grouped(every)
         return self.known[id(every)]
 
+    def unknown(self, picks: Mapping[str, int]) -> bool:
+        """Whether any operator picked more than one class."""
+        return any(self.group(one).names[picks[one.id]] is not None for one in self.problem.graph.operators)
+
     def look(self, picks: Mapping[str, int]) -> bool:
         """Looks into the groups that operators picked; whether there were any."""
         found = set()
