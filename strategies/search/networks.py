@@ -43,7 +43,7 @@ class Networks:
         if isinstance(self.solver, Narrowed):
             self.solver = self._narrow(network, self.solver, parents)
         else:
-            self.solver = self._narrow(network) if split else Folded(network)
+            self.solver = self._narrowed() if split else Folded(network)
 
     def _build(self, split: frozenset[Ref]) -> list[Integers]:
         """Makes the building; of which group of the one before every group of each operator is a part."""
