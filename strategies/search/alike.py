@@ -44,11 +44,12 @@ class _Priced:
 
 @dataclass
 class _Sized:
-    """Tables of tensors of one size, and the prices from the classes that are settled."""
+    """Tables of tensors of one size, and the prices from the classes that are settled, known as far as `reach`."""
 
     ways: Ways
     tables: list[_Priced] = field(default_factory=list)
     rows: dict[int, Seconds] = field(default_factory=dict)
+    reach: dict[int, float] = field(default_factory=dict)
     pairs: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -168,8 +169,16 @@ class Alike:
             return
         group = self._group(spec)
         start = int(self._states(before, group.ways)[row])
-        if start not in group.rows:
-            found = group.rows[start] = self._from(start, spec).copy()
+        near = float(self.tables[self._key(before, after, spec)].values[row, column])
+        if near >= group.reach.get(start, 0.0):
+            self._look(group, start, int(self._states(after, group.ways)[column]), near, spec)
+
+    def _look(self, group: _Sized, start: int, end: int, near: float, spec: TensorSpec) -> None:
+        """Finds the least prices of all ways from a class as far as to another."""
+        found, reach = group.ways.until(start, float(spec.elements * spec.item_bytes), end, near)
+        if reach > group.reach.get(start, 0.0):
+            group.reach[start] = reach
+            found = group.rows[start] = np.maximum(found, group.rows.get(start, 0.0))
             for one in group.tables:
                 self._raise(one, group.ways, start, found)
 
@@ -185,13 +194,12 @@ class Alike:
             return
         group.pairs.add((start, end))
         price = self._cheapest(first, second, spec)
-        found = group.rows.setdefault(start, self._from(start, spec).copy())
+        if start not in group.rows:
+            self._look(group, start, end, price, spec)
+        found = group.rows[start]
         found[end] = max(found[end], price)
         for one in group.tables:
             self._raise(one, group.ways, start, found)
-
-    def _from(self, start: int, spec: TensorSpec) -> Seconds:
-        return self._group(spec).ways.seconds(start, float(spec.elements * spec.item_bytes))
 
     def _cheapest(self, before: Rows, after: Rows, spec: TensorSpec) -> float:
         """The least price between two sets of layouts: the least bound is settled until it is a price."""

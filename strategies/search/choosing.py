@@ -10,31 +10,33 @@ Invariant: what is left out could not have been among the best two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.graph import Ref
 from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes
+from strategies.search.coarse import shared
 from strategies.search.exact import on_mesh
 from strategies.search.finding import Found
+from strategies.search.halved import halved
 from strategies.search.joining import least as least_of_all
 from strategies.search.joining import on_runs
-from strategies.search.kept import plan_bytes, too_large
+from strategies.search.kept import too_large
 from strategies.search.meshes import Factors, factorisations, finest, joined, least, refines, told_apart
-from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 
 CERTAIN = 0.01
 """A plan that costs at most so much more than the bound of all plans, relative to it, is the best there is."""
 
-MOST_PRIMES = 7
+MOST_PRIMES = 12
 """Prime axes up to which the finest factorisation is searched exactly."""
+MOST_SHARED = 7
+"""The same, where a parameter has several uses."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ class Halving:
 
 
 class Exactly:
-    """Dynamic programming: the finest factorisation is the problem's own mesh, coarser ones join its axes. Of very many
-    ranks the finest would take minutes, so there recursive programming answers for it, and its bound is work alone."""
+    """Dynamic programming: the finest factorisation is its own mesh, coarser ones join its axes. Of more axes
+    than `searchable` says recursive programming answers for the finest, and its bound is work alone."""
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         self.problem, self.cluster = problem, cluster
@@ -128,8 +130,12 @@ class Exactly:
         return [finest(mesh), *coarser]
 
     def on(self, factors: Factors) -> Answer:
-        fine = factors == finest(self.problem.mesh) and not searchable(self.problem.mesh)
-        found = self._halved() if fine else search_on(self.problem, self.cluster, factors)
+        fine = factors == finest(self.problem.mesh) and not searchable(self.problem)
+        if fine:
+            rounds = halved(self.problem, self.cluster)
+            found: Found | None = replace(rounds, lower_bound=min(self.least(), rounds.cost))
+        else:
+            found = search_on(self.problem, self.cluster, factors)
         assert found is not None  # else it is none of the factorisations
         self.found[factors] = Answer(found.assignments, found.cost, found.bytes, found.lower_bound, found.tensors)
         return self.found[factors]
@@ -140,16 +146,10 @@ class Exactly:
     def least(self) -> float:
         return least_of_all(self.problem, self.cluster)
 
-    def _halved(self) -> Found:
-        found = recursive.in_rounds(recursive.prices(self.problem, self.cluster), classes(self.problem))
-        seconds = Pricing(self.problem, self.cluster).total(found.assignments)  # rounds price many axes in closed form
-        kept = plan_bytes(self.problem, found.assignments)
-        return Found(found.assignments, {}, seconds, min(self.least(), seconds), kept)
 
-
-def searchable(mesh: Mesh) -> bool:
-    """Whether the exact search takes seconds on all prime axes of a mesh."""
-    return len(finest(mesh)) <= MOST_PRIMES
+def searchable(problem: Problem) -> bool:
+    """Whether the exact search takes seconds on all prime axes of a problem's mesh."""
+    return len(finest(problem.mesh)) <= (MOST_SHARED if shared(problem) else MOST_PRIMES)
 
 
 def search_on(problem: Problem, cluster: Cluster, factors: Factors) -> Found | None:

@@ -20,13 +20,12 @@ import numpy as np
 
 from strategies.graph import Ref
 from strategies.search.alike import Alike
-from strategies.search.elimination import TooWide
-from strategies.search.finding import Finding, Found, uncollected
-from strategies.search.folding import Folded
+from strategies.search.finding import Finding, Found
 from strategies.search.frontier import Frontier
 from strategies.search.groups import Classes, Groups, Within
-from strategies.search.narrowing import Narrowed
+from strategies.search.halved import halved
 from strategies.search.network import Building
+from strategies.search.networks import Networks
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Transfers
 from strategies.search.uses import Pair
@@ -38,6 +37,8 @@ MOST_SOLUTIONS = 40
 """Of the network of a few layouts, until its best one is taken."""
 PRECISE = 1e-3
 """Of a plan of a few layouts: how much more than their best one it costs at most."""
+EXACT = 1e-9
+"""Of the bound: a plan that costs so much more is the best one."""
 NEGLIGIBLE = 0.02
 """Of what a plan may cost more than the bound: what a pair of classes may be told too low."""
 
@@ -56,37 +57,36 @@ class Coarse:
         """A plan that costs little where a byte costs `pressure` seconds; `lower_bound` includes that price."""
         best: Found | None = None
         least = lower = 0.0
+        networks = Networks(self.problem, self.groups, pressure)
         while True:
-            with uncollected():
-                building = Building(self.problem, self.groups, self.split, wide=bool(self.split))
-                network = building.network
-                solver: Folded | Narrowed = Narrowed(network) if self.split else Folded(network)
-            building.press(pressure)
+            networks.build(self.split)
             while True:
-                try:
-                    picks, bound = solver.solve()
-                except TooWide:
-                    solver = Narrowed(network)
-                    picks, bound = solver.solve()
+                picks, bound = networks.solve()
                 lower = max(lower, bound)
                 if best is not None and least - lower <= self.tolerance * lower:
                     return replace(best, lower_bound=min(lower, least))
+                building = networks.building
                 raised = building.settle(picks)
-                named = {id: picks[variable] for id, variable in building.variables.items()}
-                if self.groups.look(named):
+                tired = networks.tired
+                if not tired and networks.look(picks):
                     break
-                if raised:
+                if raised and not tired:
                     continue
-                found = self._within(named, pressure, lower * (1 + self.tolerance))
+                self.last = {id: picks[variable] for id, variable in building.variables.items()}
+                if tired and self.groups.unknown(self.last):
+                    found = halved(self.problem, self.transfers.cluster)
+                else:
+                    found = self._within(self.last, pressure, lower * (1 + self.tolerance))
                 if best is None or found.cost + pressure * found.bytes < least:
                     best, least = found, found.cost + pressure * found.bytes
                 price_pairs(building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
                 near = least - lower <= self.tolerance * lower
-                split = frozenset() if near or pressure else building.underpaid(picks)  # the limit leaves a gap anyway
+                enough = near or tired or pressure > 0  # a limit leaves a gap anyway
+                split = frozenset() if enough else building.underpaid(picks)
                 self.split |= split
                 if split:
                     break
-                if near or not building.renew():
+                if near or tired or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
 
     @cached_property
@@ -94,6 +94,10 @@ class Coarse:
         """The cheapest plan of all."""
         found = self.cheapest()
         self.widest = self._classes(self.last)
+        if found.gap > EXACT:
+            rounds = halved(replace(self.problem, memory=None), self.transfers.cluster)
+            if rounds.cost < found.cost:
+                found = replace(rounds, lower_bound=min(found.lower_bound, rounds.cost))
         return found
 
     def within(self, limit: float) -> Found:
@@ -128,7 +132,6 @@ class Coarse:
     def _within(self, picks: Mapping[str, int], pressure: float, enough: float) -> Found:
         """The best plan of the classes that were picked; operators that are like no other may slice a loop with all
         axes that are alike, too."""
-        self.last = picks
         chosen, often = self._classes(picks), Counter(map(id, self.groups.every.values()))
         for id_, every in self.groups.every.items():
             if often[id(every)] == 1:

@@ -15,29 +15,28 @@ import numpy as np
 from strategies.graph import Operator
 from strategies.rules.sharding import Sharding
 from strategies.search.alike import Alike
-from strategies.search.options import Choices, Menu, Side
+from strategies.search.counted import Counted, canonical, members
+from strategies.search.options import Choices, Placed, Side
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
+MOST_MEMBERS = 600
+"""Layouts of a class up to which a plan may have any of them."""
 Name = tuple[int, bytes]
 """Of a group: how many levels are known, and where their axes are."""
 
 
-class Classes(Menu):
+class Classes(Counted):
     """One option per class of assignments."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike) -> None:
-        super().__init__(problem, transfers)
-        self.alike = alike
+        super().__init__(problem, transfers, alike)
         self.placed: dict[int, Integers] = {}
         """By choices: where the axes of every option are, [options, axes]."""
 
     def _places(self, sharding: Sharding) -> Integers:
-        found = super()._places(sharding)
-        for places in self.alike.places:
-            found = found[(np.diff(found[:, places], axis=1) >= 0).all(1)]
-        self._last = found
-        return found
+        self._last = canonical(sharding, self.level_sizes, self.alike.lengths.tolist())
+        return self._last
 
     def _choices(self, operator: Operator) -> Choices:
         self._last = np.zeros((1, len(self.axes)), dtype=np.int64)
@@ -48,11 +47,16 @@ class Classes(Menu):
 
 @dataclass(frozen=True)
 class Grouped:
-    """Groups as options, the name of each that is more than one class, and a class of each."""
+    """Groups as options; of each its name, if it is more than one class, and a class; and the group of every class."""
 
     choices: Choices
     names: tuple[Name | None, ...]
     heads: Integers
+    of_class: Integers
+
+    def parents(self, before: Grouped) -> Integers:
+        """[groups]: of which of the groups `before` each is a part."""
+        return np.asarray(before.of_class[self.heads])
 
 
 class Groups:
@@ -63,6 +67,7 @@ class Groups:
         self.classes, self.problem, self.alike = classes, classes.problem, classes.alike
         self.looked: dict[int, set[Name]] = {}
         self.known: dict[int, Grouped] = {}
+        self.prefixes: dict[int, list[tuple[list[bytes], Integers]]] = {}
         self.every = {operator.id: classes.of(operator) for operator in self.problem.graph.operators}
         self.pressure = 0.0
 
@@ -79,6 +84,10 @@ class Groups:
             self.known[id(every)] = self._grouped(every)
         return self.known[id(every)]
 
+    def unknown(self, picks: Mapping[str, int]) -> bool:
+        """Whether any operator picked more than one class."""
+        return any(self.group(one).names[picks[one.id]] is not None for one in self.problem.graph.operators)
+
     def look(self, picks: Mapping[str, int]) -> bool:
         """Looks into the groups that operators picked; whether there were any."""
         found = set()
@@ -93,24 +102,22 @@ class Groups:
         return bool(found)
 
     def _grouped(self, every: Choices) -> Grouped:
-        places, alike, looked = self.classes.placed[id(every)], self.alike, self.looked.get(id(every), set())
-        levels = len(alike.levels)
-        numbers: dict[Name, int] = {}
-        group_of, heads = np.zeros(len(places), dtype=np.int64), []
-        prefixes = [np.concatenate(alike.places[: depth + 1]) for depth in range(levels)]
-        for number, row in enumerate(places):
-            for depth in range(levels):
-                name = depth + 1, row[prefixes[depth]].tobytes()
-                if name not in looked:
-                    break
-            if name not in numbers:
-                numbers[name] = len(numbers)
-                heads.append(number)
-            group_of[number] = numbers[name]
-        first, depths = np.array(heads), np.array([depth for depth, _ in numbers])
+        alike, looked = self.alike, self.looked.get(id(every), set())
+        levels, names = len(alike.levels), list[Name]()
+        group_of, unknown = np.zeros(len(every), dtype=np.int64), np.ones(len(every), dtype=bool)
+        for depth, (known, inverse) in enumerate(self._prefixes(every), 1):
+            deeper = np.array([(depth, name) in looked for name in known])[inverse]
+            now = unknown & ~deeper
+            used, numbers = np.unique(inverse[now], return_inverse=True)
+            group_of[now] = len(names) + numbers
+            names += [(depth, known[one]) for one in used.tolist()]
+            unknown &= deeper
+        order = np.lexsort((every.own, group_of))
+        first = order[np.searchsorted(group_of[order], np.arange(len(names)))]  # the member that alone takes least
+        depths = np.array([depth for depth, _ in names])
 
         def least(seconds: Seconds) -> Seconds:
-            found = np.full(len(numbers), np.inf)
+            found = np.full(len(names), np.inf)
             np.minimum.at(found, group_of, seconds)
             return found
 
@@ -122,20 +129,31 @@ class Groups:
             return Side(rows, again[of_group])
 
         choices = Choices(
-            tuple(every.assignments[i] for i in heads),
+            every.assignments.taken(first) if isinstance(every.assignments, Placed) else every.assignments,
             least(every.own),
             least(every.bytes),
             *(tuple(map(side, sides)) for sides in (every.wanted, every.returned, every.given)),
         )
-        return Grouped(choices, tuple(name if name[0] < levels else None for name in numbers), first)
+        return Grouped(choices, tuple(name if name[0] < levels else None for name in names), first, group_of)
+
+    def _prefixes(self, every: Choices) -> list[tuple[list[bytes], Integers]]:
+        """Per number of levels, the names of all groups, and which one every class is of."""
+        if id(every) not in self.prefixes:
+            places, found, width = self.classes.placed[id(every)], [], 0
+            for level in self.alike.places:
+                width += len(level)
+                rows, inverse = np.unique(places[:, :width], axis=0, return_inverse=True)
+                found.append(([row.tobytes() for row in rows], inverse.ravel()))
+            self.prefixes[id(every)] = found
+        return self.prefixes[id(every)]
 
 
-class Within(Menu):
+class Within(Counted):
     """The layouts of a few classes per operator: `chosen` tells where their axes are."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike, chosen: Mapping[str, Integers]) -> None:
-        super().__init__(problem, transfers)
-        self.alike, self.chosen = alike, chosen
+        super().__init__(problem, transfers, alike)
+        self.chosen = chosen
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         return (*super()._signature(operator), self.chosen[operator.id].tobytes())
@@ -145,8 +163,5 @@ class Within(Menu):
         return super()._choices(operator)
 
     def _places(self, sharding: Sharding) -> Integers:
-        places = super()._places(sharding)
-        canonical = places.copy()
-        for level in self.alike.places:
-            canonical[:, level] = np.sort(places[:, level], axis=1)
-        return np.asarray(places[(canonical[:, None] == self._now).all(2).any(1)])
+        found = [members(row, self.alike.places, MOST_MEMBERS) for row in self._now]
+        return np.unique(np.concatenate(found), axis=0)

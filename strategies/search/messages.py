@@ -9,12 +9,15 @@ Invariant: the bound never falls, and a solution with an option costs at least t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from strategies.search.cells import Cell, Network, Table
-from strategies.search.transfers import Seconds
+from strategies.search.transfers import Integers, Seconds
 
 SWEEPS = 4
 """Between two looks at the bound."""
@@ -49,6 +52,8 @@ class Messages:
         self.factors: list[Factor] = []
         self.slack: list[Seconds] = [np.zeros(size) for size in self.sizes]
         """What a solution with an option costs above the last bound, at least."""
+        self.effort = 0.0
+        """Entries of tables that were looked at."""
         for one in network.tables:
             if len(one.variables) == 1:
                 self.alone[one.variables[0]].append(one)
@@ -57,6 +62,35 @@ class Messages:
             self.factors.append(factor)
             for place, v in enumerate(one.variables):
                 self.around[v].append((factor, place))
+
+    @cached_property
+    def entries(self) -> float:
+        """Of all factors."""
+        return float(sum(math.prod(self.sizes[v] for v in one.variables) for one in self.factors))
+
+    def follow(self, before: Messages, parents: Sequence[Integers]) -> None:
+        """Begins with what was moved in a network over the same variables, of which option `parents` [options] of every
+        variable was the one that each of these options is a part of."""
+        self.effort = before.effort
+        known: dict[tuple[int, ...], list[Factor]] = {}
+        for factor in before.factors:
+            known.setdefault(factor.variables, []).append(factor)
+        for factor in self.factors:
+            if known.get(factor.variables):
+                told = known[factor.variables].pop(0).moved
+                factor.moved = [one[parents[v]] for one, v in zip(told, factor.variables, strict=True)]
+
+    def spread(self, before: Messages, home: Sequence[int]) -> None:
+        """Begins with what was moved in a shorter network, of which `home` tells the variable that each looks like."""
+        self.effort = before.effort
+        known: dict[int, list[Factor]] = {}
+        for factor in before.factors:
+            known.setdefault(max(factor.variables), []).append(factor)
+        place: dict[int, int] = {}
+        for factor in self.factors:
+            v = max(factor.variables)
+            factor.moved = known[home[v]][place.get(v, 0)].moved.copy()
+            place[v] = place.get(v, 0) + 1
 
     def bound(self) -> float:
         """The least that any solution costs, after sweeps until they gain nothing; sets `slack`."""
@@ -75,6 +109,7 @@ class Messages:
         return found
 
     def _sweep(self, forward: bool) -> None:
+        self.effort += self.entries
         order = range(len(self.sizes))
         for v in order if forward else reversed(order):
             has, behind, before = self.own[v].copy(), [], 0

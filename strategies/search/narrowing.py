@@ -24,11 +24,14 @@ EFFORTS = (2**20, 2**24, 2**27)
 
 
 class Narrowed:
-    """One network, solved again when its prices rise."""
+    """One network, solved again when its prices rise. What was found `before` of options that were parts of the options
+    `parents` is where it begins."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, before: Narrowed | None = None, parents: Sequence[Integers] = ()) -> None:
         self.network = network
         self.messages = Messages(network)
+        if before is not None:
+            self.messages.follow(before.messages, parents)
         self.lower = -math.inf
         """What any solution costs at least, as far as it is known."""
         self.kept: list[Integers] = []

@@ -85,6 +85,10 @@ class Placed:
     def __iter__(self) -> Iterator[Assignment]:
         return map(self.__getitem__, range(len(self)))
 
+    def taken(self, few: Integers) -> Placed:
+        """Some of them."""
+        return Placed(self.axes, self.factors, self.places[few])
+
 
 class Menu:
     """The choices of all operators of a problem."""
@@ -206,7 +210,7 @@ class Menu:
         problem, graph, found = self.problem, self.problem.graph, work
         trained = operator.id in graph.returning
         if sharding.local is not None and self.own.talks(operator, sharding):
-            found = found + [self.own.inside(operator, sharding, one) for one in assignments]
+            found = found + self._inside(operator, sharding, assignments)
         for side, ref in zip(returned, operator.operands, strict=True):
             if trained and ref in self.lone and ref in graph.trained:
                 found = found + self.parameters(side.rows, graph.specs[ref])[side.of_option]
@@ -219,6 +223,10 @@ class Menu:
                     found = found + self.chain_seconds(then.whole, have.whole, spec)
         return found
 
+    def _inside(self, operator: Operator, sharding: Sharding, assignments: Assignments) -> Seconds:
+        """What the collectives of local programs take."""
+        return np.array([self.own.inside(operator, sharding, one) for one in assignments])
+
     def _bytes(self, operator: Operator, wanted: Sequence[Side], given: Sequence[Side]) -> Seconds:
         """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
         graph, found = self.problem.graph, np.zeros(len(given[0].of_option) if given else 1)
@@ -227,7 +235,7 @@ class Menu:
                 found = found + (self.elements(side.rows, spec) * spec.item_bytes)[side.of_option]
         for side, ref in zip(wanted, operator.operands, strict=True):
             if ref in self.lone:
-                per_element = [self.parameter_bytes(layout, ref) for layout in self._layouts(side.rows)]
+                per_element = self.parameters_bytes(side.rows, ref)
                 found = found + (self.elements(side.rows, graph.specs[ref]) * per_element)[side.of_option]
         return found
 
@@ -242,6 +250,10 @@ class Menu:
     def parameter_bytes(self, layout: Layout, ref: Ref) -> float:
         """Bytes per element that a rank keeps of a parameter, its gradient and the optimizer's states."""
         return parameter_bytes(self.problem, layout, ref)
+
+    def parameters_bytes(self, rows: Rows, ref: Ref) -> Seconds:
+        """`parameter_bytes` of many layouts."""
+        return np.array([self.parameter_bytes(layout, ref) for layout in self._layouts(rows)])
 
     def parameters(self, rows: Rows, spec: TensorSpec) -> Seconds:
         """`parameter_seconds` of many layouts."""

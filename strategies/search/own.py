@@ -62,11 +62,16 @@ class Own:
 
     def talks(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""
+        return bool(self.talking(operator, sharding))
+
+    def talking(self, operator: Operator, sharding: Sharding) -> frozenset[str]:
+        """The factors which, where they are sliced, make the rule's local program communicate."""
+        found = set()
         for factor, size in sharding.sizes.items():
             axes = tuple(axis for axis in self.problem.mesh.names if size % self.problem.mesh.sizes[axis] == 0)[:1]
             if axes and self._emitted(operator, sharding, {factor: axes}):
-                return True
-        return False
+                found.add(factor)
+        return frozenset(found)
 
     def inside(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
         """Seconds of the collectives of the local program."""

@@ -46,7 +46,7 @@ def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> 
     strategies tell apart what a named axis consists of, its parts are axes."""
     named = tuple(run for run in axes or () if run)
     within = on_mesh(problem, cluster, named) if named else None
-    if within is None and axes is not None and searchable(problem.mesh):
+    if within is None and axes is not None and searchable(problem):
         within = Exact(problem, cluster).within
     if within is not None:
         return lambda memory: _certified(within(memory), {})

@@ -25,7 +25,7 @@ from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixe
 from strategies.search.patterns import Integers as Integers
 from strategies.search.patterns import Rows as Rows
 from strategies.search.patterns import Seconds as Seconds
-from strategies.search.ways import Ways, levels_of
+from strategies.search.ways import FAR, Ways, levels_of
 
 WHOLE, PARTIAL = -1, -2
 """Where an axis stands that slices no dim."""
@@ -162,7 +162,7 @@ class Transfers:
             bound = asked.values[row, column]
             self._settle(asked, row, column)
             if len(self.axes) >= WAYS_FROM:
-                self._look_around(before, spec, row)
+                self._look_around(before, spec, row, float(asked.values[row, column]))
             elif asked.values[row, column] > bound * (1 + ALIKE):
                 self._settle_alike(asked, row, column, bound)
 
@@ -173,14 +173,15 @@ class Transfers:
             for place in np.flatnonzero(same).tolist():
                 self._settle(asked, *((row, place) if line is row else (place, column)))
 
-    def _look_around(self, before: Rows, spec: TensorSpec, row: int) -> None:
-        """Raises what is told of all redistributions from the class of a layout to what they take at least."""
+    def _look_around(self, before: Rows, spec: TensorSpec, row: int, near: float) -> None:
+        """Raises what is told of all redistributions from the class of a layout to what they take at least; of very
+        many only of those that are about as `near`."""
         dims, size = before.dims.shape[1], float(spec.elements * spec.item_bytes)
         start = int(self._states(before)[row])
         if before.dims[row].max(initial=0) >= 2 ** len(self.axes) or (dims, size, start) in self.looked:
             return
         self.looked.add((dims, size, start))
-        found = self.ways[dims].seconds(start, size)
+        found = self.ways[dims].seconds(start, size, FAR * near)
         for one in self.asked.values():
             if one.before.dims.shape[1] != dims or one.spec.elements * one.spec.item_bytes != size:
                 continue

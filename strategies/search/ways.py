@@ -1,32 +1,40 @@
 """The least seconds of any chain of collectives between classes of layouts, as shortest ways in a small graph.
 
 A state says how many axes of each level slice every dim, and over how many the tensor is partial. Every step that the
-engine may take leads from a state to a state, at its own price, which depends on these numbers alone; an exchange ends
-a chain and is priced below what it sends. Axes of outer levels lie below those of inner ones, so they go last and come
-first. Invariant: a chain of the engine is a way in this graph, so its seconds are not below the shortest one's. (Where
-every dim has inner axes, an outer one may have been laid on top for a while: there it may go first.)
+engine may take leads from a state to a state, at its own price, which depends on these numbers alone (`steps`); an
+exchange ends a chain and is priced below what it sends. Of very many states ways are found as far as they are asked
+for, and all others are told to be that far. Invariant: a chain of the engine is a way in this graph, so its seconds are
+not below the shortest one's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby
 
 import numpy as np
 
-from strategies.chains import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE
+from strategies.chains import EXCHANGE
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.mesh import Mesh
 from strategies.search.bounds import Integers, Seconds
+from strategies.search.steps import Steps
 
-Counts = tuple[int, ...]
-"""Axes per level."""
 Levels = tuple[tuple[str, ...], ...]
 """The axes that are alike, outermost first: in each level the next ones of the mesh."""
+FEW = 3000
+"""States up to which all ways from a state are found at once."""
+FAR = 4.0
+"""How much farther than what is asked for ways are found."""
+FURTHEST = 1e4
+"""Seconds that no chain takes."""
+NEAREST = 512
+"""Of many states, those from which exchanges are told apart; of others only where axes of the outermost level are."""
+AT_ONCE = 2**21
+"""Exchanges, or steps, that are looked at together."""
 
 
 def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
@@ -35,203 +43,167 @@ def levels_of(mesh: Mesh, cluster: Cluster) -> Levels:
     return tuple(tuple(axis for axis, *_ in same) for _, same in groupby(axes, key=lambda one: one[1:]))
 
 
-@dataclass(frozen=True, eq=False)
-class Edges:
-    """Steps sorted by where to: `sources` and `kinds` of each; where the steps to a target begin (`starts`), and the
-    `targets`."""
-
-    sources: Integers
-    kinds: Integers
-    starts: Integers
-    targets: Integers
-
-
 class Ways:
     """The states of tensors with so many dims. `levels` are axes that are alike, outermost first."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, levels: Sequence[Sequence[str]], dims: int) -> None:
         self.mesh, self.cluster, self.levels, self.dims = mesh, cluster, levels, dims
-        self.sizes = [mesh.sizes[level[0]] for level in levels]
-        self.lengths = [len(level) for level in levels]
-        parts = [list(_parts(length, dims + 1)) for length in self.lengths]
-        states = [tuple(zip(*chosen, strict=True)) for chosen in product(*parts)]
-        self.states = np.array(states, dtype=np.int64).reshape(len(states), dims + 1, len(levels))
+        self.steps = Steps(mesh, cluster, levels, dims)
+        self.states = self.steps.states
         """[states, dims and last what is partial, levels]: axes."""
-        self.number = {state.tobytes(): place for place, state in enumerate(self.states)}
-        counts = np.prod(np.array(self.sizes) ** self.states[:, :-1].sum(1), axis=1)
-        self.share = 1.0 / counts
+        self.share = self.steps.share
         self.total = np.flatnonzero(self.states[:, -1].sum(1) == 0)
         """The states that are not partial."""
-        self.edges = self._edges()
-        self.found: dict[tuple[float, int], Seconds] = {}
-        self.prices: dict[tuple[int, float], Seconds] = {}
+        self.found: dict[tuple[float, int], tuple[float, Seconds]] = {}
+        self.effort = 0.0
+        """Steps and exchanges that were looked at."""
         self.groups: dict[bytes, int] = {}
         self.members: list[Integers] = []
 
     def places(self, dims: Integers, partial: Integers, known: Integers) -> Integers:
         """The states with `dims` [classes, dims, levels] and `partial` [classes, levels]; of classes of which only so
         many levels are `known`, the place where `seconds` has the least of all their states."""
-        found = []
-        for counts, depth in zip(np.concatenate([dims, partial[:, None]], 1), known.tolist(), strict=True):
-            if depth == len(self.levels):
-                found.append(self.number[counts.tobytes()])
-            else:
-                name = counts[:, :depth].tobytes()
-                if name not in self.groups:
-                    agree = (self.states[:, :, :depth] == counts[:, :depth]).all((1, 2))
-                    self.groups[name] = len(self.members)
-                    self.members.append(np.flatnonzero(agree))
-                found.append(-1 - self.groups[name])
-        return np.array(found, dtype=np.int64)
+        counts = np.concatenate([dims, partial[:, None]], 1)
+        found = np.full(len(counts), -1, dtype=np.int64)
+        whole = known == len(self.levels)
+        found[whole] = self.steps.numbers(counts[whole])
+        for at in np.flatnonzero(~whole).tolist():
+            depth = int(known[at])
+            name = counts[at, :, :depth].tobytes()
+            if name not in self.groups:
+                agree = (self.states[:, :, :depth] == counts[at, :, :depth]).all((1, 2))
+                self.groups[name] = len(self.members)
+                self.members.append(np.flatnonzero(agree))
+            found[at] = -1 - self.groups[name]
+        return found
 
     def least(self, found: Seconds, places: Integers) -> Seconds:
         """What was `found` per state, at `places`."""
-        groups = [found[members].min() for members in self.members]
-        return np.concatenate([found, np.array(groups[::-1])])[places]
+        told = np.empty(len(places))
+        one = places >= 0
+        told[one] = found[places[one]]
+        names, inverse = np.unique(places[~one], return_inverse=True)
+        groups = np.array([found[self.members[-1 - name]].min() for name in names.tolist()])
+        told[~one] = groups[inverse] if len(names) else 0.0
+        return told
 
-    def seconds(self, start: int, size: float) -> Seconds:
+    def seconds(self, start: int, size: float, upto: float = math.inf) -> Seconds:
         """[states]: the least seconds from a state to all others for a tensor of `size` bytes; infinite where no chain
-        leads."""
-        if (size, start) not in self.found:
-            self.found[size, start] = self._shortest(start, size)
-        return self.found[size, start]
-
-    def _shortest(self, start: int, size: float) -> Seconds:
-        found = np.full(len(self.states), np.inf)
-        found[start] = 0.0
-        steps = self.edges if self.states[start, -1].any() else self.whole
-        cost = self._priced(steps, size)
-        while len(cost):
-            reached = np.minimum.reduceat(found[steps.sources] + cost, steps.starts)
-            better = reached < found[steps.targets]
-            if not better.any():
-                break
-            found[steps.targets[better]] = reached[better]
-        slow, calls = self.exchanges
-        last = found[self.total]
-        copy = 2 * self.share[self.total] * size / self.cluster.memory_bandwidth
-        near = np.flatnonzero(last + copy < last.max(initial=0.0))  # from others an exchange gains nothing
-        ended = slow[near] * size
-        ended += calls[near]
-        ended += (last + copy)[near, None]
-        least = ended.min(0, initial=np.inf) + copy + self.cluster.launch
-        found[self.total] = np.minimum(last, least)
+        leads. Of many states only what is nearer than `upto` is found, and others are told to be as far as that."""
+        upto = math.inf if len(self.states) <= FEW else upto
+        known, found = self.found.get((size, start), (-1.0, None))
+        if found is None or known < upto:
+            found = self._shortest(start, size, upto)
+            self.found[size, start] = upto, found
         return found
 
-    @cached_property
-    def whole(self) -> Edges:
-        """The steps from states that are not partial."""
-        every = self.edges
-        ends = np.repeat(every.targets, np.diff([*every.starts, len(every.sources)]))
-        chosen = np.flatnonzero(self.states[every.sources, -1].sum(1) == 0)
-        targets, starts = np.unique(ends[chosen], return_index=True)
-        return Edges(every.sources[chosen], every.kinds[chosen], starts, targets)
+    def until(self, start: int, size: float, place: int, near: float) -> tuple[Seconds, float]:
+        """`seconds` from a state, as far as to the state or the least of the group at `place`, which is no nearer than
+        `near`; and how far that is."""
+        upto = FAR * max(near, self.cluster.launch)
+        while True:
+            upto = math.inf if len(self.states) <= FEW or upto > FURTHEST else upto
+            found = self.seconds(start, size, upto)
+            if math.isinf(upto) or self.least(found, np.array([place]))[0] < upto:
+                return found, upto
+            upto *= FAR
 
-    def _priced(self, steps: Edges, size: float) -> Seconds:
-        """Seconds of steps."""
-        if (id(steps), size) not in self.prices:
-            told = np.stack([steps.kinds.astype(float), self.share[steps.sources]])
-            named, inverse = np.unique(told, axis=1, return_inverse=True)
-            seconds = [self._step(int(kind), share * size) for kind, share in named.T]
-            self.prices[id(steps), size] = np.array(seconds)[inverse.ravel()]
-        return self.prices[id(steps), size]
+    def _shortest(self, start: int, size: float, upto: float) -> Seconds:
+        found = np.full(len(self.states), upto)
+        found[start] = 0.0
+        todo = np.array([start])
+        many = max(AT_ONCE // len(self.steps), 1)
+        while len(todo):
+            self.effort += len(todo) * len(self.steps)
+            reached = []
+            for place in range(0, len(todo), many):
+                ends, seconds = self.steps.taken(todo[place : place + many], found, size)
+                better = seconds < found[ends]
+                ends, seconds = ends[better], seconds[better]
+                np.minimum.at(found, ends, seconds)
+                reached.append(ends)
+            todo = np.unique(np.concatenate(reached))
+        self._exchanged(found, size, upto)
+        return found
 
-    def _step(self, number: int, local: float) -> float:
-        kind, moved, copies = self.kinds[number]
-        n = math.prod(size**count for size, count in zip(self.sizes, moved, strict=True))
-        sent, copied = {
-            ALL_REDUCE: (2 * local * (n - 1) / n, local),
-            REDUCE_SCATTER: (local * (n - 1) / n, local),
-            ALL_GATHER: (local * (n - 1), local * n),
-            ALL_TO_ALL: (local * (n - 1) / n, 2 * local),
-            SLICE: (0.0, local),
-        }[kind]
-        seconds = self.cluster.launch + 2 * copied / self.cluster.memory_bandwidth if copies else 0.0
-        if not sent:
-            return seconds
-        axes = tuple(a for level, count in zip(self.levels, moved, strict=True) for a in level[:count])
-        return seconds + collective_seconds(kind, sent, axes, self.mesh, self.cluster)
+    def _exchanged(self, found: Seconds, size: float, upto: float) -> None:
+        """Lowers what was found to ways that end with an exchange."""
+        last = found[self.total]
+        copy = 2 * self.share[self.total] * size / self.cluster.memory_bandwidth
+        before, after = last + copy, copy + self.cluster.launch
+        slope, fixed = (table.ravel() for table in self._direct)
+        best = np.full(len(last), np.inf)
+        furthest = min(last.max(initial=0.0), upto) - fixed.min(initial=np.inf)  # from there on one gains nothing
+        near = np.argsort(before)
+        near = near[: np.searchsorted(before[near], furthest)]
+        many = max(AT_ONCE // len(last), 1)
+        self.effort += len(near) * len(last)
+        exact = near if len(self.states) <= FEW or len(self.levels) < 2 else near[:NEAREST]
+        for place in range(0, len(exact), many):
+            starts = exact[place : place + many]
+            moved = self._moved[0][self._parts[0][starts]][:, self._parts[0]]
+            for differ, parts in zip(self._moved[1:], self._parts[1:], strict=True):
+                moved = moved + differ[parts[starts]][:, parts]
+            seconds = self._missing(self._bits[starts]) * size * slope[moved] + fixed[moved]
+            np.minimum(best, (seconds + before[starts, None]).min(0), out=best)
+        rest = near[len(exact) :]
+        if len(rest):  # by where the axes of the outermost level are, as if no others sliced
+            first = np.full(len(self.steps.parts[0]), np.inf)
+            np.minimum.at(first, self._parts[0][rest], before[rest])
+            outer = np.flatnonzero(np.isfinite(first))
+            moved = self._moved[0][outer][:, self._parts[0]]
+            seconds = self._missing(self._outer[outer]) * size * slope[moved] + fixed[moved]
+            np.minimum(best, (seconds + first[outer, None]).min(0), out=best)
+        found[self.total] = np.minimum(last, best + after)
 
-    def _edges(self) -> Edges:
-        """All steps."""
-        self.kinds: list[tuple[str, Counts, bool]] = []
-        radix = (max(self.lengths, default=0) + 1) ** np.arange((self.dims + 1) * len(self.levels))
-        names = self.states.reshape(len(self.states), -1) @ radix
-        order = np.argsort(names)
-        found: list[tuple[Integers, Integers, Integers]] = [(np.zeros(0, dtype=np.int64),) * 3]
-        for kind, source, target, moved in self._moves():
-            copies = kind in (ALL_REDUCE, ALL_TO_ALL, SLICE) or target > 0
-            after = self._after(kind, source, target, np.array(moved))
-            legal = np.flatnonzero((after.min(axis=(1, 2)) >= 0) & self._allowed(kind, source, target, np.array(moved)))
-            reached = after[legal].reshape(len(legal), -1) @ radix
-            ends = order[np.searchsorted(names, reached, sorter=order)]
-            found.append((legal, np.full(len(legal), len(self.kinds)), ends))
-            self.kinds.append((kind, moved, copies))
-        sources, kinds, ends = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        by = np.argsort(ends, kind="stable")
-        targets, starts = np.unique(ends[by], return_index=True)
-        return Edges(sources[by], kinds[by], starts, targets)
-
-    def _moves(self) -> Iterator[tuple[str, int, int, Counts]]:
-        """Every step: its kind, the dim that it takes axes from and the one that it gives them to, and the axes."""
-        every = range(self.dims)
-        for moved in product(*(range(length + 1) for length in self.lengths)):
-            if not any(moved):
-                continue
-            yield ALL_REDUCE, self.dims, self.dims, moved
-            for dim in every:
-                yield REDUCE_SCATTER, self.dims, dim, moved
-                yield SLICE, dim, dim, moved
-                yield ALL_GATHER, dim, dim, moved
-                yield from ((ALL_TO_ALL, dim, other, moved) for other in every if other != dim)
-
-    def _after(self, kind: str, source: int, target: int, moved: Integers) -> Integers:
-        after = self.states.copy()
-        if kind == SLICE:
-            after[:, target] += moved
-            free = np.array(self.lengths) - after.sum(1)
-            after[(free < 0).any(1)] = -1
-        elif kind in (ALL_GATHER, ALL_REDUCE):
-            after[:, source] -= moved
+    def _missing(self, sliced: Integers | Seconds) -> Seconds:
+        """[starts, states that are not partial]: the share of the tensor that a rank sends in an exchange at least:
+        what it wants and has not; `sliced` [starts, dims] as in `_bits`."""
+        kept = np.zeros((len(sliced), len(self.total)), dtype=self._bits.dtype)
+        for have, want in zip(sliced.T, self._bits.T, strict=True):
+            kept += np.maximum(have[:, None], want)
+        if kept.dtype == np.int8:
+            cut = (float(self.steps.sizes[0]) ** -np.arange(128.0))[kept]
         else:
-            after[:, source] -= moved
-            after[:, target] += moved
-        return after
-
-    def _allowed(self, kind: str, source: int, target: int, moved: Integers) -> Integers:
-        """[states]: whether outer axes go after, and come before, all inner ones of a dim."""
-        found = np.ones(len(self.states), dtype=bool)
-        if kind == ALL_REDUCE:
-            return np.asarray((self.states[:, source] == moved).all(1))
-        for level in range(len(self.levels) - 1):
-            if not moved[level]:
-                continue
-            inner = self.states[:, :-1, level + 1 :].sum(2) > 0
-            crowded = inner.all(1)
-            if kind in (ALL_GATHER, ALL_TO_ALL):
-                found &= (self.states[:, source, level + 1 :] == moved[level + 1 :]).all(1) | crowded
-            if kind in (SLICE, ALL_TO_ALL):
-                found &= ~inner[:, target] | crowded
-        return np.asarray(found)
+            cut = 2.0**-kept
+        return np.asarray(np.maximum(self.share[self.total] - cut, 0.0))
 
     @cached_property
-    def exchanges(self) -> tuple[Seconds, Seconds]:
-        """Between all states that are not partial: the least seconds of an exchange per byte of the tensor, of which a
-        rank at least sends what it wants and has not; and the least of the calls."""
-        states = self.states[self.total, :-1]
-        bits = states * np.log2(self.sizes)
-        have, want = bits.sum(2)[:, None], bits.sum(2)[None]
-        target = 2.0 ** -bits.sum((1, 2))
-        kept = np.maximum(have, want).sum(2)
-        share = np.maximum(target[None] - 2.0**-kept, 0.0)
-        differ = np.abs(states[:, None] - states[None]).max(2, initial=0)
-        place = tuple(differ[..., level] for level in range(len(self.levels)))
-        return share * self._direct[0][place], self._direct[1][place]
+    def _parts(self) -> Integers:
+        """[levels, states that are not partial]: the number of each level's part."""
+        return self.steps.grid[:, self.total]
+
+    @cached_property
+    def _moved(self) -> list[Integers]:
+        """Per level, [parts, parts]: how many axes an exchange at least moves, times the step of that level in
+        `_direct`."""
+        found, step = [], 1
+        for length, parts in reversed(list(zip(self.steps.lengths, self.steps.parts, strict=True))):
+            differ = abs(parts[:, None, :-1] - parts[None, :, :-1]).max(2, initial=0)
+            found.append((differ * step).astype(np.int16))
+            step *= length + 1
+        return found[::-1]
+
+    @cached_property
+    def _bits(self) -> Integers | Seconds:
+        """[states that are not partial, dims]: how many axes slice a dim where all have one size; else the logarithm of
+        the slices."""
+        return self._cut(self.states[self.total, :-1], self.steps.sizes)
+
+    @cached_property
+    def _outer(self) -> Integers | Seconds:
+        """[parts of the outermost level, dims]: the same, of its axes alone."""
+        return self._cut(self.steps.parts[0][:, :-1, None], self.steps.sizes[:1])
+
+    def _cut(self, counts: Integers, sizes: Sequence[int]) -> Integers | Seconds:
+        if len(set(self.steps.sizes)) == 1:
+            return np.asarray(counts.sum(2).astype(np.int8))
+        return np.asarray(counts @ np.log2(sizes))
 
     @cached_property
     def _direct(self) -> tuple[Seconds, Seconds]:
         """By the axes that an exchange at least moves: the least seconds per byte, and whatever it carries."""
-        shape = [length + 1 for length in self.lengths]
+        shape = [len(level) + 1 for level in self.levels]
         slope, fixed = np.zeros(shape), np.zeros(shape)
         for moved in np.ndindex(*shape):
             if any(moved):
@@ -243,13 +215,3 @@ class Ways:
                 table[(0,) * len(shape)] = np.inf
                 np.minimum.accumulate(np.flip(table, axis), axis, out=np.flip(table, axis))
         return slope, fixed
-
-
-def _parts(length: int, places: int) -> Iterator[Counts]:
-    """All ways to give at most `length` equal axes to places."""
-    if not places:
-        yield ()
-        return
-    for first in range(length + 1):
-        for rest in _parts(length - first, places - 1):
-            yield (first, *rest)

@@ -14,6 +14,7 @@ from strategies.cost.cluster import Cluster, Level, Link
 from strategies.mesh import Mesh
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted
+from strategies.search import choosing
 from strategies.search.choosing import Answer, Exactly, Halving, choose
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds
@@ -168,8 +169,10 @@ def test_bounds_of_a_search_leave_out_what_it_refines() -> None:
     assert (found.best.mesh, found.runner_up and found.runner_up.mesh, found.bound) == ((4, 2), (2, 4), 9.0)
 
 
-def test_of_very_many_ranks_the_exact_search_takes_coarser_meshes_and_what_rounds_find_on_the_finest() -> None:
-    """On ten prime axes the finest alone would take minutes."""
+def test_of_very_many_ranks_the_exact_search_takes_coarser_meshes_and_what_rounds_find_on_the_finest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "MOST_PRIMES", 9)
     with torch.device("meta"):
         batch = torch.zeros(2**16, 4096)
         graph = shaped(FFN([4096, 16384, 4096]), nn.MSELoss(), batch, batch.clone())
