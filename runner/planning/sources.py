@@ -6,7 +6,10 @@ A file decides everything that a plan holds; of the config only the recompute it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,9 @@ from strategies.request import Request
 from strategies.rules import rule_of
 from strategies.stored_plan import read_plan
 
+EVERY = 10.0
+"""Seconds between lines of progress."""
+
 
 def planned(
     config: Config, graph: OperatorGraph, request: Request, cluster: Cluster, say: Callable[[str], None]
@@ -35,13 +41,34 @@ def planned(
         return _from_file(Path(config.parallel.plan), graph, request)
     folder = cache_folder(config.parallel.plan_cache)
     if folder is None:
-        return make_plan(graph, request, cluster)
+        with telling(say, graph, request):
+            return make_plan(graph, request, cluster)
     key = plan_cache.key_of(graph, request, cluster)
     if (found := plan_cache.load(folder, key, say)) is not None:
         return _loaded(found, "the plan cache")
-    plan = make_plan(graph, request, cluster)
+    with telling(say, graph, request):
+        plan = make_plan(graph, request, cluster)
     plan_cache.store(folder, key, plan, say)
     return plan
+
+
+@contextmanager
+def telling(say: Callable[[str], None], graph: OperatorGraph, request: Request) -> Iterator[None]:
+    """Says every few seconds how long a search takes already."""
+    done, started = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(EVERY):
+            seconds = time.monotonic() - started
+            say(f"searching: {len(graph.operators)} operators on {request.world_size} ranks, {seconds:.0f} s so far")
+
+    teller = threading.Thread(target=tell, name="searching", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def cache_folder(wanted: str | None) -> Path | None:
