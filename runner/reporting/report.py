@@ -187,7 +187,8 @@ def _decided(told: Mapping[str, Any]) -> str:
     if second is None:
         return line
     slower = f"{100 * (second['seconds'] / seconds - 1):.2g} % slower"
-    return f"{line}; the next that is known to fit ({_choice(second)}) is {slower}"
+    known = "is known to" if second["fits"] else "may"
+    return f"{line}; the next that {known} fit ({_choice(second)}) is {slower}"
 
 
 def _choice(told: Mapping[str, Any]) -> str:

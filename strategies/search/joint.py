@@ -67,9 +67,9 @@ class Priced:
 
 @dataclass(frozen=True)
 class Decision:
-    """The fastest choice within the limit; the next of those that are known to keep it, because they were looked at to
-    the end (`runner_up`); how many were `tried`, and how many were `pruned` by bounds, `over` the limit, or `refused`
-    because there is no such plan."""
+    """The fastest choice within the limit; the next of those that are known to keep it, or else of those that may
+    (`runner_up`, whose bytes are then None: to know them takes longer than to decide); how many were `tried`, and how
+    many were `pruned` by bounds, `over` the limit, or `refused` because there is no such plan."""
 
     choice: Choice
     priced: Priced
@@ -81,7 +81,9 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """What a plan's `search` tells of it as `decided`."""
-        second = None if self.runner_up is None else _told(*self.runner_up)
+        second = None
+        if self.runner_up is not None:
+            second = _told(*self.runner_up) | {"fits": self.runner_up[1].bytes is not None}
         counts = {"tried": self.tried, "pruned": self.pruned, "over": self.over, "refused": self.refused}
         return _told(self.choice, self.priced) | counts | {"runner_up": second}
 
@@ -113,7 +115,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
         raise StrategyError(_nothing_fits(looking.too_large, limit))
     over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
     tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
-    second = looking.fitting(first) or looking.next(among_seen=True)
+    second = looking.fitting(first) or looking.open()
     behind = None if second is None else (second, looking.last[second])
     return Decision(first, found, behind, tried, len(bounds) - tried, over, refused)
 
@@ -132,16 +134,14 @@ class _Looking:
         self.waiting = [_Next(bounds[choice].seconds, True, choice) for choice in bounds.keys() - self.too_large.keys()]
         heapq.heapify(self.waiting)
 
-    def next(self, *, among_seen: bool = False) -> Choice | None:
-        """The fastest choice within the limit that was not told yet; `among_seen`, of those that were looked at and
-        not found too large, by the plans that are known."""
+    def next(self) -> Choice | None:
+        """The fastest choice within the limit."""
         while self.waiting:
             one = heapq.heappop(self.waiting)
             size = None if one.unseen else self.last[one.choice].bytes
             if size is not None and size <= self.limit:
                 return one.choice
-            if not (among_seen and (one.unseen or size is not None or one.choice in self.too_large)):
-                self._step(one.choice)
+            self._step(one.choice)
         return None
 
     def fitting(self, other: Choice) -> Choice | None:
@@ -152,6 +152,12 @@ class _Looking:
             if choice != other and priced.bytes is not None and priced.bytes <= self.limit
         ]
         return min(found)[1] if found else None
+
+    def open(self) -> Choice | None:
+        """Of the choices that were looked at and not found too large, the one that is told the least."""
+        found = (one for one in self.waiting if not one.unseen and one.choice not in self.too_large)
+        first = min(found, default=None)
+        return None if first is None else first.choice
 
     def _step(self, choice: Choice) -> None:
         if choice not in self.steps:

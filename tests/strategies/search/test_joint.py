@@ -46,11 +46,13 @@ def test_no_choice_within_the_limit_is_faster(seed):
     decision = decide(bounds, limit, look)
     assert (decision.priced.seconds, decision.choice) == fitting[0]
     assert decision.tried + decision.pruned == len(CHOICES)
-    needed = [choice for choice in asked if bounds[choice].seconds < fitting[0][0]]
-    assert len(asked) - len(needed) <= 1  # the runner-up
+    assert all(bounds[choice].seconds <= fitting[0][0] for choice in asked)
     if decision.runner_up is not None:
         choice, priced = decision.runner_up
-        assert true[choice] == (priced.seconds, priced.bytes) and true[choice][1] <= limit
+        assert choice != decision.choice and fitting[0][0] <= priced.seconds <= true[choice][0]
+        assert priced.bytes is None or true[choice] == (priced.seconds, priced.bytes) and priced.bytes <= limit
+        told = decision.to_json()["runner_up"]
+        assert (told["stages"], told["zero"], told["fits"]) == (choice.stages, choice.zero, priced.bytes is not None)
 
 
 def test_bounds_spare_most_prices():
