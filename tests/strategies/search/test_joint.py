@@ -50,7 +50,7 @@ def test_no_choice_within_the_limit_is_faster(seed):
     if decision.runner_up is not None:
         choice, priced = decision.runner_up
         assert choice != decision.choice and fitting[0][0] <= priced.seconds <= true[choice][0]
-        assert priced.bytes is None or true[choice] == (priced.seconds, priced.bytes) and priced.bytes <= limit
+        assert priced.bytes is None or (true[choice] == (priced.seconds, priced.bytes) and priced.bytes <= limit)
         told = decision.to_json()["runner_up"]
         assert (told["stages"], told["zero"], told["fits"]) == (choice.stages, choice.zero, priced.bytes is not None)
 
