@@ -187,7 +187,7 @@ def _decided(told: Mapping[str, Any]) -> str:
     if second is None:
         return line
     slower = f"{100 * (second['seconds'] / seconds - 1):.2g} % slower"
-    known = "is known to" if second["fits"] else "may"
+    known = "is known to" if second.get("fits", True) else "may"  # plans from before it was told: it did
     return f"{line}; the next that {known} fit ({_choice(second)}) is {slower}"
 
 

@@ -66,11 +66,11 @@ def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeat
         less, then = (one.run() for one in pair)
         segments = list(zip(pair[0].segments, pair[1].segments, strict=True))
         if all(one.phase == "update" or _Both(one.moments, other.moments).agree for one, other in segments):
-            return _whole(whole, updating, part.count - few, less, then, segments)
+            return _lengthened(whole, updating, part.count - few, less, then, segments)
     return None
 
 
-def _whole(
+def _lengthened(
     whole: _Whole, updating: Updating, left: int, less: Traced, then: Traced, segments: Sequence[tuple[_Segment, ...]]
 ) -> Traced | None:
     """With `left` more repetitions than `less` has, of which `then` has one; None where a joined bucket is too large to

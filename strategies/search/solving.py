@@ -66,7 +66,7 @@ def _certified(found: Found, meshes: Mapping[str, Any]) -> Solved:
     return Solved(found.assignments, found.tensors, told | dict(meshes))
 
 
-def halved(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
+def halving(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
     """A cheap plan, with an open mesh the best of those on all meshes."""
 
     def solve(memory: float | None) -> Solved:
@@ -83,4 +83,4 @@ def halved(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) ->
     return solve
 
 
-SOLVERS: Mapping[str, Solver] = {"dynamic_programming": exact, "recursive_programming": halved}
+SOLVERS: Mapping[str, Solver] = {"dynamic_programming": exact, "recursive_programming": halving}
