@@ -1,6 +1,6 @@
 """Predicted against measured seconds of a step: eight plans each of three models, on local ranks of this machine.
 
-    python benchmarks/step_time.py [--ranks 8] [--rounds 12] [--seconds 40] [--models ffn,gpt,llama] [--cluster FILE]
+    python benchmarks/step_time.py [--ranks 8] [--rounds 6] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. All
 plans are built in the same processes and take one step each in turn, so that what else the machine does
@@ -24,7 +24,9 @@ from typing import Any
 from runner import launch
 
 Strategies = Mapping[str, tuple[tuple[int, ...], ...]]
-WARM = 2
+WARM = 1
+IN_A_ROW = 2
+"""Steps of a plan that count, one behind the other, after one that does not."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,12 @@ def model_of(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
         return (
             FFN([512, 1024, 1024, 1024, 64]),
             nn.CrossEntropyLoss(),
-            (torch.randn(256, 512), torch.randint(64, (256,))),
+            (torch.randn(1024, 512), torch.randint(64, (1024,))),
         )
-    tokens, labels = (torch.randint(256, (16, 64)) for _ in range(2))
+    tokens, labels = (torch.randint(512, (16, 128)) for _ in range(2))
     if name == "gpt":
-        return GPT(256, 64, 192, 3, 8), NextTokenLoss(), (tokens, labels)
-    return Llama(256, 64, 128, 3, 8, 8, 384), NextTokenLoss(), (tokens, labels)
+        return GPT(512, 128, 384, 3, 8), NextTokenLoss(), (tokens, labels)
+    return Llama(512, 128, 256, 3, 8, 8, 768), NextTokenLoss(), (tokens, labels)
 
 
 def strategies_of(name: str, wish: Wish) -> Strategies:
@@ -198,12 +200,14 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
     rows = []
     for round_ in range(payload["rounds"]):
         order = range(len(plans)) if round_ % 2 else range(len(plans))[::-1]
-        row = torch.zeros(len(plans), dtype=torch.float64)
+        rows_here = torch.zeros(IN_A_ROW, len(plans), dtype=torch.float64)
         for number in order:
-            row[number] = plans[number].step()
-        dist.all_reduce(row, dist.ReduceOp.MAX)
-        rows.append(row)
-    found = torch.stack(rows)
+            plans[number].step()  # after another plan: with nothing of its own in the caches
+            for row in rows_here:
+                row[number] = plans[number].step()
+        dist.all_reduce(rows_here, dist.ReduceOp.MAX)
+        rows.append(rows_here)
+    found = torch.cat(rows)
     return [float(value) for value in found.median(dim=0).values]
 
 
@@ -278,8 +282,8 @@ def correlation(results: Sequence[Result]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--models", default="ffn,gpt,llama")
     parser.add_argument("--cluster", type=Path)
     options = parser.parse_args()

@@ -9,11 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from runner.worker import RankContext
 from strategies.cost.laws import SEND, Call, Copy, Product
@@ -23,13 +26,25 @@ from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHAN
 PRODUCTS = {"float32": (64, 128, 256, 512, 768), "float64": (128, 384), "bfloat16": (128, 384)}
 LARGER = {"float32": (1024, 4096), "float64": (2048,), "float16": (1024, 4096, 8192), "bfloat16": (1024, 4096, 8192)}
 """Sides of square matrices by dtype, on CPU and on GPUs."""
-COPIED = (2**12, 2**16, 2**19, 2**22)
+COPIED = (2**20, 2**22, 2**24)
 SENT = (2**10, 2**15, 2**18, 2**21, 2**23)
 """Bytes."""
+BUCKET, BUCKETS = 2**20, 4
+"""Bytes, and how many there are, of gradients that are added while products run."""
 FACTOR = 64
 """By how much what GPUs copy and send is larger."""
 CHAIN = 32
-"""Small operators in a row."""
+"""Views in a row."""
+LAYERS, WIDTH, TOKENS = 2, 16, 8
+"""Of small layers: their operators take as long as it takes to begin them."""
+BETWEEN = (8, 128, 64)
+"""Layers, width and tokens of what is computed before each collective, as in a step: ranks are not all there at once,
+and what was in their caches is gone. On 8 ranks of 2 cores an all-reduce of 1 KiB between 2 (8) ranks takes 2.2 (17) ms
+behind another one, 4.4 (24) ms behind this."""
+SHORTEST = 1e-6
+"""Seconds of a call whose time drowns in that of what computes beside it."""
+TOGETHER = 3
+"""Calls that are timed at once, what is computed before them included."""
 BATCHES = 3
 """The fastest batch of calls counts: what else runs on the machine only makes them slower."""
 
@@ -111,15 +126,36 @@ class _Bench:
             torch.cuda.synchronize()
         return self._agreed((time.perf_counter() - start) / count)
 
+    def _share(self) -> float:
+        """Seconds for the next point."""
+        left = self.seconds - self._agreed(time.perf_counter() - self.start)
+        share = max(left, 0.0) / max(self.points, 1)
+        self.points -= 1
+        return share
+
     def _seconds(self, action: Callable[[], object]) -> float:
         """Seconds of one call while all ranks make it."""
-        left = self.seconds - self._agreed(time.perf_counter() - self.start)
-        share = max(left, 0.0) / max(self.points, 1) / BATCHES
-        self.points -= 1
+        share = self._share() / BATCHES
         self._time(action, 1)
         first = self._time(action, 1)
         count = max(1, min(int(share / max(first, 1e-9)), 1000))
         return min(self._time(action, count) for _ in range(BATCHES if share > first else 1))
+
+    def _added(self, action: Callable[[], object], computing: Callable[[], object]) -> float:
+        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle one of what was found."""
+
+        def both() -> None:
+            computing()
+            action()
+
+        share = self._share()
+        both()
+        found: list[float] = []
+        start = time.perf_counter()
+        while not found or self._agreed(time.perf_counter() - start) < share:
+            alone = self._time(computing, TOGETHER)
+            found.append(self._time(both, TOGETHER) - alone)
+        return max(median(found), SHORTEST)
 
     def _products(self) -> Iterator[Product]:
         for dtype, sides in self.sides.items():
@@ -136,46 +172,52 @@ class _Bench:
             yield Copy(8 * elements, self._seconds(lambda x=x: torch.relu(x)))  # type: ignore[misc]
 
     def _launch(self) -> float:
+        """Seconds per operator of small layers, the mean of forward and backward."""
         self._say("small operators")
-        return self._chain(torch.relu)
+        small = _Layers(self.device, LAYERS, WIDTH, TOKENS)
+        views = self._view() if self.cpu else 0.0
+        return max(self._seconds(small.step) - LAYERS * VIEWS * views, 0.0) / (LAYERS * CALLS)
 
     def _view(self) -> float:
-        return self._chain(lambda x: x.transpose(0, 1)) if self.cpu else 0.0
-
-    def _chain(self, operator: Callable[[Tensor], Tensor]) -> float:
-        """Seconds per operator, the mean of forward and backward."""
+        """Seconds per view, the mean of forward and backward."""
         x = torch.ones(4, 4, device=self.device, requires_grad=True)
 
         def run() -> None:
             y = x
             for _ in range(CHAIN):
-                y = operator(y)
+                y = y.transpose(0, 1)
             torch.autograd.backward(y, torch.ones_like(y))
 
         return self._seconds(run) / (2 * CHAIN)
 
     def _overlap(self) -> float:
-        """How much of an all-reduce is hidden by products that take as long."""
+        """How much of adding several buckets of gradients is hidden by products that take as long."""
         if self.size == 1:
             return 0.0
-        self._say("products beside an all-reduce")
+        self._say("products beside all-reduces")
         side = 256 if self.cpu else 4096
         a = torch.ones(side, side, device=self.device)
-        flat = torch.ones(SENT[-1] // 4 * (1 if self.cpu else FACTOR), device=self.device)
-        sum_, product = self._seconds(lambda: dist.all_reduce(flat)), self._seconds(lambda: a @ a)
+        flats = [torch.ones(BUCKET // 4 * (1 if self.cpu else FACTOR), device=self.device) for _ in range(BUCKETS)]
+        sum_ = self._added(lambda: dist.all_reduce(flats[0]), _Layers(self.device, *BETWEEN).forward)
+        product = self._seconds(lambda: a @ a)
         repeats = max(1, round(sum_ / product))
 
         def both() -> None:
-            work = dist.all_reduce(flat, async_op=True)
-            for _ in range(repeats):
-                a @ a
-            assert work is not None
-            work.wait()
+            works = []
+            for flat in flats:
+                for _ in range(repeats):
+                    a @ a
+                works.append(dist.all_reduce(flat, async_op=True))
+            for work in works:
+                assert work is not None
+                work.wait()
 
         alone = repeats * product
-        return min(max((sum_ + alone - self._seconds(both)) / min(sum_, alone), 0.0), 1.0)
+        hidden = sum_ + alone - self._seconds(both) / BUCKETS
+        return min(max(hidden / min(sum_, alone), 0.0), 1.0)
 
     def _calls(self) -> Iterator[Call]:
+        computing = _Layers(self.device, *BETWEEN).forward
         for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND):
             if self.groups:
                 self._say(kind)
@@ -184,7 +226,7 @@ class _Bench:
                     elements = size // 4 * (1 if self.cpu else FACTOR)
                     elements = max(elements // ranks, 1) * ranks
                     sent, action = self._call(kind, ranks, elements)
-                    yield Call(kind, ranks, 4 * sent, self._seconds(action))
+                    yield Call(kind, ranks, 4 * sent, self._added(action, computing))
 
     def _call(self, kind: str, ranks: int, elements: int) -> tuple[int, Callable[[], object]]:
         """Elements that a rank sends, and the call; `elements` are those of the larger side."""
@@ -214,3 +256,43 @@ class _Bench:
         if self.cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.size
         return float(torch.cuda.mem_get_info(self.device)[0])
+
+
+VIEWS, CALLS = 20, 33
+"""Of a small layer, forward and backward, as `strategies.cost.operators` counts them."""
+
+
+class _Layers:
+    """Layers of a transformer, each with weights of its own."""
+
+    def __init__(self, device: torch.device, layers: int, width: int, tokens: int) -> None:
+        def values(*shape: int) -> Tensor:
+            return torch.full(shape, 1 / width, device=device, requires_grad=True)
+
+        self.x = values(2, tokens, width)
+        self.layers = [[values(width, width) for _ in range(7)] for _ in range(layers)]
+
+    def step(self) -> None:
+        y = self._run()
+        torch.autograd.backward(y, torch.ones_like(y))
+        for one in (self.x, *chain.from_iterable(self.layers)):
+            one.grad = None
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self._run()
+
+    def _run(self) -> Tensor:
+        y = self.x
+        shape = y.shape[-1:]
+        for query, key, value, out, gate, up, down in self.layers:
+            normed = functional.layer_norm(y, shape)
+            heads = (self._heads(normed @ one) for one in (query, key, value))
+            mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+            y = y + mixed.transpose(1, 2).reshape(y.shape) @ out
+            normed = functional.layer_norm(y, shape)
+            y = y + (functional.silu(normed @ gate) * (normed @ up)) @ down
+        return y
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (4, -1)).transpose(1, 2)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strategies.cost.live import Live, bytes_of
 
@@ -23,12 +25,16 @@ SIDE = 64
 @dataclass(frozen=True)
 class Need:
     """Bytes per element: `kept` between updates; while a tensor is updated, `alone` for it and `before` for the one
-    before it, whose temporaries a loop may still hold; `together` of all tensors where one call updates them all."""
+    before it, whose temporaries a loop may still hold; `together` of all tensors where one call updates them all;
+    `moved` is what its calls read and write. An update makes `calls` of operators, and `each` more per tensor."""
 
     kept: float
     alone: float
     before: float
     together: float
+    moved: float
+    calls: float
+    each: float
 
     def during(self, sizes: Sequence[int]) -> int:
         """Bytes that an update of tensors of so many elements, in this order, takes for a while."""
@@ -40,15 +46,27 @@ class Need:
 def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool = False) -> Need:
     """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`; with
     `at_once` it may update all of them by one call, as optimizers do on a GPU."""
-    (kept, one), (_, four) = (_tried(factory, dtype, count, at_once) for count in (1, 4))
+    one, four = (_tried(factory, dtype, count, at_once) for count in (1, 4))
     elements = SIDE * SIDE
-    if four > 3 * one:
-        return Need(kept / elements, 0.0, 0.0, four / 4 / elements)
-    return Need(kept / elements, one / elements, (four - one) / elements, 0.0)
+    per_tensor = (four.calls - one.calls) / 3
+    rest = one.moved / elements, one.calls - per_tensor, per_tensor
+    if four.temporary > 3 * one.temporary:
+        return Need(one.kept / elements, 0.0, 0.0, four.temporary / 4 / elements, *rest)
+    return Need(one.kept / elements, one.temporary / elements, (four.temporary - one.temporary) / elements, 0.0, *rest)
 
 
-def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at_once: bool) -> tuple[int, int]:
-    """Bytes of the states and of the temporaries of a step of `count` parameters."""
+@dataclass(frozen=True)
+class _Tried:
+    """Bytes of the states, of the temporaries of a step, and of what it reads and writes; how many calls it makes."""
+
+    kept: int
+    temporary: int
+    moved: int
+    calls: int
+
+
+def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at_once: bool) -> _Tried:
+    """A step of `count` parameters."""
     parameters = [nn.Parameter(torch.ones(SIDE, SIDE, dtype=dtype)) for _ in range(count)]
     optimizer = factory([{"params": parameters}])
     for group in optimizer.param_groups:
@@ -56,7 +74,9 @@ def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at
             group["foreach"] = True
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    optimizer.step()  # makes the states
+    with _Counting() as counting:
+        optimizer.step()
     states = list(_states(optimizer))
     with Live("cpu") as live:
         live.see([*parameters, *(one.grad for one in parameters if one.grad is not None), *states])
@@ -64,7 +84,29 @@ def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at
         live.restart()
         optimizer.step()
     kept = bytes_of(tensor for tensor in states if tensor.numel() >= SIDE)  # the rest are counters
-    return kept, live.peak - before
+    return _Tried(kept, live.peak - before, counting.moved, counting.calls)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts calls, and the bytes of all that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        given = zip(func._schema.arguments, args, strict=False)
+        changed = [one for argument, one in given if argument.alias_info is not None and argument.alias_info.is_write]
+        self.calls += 1
+        self.moved += _large((args, kwargs)) + _large((changed, found))
+        return found
+
+
+def _large(some: object) -> int:
+    """Bytes of the distinct tensors in it, without counters."""
+    return bytes_of(one for one in tree_leaves(some) if isinstance(one, Tensor) and one.numel() >= SIDE)
 
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:

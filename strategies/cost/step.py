@@ -27,8 +27,6 @@ from strategies.rules import rule_of
 
 COPIES = "copies"
 """Where plan.json tells the seconds of steps that send nothing."""
-UPDATE_CALLS = (2, 3)
-"""Small operators of an update of a parameter: some, and some more per state."""
 HOST_PER_STEP, HOST_PER_GRADIENT, HOST_PER_GATHER = 240, 15, 120
 """What DeepSpeed does on the host, in small operators: per step, per gradient of a micro-batch, per gather of stage 3.
 Measured on one rank with 10 and 30 layers of 16 columns."""
@@ -188,18 +186,18 @@ def _zero(program: Program, cluster: Cluster, updating: Updating) -> dict[str, f
 
 
 def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) -> float:
-    """Seconds of the optimizer's own work: it reads gradient, parameter and states, and writes parameter and states.
-    ZeRO copies every gradient between parameters, buckets and flat tensors, and updates its part of them."""
-    states = needed(updating.factory, torch.float32).kept / MASTER
+    """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
+    gradient between parameters, buckets and flat tensors, and updates its part of them."""
+    need = needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
     moved, count, names = 0.0, 0, set(learning(program))
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
             elements, item_bytes = local_elements(program, source), max(MASTER, source.spec.item_bytes)
-            moved += elements / (replicas if updating.stage else 1) * item_bytes * (3 + 2 * states)
+            moved += elements / (replicas if updating.stage else 1) * item_bytes / MASTER * need.moved
             moved += updating.accumulate * elements * item_bytes * ZERO_COPIES * bool(updating.stage)
             count += 1
-    host = count * (UPDATE_CALLS[0] + UPDATE_CALLS[1] * states)
+    host = need.calls * bool(count) + need.each * count
     if updating.stage:
         host = HOST_PER_STEP + count * HOST_PER_GRADIENT * updating.accumulate
     return cluster.launch * bool(count) + cluster.view * host + moved / cluster.memory_bandwidth

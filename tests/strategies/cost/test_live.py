@@ -70,9 +70,13 @@ def test_a_step_takes_the_same_without_numbers():
 @pytest.mark.parametrize(
     ("optimizer", "need"),
     [
-        (lambda groups: torch.optim.SGD(groups, lr=0.1), Need(0, 0, 0, 0)),
-        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0)),
-        (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0)),
+        (
+            lambda groups: torch.optim.SGD(groups, lr=0.1),
+            Need(0, 0, 0, 0, 12, 2, 1),
+        ),  # parameter and gradient read, parameter written
+        (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0, 32, 2, 3)),
+        (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0, 80, 2, 10)),
+        (lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), Need(8, 0, 0, 0, 32, 4, 0)),
     ],
 )
 def test_what_an_optimizer_needs(optimizer, need):
@@ -81,7 +85,7 @@ def test_what_an_optimizer_needs(optimizer, need):
 
 def test_a_gpu_updates_all_at_once():
     need = needed(lambda groups: torch.optim.AdamW(groups, lr=0.1), torch.float32, at_once=True)
-    assert need == Need(8, 0, 0, 4)
+    assert need == Need(8, 0, 0, 4, 80, 12, 2)
     assert need.during([10, 30]) == 160
-    assert Need(8, 8, 4, 0).during([30, 10]) == 240
-    assert Need(8, 8, 4, 0).during([30, 20]) == 280
+    assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 10]) == 240
+    assert Need(8, 8, 4, 0, 80, 2, 10).during([30, 20]) == 280
