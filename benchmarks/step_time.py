@@ -1,10 +1,11 @@
 """Predicted against measured seconds of a step: eight plans each of three models, on local ranks of this machine.
 
-    python benchmarks/step_time.py [--ranks 8] [--rounds 6] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
+    python benchmarks/step_time.py [--ranks 8] [--rounds 8] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. All
-plans are built in the same processes and take one step each in turn, so that what else the machine does
-falls on all of them; a plan's time is the median over the rounds of the slowest rank's. Printed: a table, Spearman's
+plans are built in the same processes and take a few steps each in turn, so that what else the machine does
+falls on all of them; a plan's time is the median over the rounds of the slowest rank's, of all steps but the first of a
+turn, which finds the caches full of another plan. Printed: a table, Spearman's
 rank correlation over all plans and by model, and how much slower the plan that is predicted to be the fastest is than
 the fastest one. Goals: at least 0.9, and at most 1.05.
 """
@@ -202,7 +203,7 @@ def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
         order = range(len(plans)) if round_ % 2 else range(len(plans))[::-1]
         rows_here = torch.zeros(IN_A_ROW, len(plans), dtype=torch.float64)
         for number in order:
-            plans[number].step()  # after another plan: with nothing of its own in the caches
+            plans[number].step()
             for row in rows_here:
                 row[number] = plans[number].step()
         dist.all_reduce(rows_here, dist.ReduceOp.MAX)
@@ -282,7 +283,7 @@ def correlation(results: Sequence[Result]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--models", default="ffn,gpt,llama")
     parser.add_argument("--cluster", type=Path)

@@ -9,15 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
+from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
 from runner.worker import RankContext
 from strategies.cost.laws import SEND, Call, Copy, Product
 from strategies.engine.communicator import all_gather, reduce_scatter
@@ -96,7 +95,8 @@ class _Bench:
     def run(self) -> Measured:
         products = tuple(self._products())
         copies = tuple(self._copies())
-        launch, view, overlap = self._launch(), self._view(), self._overlap()
+        view = self._view()
+        launch, overlap = self._launch(view), self._overlap()
         calls = tuple(self._calls())
         return Measured(self.size, self.device.type, self._memory(), launch, view, overlap, products, copies, calls)
 
@@ -142,7 +142,8 @@ class _Bench:
         return min(self._time(action, count) for _ in range(BATCHES if share > first else 1))
 
     def _added(self, action: Callable[[], object], computing: Callable[[], object]) -> float:
-        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle one of what was found."""
+        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle of what was
+        found."""
 
         def both() -> None:
             computing()
@@ -171,15 +172,17 @@ class _Bench:
             x = torch.ones(elements, device=self.device)
             yield Copy(8 * elements, self._seconds(lambda x=x: torch.relu(x)))  # type: ignore[misc]
 
-    def _launch(self) -> float:
-        """Seconds per operator of small layers, the mean of forward and backward."""
-        self._say("small operators")
-        small = _Layers(self.device, LAYERS, WIDTH, TOKENS)
-        views = self._view() if self.cpu else 0.0
-        return max(self._seconds(small.step) - LAYERS * VIEWS * views, 0.0) / (LAYERS * CALLS)
+    def _launch(self, view: float) -> float:
+        """Seconds per operator of small layers that computes, the mean of forward and backward; `view` per one that
+        does not."""
+        small = SampleLayers(self.device, LAYERS, WIDTH, TOKENS)
+        return max(self._seconds(small.step) - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
 
     def _view(self) -> float:
-        """Seconds per view, the mean of forward and backward."""
+        """Seconds per view, the mean of forward and backward; none on a GPU, which does not see them."""
+        self._say("small operators")
+        if not self.cpu:
+            return 0.0
         x = torch.ones(4, 4, device=self.device, requires_grad=True)
 
         def run() -> None:
@@ -198,7 +201,7 @@ class _Bench:
         side = 256 if self.cpu else 4096
         a = torch.ones(side, side, device=self.device)
         flats = [torch.ones(BUCKET // 4 * (1 if self.cpu else FACTOR), device=self.device) for _ in range(BUCKETS)]
-        sum_ = self._added(lambda: dist.all_reduce(flats[0]), _Layers(self.device, *BETWEEN).forward)
+        sum_ = self._added(lambda: dist.all_reduce(flats[0]), SampleLayers(self.device, *BETWEEN).forward)
         product = self._seconds(lambda: a @ a)
         repeats = max(1, round(sum_ / product))
 
@@ -217,7 +220,7 @@ class _Bench:
         return min(max(hidden / min(sum_, alone), 0.0), 1.0)
 
     def _calls(self) -> Iterator[Call]:
-        computing = _Layers(self.device, *BETWEEN).forward
+        computing = SampleLayers(self.device, *BETWEEN).forward
         for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND):
             if self.groups:
                 self._say(kind)
@@ -256,43 +259,3 @@ class _Bench:
         if self.cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.size
         return float(torch.cuda.mem_get_info(self.device)[0])
-
-
-VIEWS, CALLS = 20, 33
-"""Of a small layer, forward and backward, as `strategies.cost.operators` counts them."""
-
-
-class _Layers:
-    """Layers of a transformer, each with weights of its own."""
-
-    def __init__(self, device: torch.device, layers: int, width: int, tokens: int) -> None:
-        def values(*shape: int) -> Tensor:
-            return torch.full(shape, 1 / width, device=device, requires_grad=True)
-
-        self.x = values(2, tokens, width)
-        self.layers = [[values(width, width) for _ in range(7)] for _ in range(layers)]
-
-    def step(self) -> None:
-        y = self._run()
-        torch.autograd.backward(y, torch.ones_like(y))
-        for one in (self.x, *chain.from_iterable(self.layers)):
-            one.grad = None
-
-    @torch.no_grad()
-    def forward(self) -> None:
-        self._run()
-
-    def _run(self) -> Tensor:
-        y = self.x
-        shape = y.shape[-1:]
-        for query, key, value, out, gate, up, down in self.layers:
-            normed = functional.layer_norm(y, shape)
-            heads = (self._heads(normed @ one) for one in (query, key, value))
-            mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
-            y = y + mixed.transpose(1, 2).reshape(y.shape) @ out
-            normed = functional.layer_norm(y, shape)
-            y = y + (functional.silu(normed @ gate) * (normed @ up)) @ down
-        return y
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (4, -1)).transpose(1, 2)

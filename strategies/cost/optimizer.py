@@ -87,11 +87,11 @@ def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at
     return _Tried(kept, live.peak - before, counting.moved, counting.calls)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts calls, and the bytes of all that they read and write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.moved = self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

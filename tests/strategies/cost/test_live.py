@@ -72,8 +72,8 @@ def test_a_step_takes_the_same_without_numbers():
     [
         (
             lambda groups: torch.optim.SGD(groups, lr=0.1),
-            Need(0, 0, 0, 0, 12, 2, 1),
-        ),  # parameter and gradient read, parameter written
+            Need(0, 0, 0, 0, 12, 2, 1),  # two are read, one is written
+        ),
         (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), Need(4, 0, 0, 0, 32, 2, 3)),
         (lambda groups: torch.optim.AdamW(groups, lr=0.1), Need(8, 8, 4, 0, 80, 2, 10)),
         (lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True), Need(8, 0, 0, 0, 32, 4, 0)),
