@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from runner.building.modules import captured_from_shapes
+from runner.building.optimizers import optimizer_factory
 from runner.building.precision import DTYPES, cast
 from runner.data.loader import Order, flatten_batch, whole_batch
 from runner.errors import ConfigError
@@ -38,10 +39,12 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.least import least
 from strategies.cost.updating import Updating
 from strategies.engine.place import on_host
+from strategies.engine.updates import OptimizerFactory
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
+from strategies.uncollected import uncollected
 
 ZERO = (0, 1, 2, 3)
 EVERY = 5.0
@@ -135,7 +138,8 @@ class Deciding:
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
         started = time.perf_counter() - sum(self._capturing)
-        decision = decide(self.bounds, self.limit, self._aloud)
+        with uncollected():
+            decision = decide(self.bounds, self.limit, self._aloud)
         seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
         plan = decision.priced.plan
         plan = replace(plan, search={**plan.search, "seconds": seconds, "decided": decision.to_json()})
@@ -254,12 +258,13 @@ class Deciding:
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
             ranks, again = self.ranks // choice.stages, choice.recompute == "full"
+            updating = self._updating(with_choice(self.config, choice))
             bounds[choice] = Bound(
                 self.config.train.accumulate * found.seconds(
                     choice.stages, ranks, choice.micro_batches, self.rows // self._rows(choice),
                     again=again, waits=parallel.pipeline.schedule in ("gpipe", "1f1b"),
                 ),
-                found.held(choice.stages, ranks, self._updating(choice), sliced=parallel.mode != "data_parallel"),
+                found.held(choice.stages, ranks, updating, sliced=parallel.mode != "data_parallel"),
             )  # fmt: skip
         if not bounds:
             raise StrategyError(
@@ -268,8 +273,14 @@ class Deciding:
             )
         return bounds
 
-    def _updating(self, choice: Choice) -> Updating:
-        return updating_of(with_choice(self.config, choice), self._captured(self.rows)[1].graph, self.device)
+    @cached_property
+    def _factory(self) -> OptimizerFactory:
+        """One for all choices, so that the optimizer is tried once."""
+        return optimizer_factory(self.config.optimizer)
+
+    def _updating(self, config: Config) -> Updating:
+        found = updating_of(config, self._captured(self.rows)[1].graph, self.device)
+        return replace(found, factory=self._factory)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
@@ -286,9 +297,9 @@ class Deciding:
 
     def _price(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Price:
         step, captured, tensors = self._captured(self._rows(choice))
-        config, graph = with_choice(self.config, choice, modules), captured.graph
-        in_step = copies.of_step(config, step, tensors, graph, plan)
-        return price_of(config, graph, in_step, self.device, self.cluster)
+        config = with_choice(self.config, choice, modules)
+        in_step = copies.of_step(config, step, tensors, captured.graph, plan)
+        return price_of(config, in_step, self._updating(config), self.cluster)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
@@ -312,16 +323,19 @@ class Deciding:
         computed again; then its plans, first the fastest, in as few layers again as keep the limit or in all, then
         those for less room, each without and then with its bytes. Raises StrategyError where there is none."""
         plan = self._plan(choice, None)
-        stored = replace(choice, recompute="none")
+        stored, floor = replace(choice, recompute="none"), 0
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self._fastest(plain).common, None)
         if stored in self.bounds and stored != choice:
-            yield Priced(plan, self._fastest(stored).seconds, None)
-            yield from self._in_few(choice, plan)
+            none = self._fastest(stored)
+            yield Priced(plan, none.seconds, None)
+            floor = none.bare() if none.counted else 0
+            if floor <= self.limit:
+                yield from self._in_few(choice, plan)
         price = self._fastest(choice)
         if not price.counted:
             yield Priced(plan, price.seconds, None)
-        yield Priced(plan, price.seconds, price.bytes())
+        yield Priced(plan, price.seconds, floor if floor > self.limit else price.bytes())
         if "bytes" in plan.search:
             yield from self._narrower(choice, (plan.search["bytes"], price.bytes()))
 
@@ -365,11 +379,18 @@ class Deciding:
         assert plan.recompute is not None
         every = plan.recompute.modules
         none, all_ = self._fastest(replace(choice, recompute="none")), self._fastest(choice)
+
+        def told(most: int, least: int) -> Priced:
+            """The least that it takes where none need the most and all of them the least bytes."""
+            share = math.ceil(len(every) * (most - self.limit) / (most - least) - 1) / len(every)
+            return Priced(plan, none.seconds + max(share, 0.0) * (all_.seconds - none.seconds), None)
+
+        if every and none.counted and none.bare() <= self.limit < none.bytes():
+            yield told(none.bytes(), none.bare())  # before anybody knows how much is computed again
         most, least = none.bytes(), all_.bytes()
         if len(every) < 2 or not least <= self.limit < most:
             return
-        share = math.ceil(len(every) * (most - self.limit) / (most - least) - 1) / len(every)
-        yield Priced(plan, none.seconds + max(share, 0.0) * (all_.seconds - none.seconds), None)
+        yield told(most, least)
         few: Priced | None = None
         low, high, above, below = 0, len(every), most, least  # so many are too few, and enough; and their bytes
         while high - low > 1:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.planning import pipelining
-from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import lowered, options_of
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
-from strategies.cost.memory import memory
+from strategies.cost.memory import Memory, memory
 from strategies.cost.repeating import trace_repeated
 from strategies.cost.step import step_cost
+from strategies.cost.updating import Updating
 from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
@@ -23,35 +23,42 @@ from strategies.plan import Plan
 @dataclass(frozen=True)
 class Price:
     """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
-    finds out the bytes of the fullest rank, which takes longer the first time."""
+    finds out the memory of the fullest rank, which takes longer the first time."""
 
     seconds: float
     common: float
-    count: Callable[[], int]
-    counted: list[int] = field(default_factory=list)
+    count: Callable[[], Memory]
+    counted: list[Memory] = field(default_factory=list)
 
-    def bytes(self) -> int:
+    @property
+    def memory(self) -> Memory:
         if not self.counted:
             self.counted.append(self.count())
         return self.counted[0]
 
+    def bytes(self) -> int:
+        return self.memory.peak
+
+    def bare(self) -> int:
+        """Bytes that are left at least where all that backward needs is computed again."""
+        found = self.memory
+        return max(size - found.activations * (phase != "update") for phase, size in found.peaks.items())
+
 
 def price_of(
     config: Config,
-    graph: OperatorGraph,
     in_step: tuple[OperatorGraph, Plan],
-    device: str,
+    updating: Updating,
     cluster: Cluster,
 ) -> Price:
-    """`in_step` is what a step computes for `graph`, with its plan. Raises StrategyError for what cannot be lowered or
+    """`in_step` is what a step computes, with its plan. Raises StrategyError for what cannot be lowered or
     cut."""
-    updating = updating_of(config, graph, device)
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
         program = lowered(config, *in_step)
         cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
-        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating).peak)
+        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating))
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
         step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
@@ -62,10 +69,11 @@ def price_of(
         cost_of_stages(stages, costs, schedule, updating.accumulate, cluster)[0]["total"] for costs in (alone, bare)
     )
 
-    def fullest() -> int:
+    def fullest() -> Memory:
         traces = [trace_repeated(program, updating) for program in programs]
         groups = enumerate(schedule)
-        return max(group_memory(group, traces, actions, len(schedule), updating).peak for group, actions in groups)
+        found = (group_memory(group, traces, actions, len(schedule), updating) for group, actions in groups)
+        return max(found, key=lambda one: one.peak)
 
     return Price(seconds, common, fullest)
 

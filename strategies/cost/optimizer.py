@@ -1,13 +1,14 @@
 """What an optimizer needs per element of what it updates: tried out on a small parameter.
 
 Trying takes a step of the real optimizer, so any optimizer is known whose states and temporaries grow with the number
-of elements.
+of elements. What the last few factories made is remembered: a decision asks for the same one for every choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Need:
         return int(most + self.together * sum(sizes))
 
 
+@lru_cache(maxsize=8)
 def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool = False) -> Need:
     """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`; with
     `at_once` it may update all of them by one call, as optimizers do on a GPU."""

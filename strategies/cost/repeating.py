@@ -61,11 +61,14 @@ def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeat
     whole = _Whole(program, updating, need)
     if max(whole.sizes, default=0) > whole.bucket:
         return None
+    done: dict[int, tuple[_Recording, Traced]] = {}
     for few in FEW:
-        pair = [_Recording(shortened(program, part, count), updating, need, whole) for count in (few, few + 1)]
-        less, then = (one.run() for one in pair)
-        segments = list(zip(pair[0].segments, pair[1].segments, strict=True))
-        if all(one.phase == "update" or _Both(one.moments, other.moments).agree for one, other in segments):
+        for count in {few, few + 1} - done.keys():
+            recording = _Recording(shortened(program, part, count), updating, need, whole)
+            done[count] = recording, recording.run()
+        (one, less), (other, then) = done[few], done[few + 1]
+        segments = list(zip(one.segments, other.segments, strict=True))
+        if all(a.phase == "update" or _Both(a.moments, b.moments).agree for a, b in segments):
             return _lengthened(whole, updating, part.count - few, less, then, segments)
     return None
 

@@ -7,9 +7,7 @@ lower bound, so both are known at any time.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from strategies.graph import Ref
@@ -21,6 +19,7 @@ from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
+from strategies.uncollected import uncollected
 
 AGAIN = 12
 """Solutions of a wide network with one bound, and with one price of memory."""
@@ -123,15 +122,3 @@ class Finding:
     def _variables(self) -> Iterator[tuple[Name, int]]:
         yield from self.building.variables.items()
         yield from ((ref, variable) for ref, (variable, _) in self.building.parameters.items())
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which would go through the whole graph many times and find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from strategies.graph import Ref
 from strategies.search.cells import Network
 from strategies.search.elimination import TooWide
-from strategies.search.finding import uncollected
 from strategies.search.folding import Folded
 from strategies.search.groups import Grouped, Groups
 from strategies.search.narrowing import Narrowed
@@ -19,6 +18,7 @@ from strategies.search.network import Building
 from strategies.search.problem import Problem
 from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
+from strategies.uncollected import uncollected
 
 MOST = 5e9
 """Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""

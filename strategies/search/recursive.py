@@ -29,11 +29,11 @@ from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
 from strategies.search.direct import direct_seconds
-from strategies.search.finding import uncollected
 from strategies.search.kept import operator_bytes, too_large
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.rounds import Rounds
+from strategies.uncollected import uncollected
 
 SWEEPS = 2
 """How often everything is decided again, at most."""

@@ -17,10 +17,11 @@ from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.choosing import Exactly, Halving, choose, searchable
 from strategies.search.exact import Exact, on_mesh
-from strategies.search.finding import Found, uncollected
+from strategies.search.finding import Found
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.recursive import bisect
+from strategies.uncollected import uncollected
 
 
 @dataclass(frozen=True)
