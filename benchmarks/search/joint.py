@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search_joint import deciding
-from runner.planning.deciding import choice_of
+from runner.planning.decided import choice_of
 from runner.reporting.layer_table import shown_seconds
 
 TITLE = "Decisions taken together"

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from runner.building.modules import captured_from_shapes
@@ -26,12 +24,12 @@ from runner.data.loader import Order, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.planning import copies, pipelining, sources
 from runner.planning.clusters import cluster_of
+from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
 from runner.planning.pricing import Price, price_of
 from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
-from runner.planning.stored import read_content
 from runner.schema import Config
 from strategies import plan_cache
 from strategies.capture import Captured, Objective
@@ -59,50 +57,9 @@ def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], No
     if not config.parallel.open:
         return prepare(config, folder, say)
     if config.parallel.plan is not None:
-        return prepare(decided(config, _of_file(config.parallel.plan)), folder, say)
+        return prepare(decided(config, of_file(config.parallel.plan)), folder, say)
     plan = Deciding(config, say).plan()
     return prepare(decided(config, plan.search["decided"]), folder, say, plan)
-
-
-def _of_file(name: str) -> dict[str, Any]:
-    """What was decided when a saved plan was made. Raises ConfigError."""
-    content = read_content(Path(name))
-    told: dict[str, Any] | None = content.get("search", {}).get("decided") if isinstance(content, dict) else None
-    if told is None:
-        raise ConfigError(
-            f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
-            "be auto here; give both as in the run that made it."
-        )
-    return told
-
-
-def decided(config: Config, told: dict[str, Any]) -> Config:
-    """The config with what plan.json's `search` tells as `decided`. Raises ConfigError as `with_choice` does."""
-    return with_choice(config, choice_of(told), told.get("modules"))
-
-
-def choice_of(told: dict[str, Any]) -> Choice:
-    return Choice(told["stages"], told["zero"], told["micro_batches"], told["recompute"])
-
-
-def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = None) -> Config:
-    """The config with what `choice` says of the keys that are open, computing again in these `modules` alone if not in
-    all that may be. Raises ConfigError where its sections do not go together."""
-    content = config.model_dump(mode="json")
-    parallel, staged = content["parallel"], choice.stages > 1
-    if config.parallel.zero.stage == "auto":
-        parallel["zero"] |= {"stage": choice.zero}
-    if config.parallel.pipeline.open:
-        parts = choice.micro_batches if staged else None
-        parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
-    if config.parallel.recompute.operators == "auto":
-        none = choice.recompute == "none"
-        again = {"operators": choice.recompute} | ({} if modules is None else {"modules": list(modules)})
-        parallel["recompute"] = "none" if none else parallel["recompute"] | again
-    try:
-        return Config.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(*(one["msg"] for one in error.errors())) from None
 
 
 @dataclass

@@ -9,7 +9,8 @@ from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning.deciding import Deciding, with_choice
+from runner.planning.decided import with_choice
+from runner.planning.deciding import Deciding
 from runner.planning.prepare import request_of
 from strategies.errors import StrategyError
 
