@@ -27,7 +27,7 @@ from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
-from runner.planning.pricing import Price, price_of
+from runner.planning.pricing import Price, Size, price_of
 from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.schema import Config
@@ -279,22 +279,34 @@ class Deciding:
         """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
         computed again; then its plans, first the fastest, in as few layers again as keep the limit or in all, then
         those for less room, each without and then with its bytes. Raises StrategyError where there is none."""
-        plan = self._plan(choice, None)
-        stored, floor = replace(choice, recompute="none"), 0
+        plan, size = self._plan(choice, None), None
+        stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             yield Priced(plan, self._fastest(plain).common, None)
         if stored in self.bounds and stored != choice:
-            none = self._fastest(stored)
-            yield Priced(plan, none.seconds, None)
-            floor = none.bare() if none.counted else 0
-            if floor <= self.limit:
+            yield Priced(plan, self._fastest(stored).seconds, None)
+            size = self._size(stored)
+            if size is None or size.bare <= self.limit:
                 yield from self._in_few(choice, plan)
-        price = self._fastest(choice)
+        price, floor = self._fastest(choice), 0 if size is None else size.bare
         if not price.counted:
             yield Priced(plan, price.seconds, None)
+        own = self._size(choice)
+        floor = max(floor, 0 if own is None else own.least)
         yield Priced(plan, price.seconds, floor if floor > self.limit else price.bytes())
         if "bytes" in plan.search:
-            yield from self._narrower(choice, (plan.search["bytes"], price.bytes()))
+            likely = price.bytes() if own is None or own.least <= self.limit else own.likely
+            yield from self._narrower(choice, (plan.search["bytes"], likely))
+
+    def _size(self, choice: Choice) -> Size | None:
+        """What is known of the bytes of a choice's fastest plan without a trace for it. Stages of ZeRO have the same
+        plan, and the same forward but where its parameters are gathered."""
+        price, plain = self._fastest(choice), replace(choice, zero=0)
+        if price.counted:
+            return price.told(price)
+        if price.stands is None or plain not in self.bounds or not self._fastest(plain).counted:
+            return None
+        return price.told(self._fastest(plain))
 
     def _narrower(self, choice: Choice, free: tuple[float, int]) -> Iterator[Priced]:
         """Plans for less room than the fastest one, which has so many bytes by the search's own count and by that of a
@@ -342,9 +354,11 @@ class Deciding:
             share = math.ceil(len(every) * (most - self.limit) / (most - least) - 1) / len(every)
             return Priced(plan, none.seconds + max(share, 0.0) * (all_.seconds - none.seconds), None)
 
-        if every and none.counted and none.bare() <= self.limit < none.bytes():
-            yield told(none.bytes(), none.bare())  # before anybody knows how much is computed again
-        most, least = none.bytes(), all_.bytes()
+        known = self._size(replace(choice, recompute="none"))
+        if every and known is not None and known.bare <= self.limit < known.least:
+            yield told(known.least, known.bare)  # before anybody knows how much is computed again
+        most = known.likely if known is not None and known.least > self.limit else none.bytes()
+        least = all_.bytes()
         if len(every) < 2 or not least <= self.limit < most:
             return
         yield told(most, least)

@@ -11,7 +11,7 @@ from runner.planning.prepare import lowered, options_of
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
-from strategies.cost.repeating import trace_repeated
+from strategies.cost.repeating import stands, trace_repeated
 from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
 from strategies.graph import OperatorGraph
@@ -21,12 +21,23 @@ from strategies.plan import Plan
 
 
 @dataclass(frozen=True)
+class Size:
+    """Bytes of the fullest rank: at least, likely, and at least where all that backward needs is computed again."""
+
+    least: int
+    likely: int
+    bare: int
+
+
+@dataclass(frozen=True)
 class Price:
     """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
-    finds out the memory of the fullest rank, which takes longer the first time."""
+    finds out the bytes that stand between steps (None in a pipeline), and the memory of the fullest rank, which takes
+    longer the first time."""
 
     seconds: float
     common: float
+    stands: Callable[[], int] | None
     count: Callable[[], Memory]
     counted: list[Memory] = field(default_factory=list)
 
@@ -39,10 +50,15 @@ class Price:
     def bytes(self) -> int:
         return self.memory.peak
 
-    def bare(self) -> int:
-        """Bytes that are left at least where all that backward needs is computed again."""
-        found = self.memory
-        return max(size - found.activations * (phase != "update") for phase, size in found.peaks.items())
+    def told(self, other: Price) -> Size:
+        """What is known of the bytes without a trace where `other`, which was traced, has the same forward: behind that
+        it holds as much beside what stands."""
+        if self.counted or self.stands is None:
+            found = self.memory
+            bare = max(size - found.activations * (phase != "update") for phase, size in found.peaks.items())
+            return Size(found.peak, found.peak, bare)
+        stands, stored = self.stands(), other.memory.activations
+        return Size(stands + stored, stands + other.memory.peak - other.memory.held, stands)
 
 
 def price_of(
@@ -58,7 +74,10 @@ def price_of(
         program = lowered(config, *in_step)
         cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
-        return Price(cost.total, common, lambda: memory(trace_repeated(program, updating), updating))
+        return Price(
+            cost.total, common, lambda: stands(program, updating),
+            lambda: memory(trace_repeated(program, updating), updating),
+        )  # fmt: skip
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [
         step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
@@ -75,7 +94,7 @@ def price_of(
         found = (group_memory(group, traces, actions, len(schedule), updating) for group, actions in groups)
         return max(found, key=lambda one: one.peak)
 
-    return Price(seconds, common, fullest)
+    return Price(seconds, common, None, fullest)
 
 
 def _common(cost: Mapping[str, Any]) -> float:

@@ -56,6 +56,11 @@ def trace_repeated(program: Program, updating: Updating) -> Traced:
     return trace(program, updating) if found is None else found
 
 
+def stands(program: Program, updating: Updating) -> int:
+    """Bytes that stay from step to step, known without running anything."""
+    return on_shapes(program, updating, lambda program, need: _Whole(program, updating, need).standing.total)
+
+
 def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeated) -> Traced | None:
     """None where traces do not bear it out."""
     whole = _Whole(program, updating, need)

@@ -25,7 +25,8 @@ def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
     if ref not in problem.graph.trained:
         return spec.item_bytes / parts[0]
     masters = MASTER if spec.item_bytes < MASTER else 0
-    gradient, states = max(spec.item_bytes, MASTER), max(spec.item_bytes, MASTER) * problem.states + masters
+    gradient = max(spec.item_bytes, MASTER) if problem.stage > 1 else spec.item_bytes  # then they are added in fp32
+    states = max(spec.item_bytes, MASTER) * problem.states + masters
     return spec.item_bytes / parts[0] + gradient / parts[1] + states / parts[2]
 
 

@@ -178,3 +178,22 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     done = command(*words)
     assert done.code == 2
     assert said in done.paragraphs[0]
+
+
+@pytest.mark.parametrize("search", ["sharding_propagation", "dynamic_programming"])
+def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search):
+    words = (*DEEP, "world_size=2", OPEN[0], "parallel.recompute=auto", "parallel.plan_cache=null")
+    one = Deciding(compose_config(*words, f"parallel.search={search}"), print)
+    plain = [choice for choice in one.bounds if not choice.zero]
+    for choice in plain:
+        assert one._size(choice) is None
+        one._fastest(choice).bytes()
+    told = {choice: one._size(choice) for choice in one.bounds}
+    bytes_of = {choice: one._fastest(choice).bytes() for choice in one.bounds}
+    for choice, size in told.items():
+        assert size.bare <= size.least <= bytes_of[choice]
+        assert size.least <= size.likely
+        assert size.likely == pytest.approx(bytes_of[choice], rel=0.2)
+        if choice.recompute == "none":
+            assert all(size.bare <= bytes_of[replace(choice, recompute=again)] for again in ("selective", "full"))
+    assert all(size.least < bytes_of[choice] for choice, size in told.items() if choice.zero)
