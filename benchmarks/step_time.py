@@ -1,13 +1,12 @@
 """Predicted against measured seconds of a step: eight plans each of three models, on local ranks of this machine.
 
-    python benchmarks/step_time.py [--ranks 8] [--rounds 8] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
+    python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
-Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. All
-plans are built in the same processes and take a few steps each in turn, so that what else the machine does
-falls on all of them; a plan's time is the median over the rounds of the slowest rank's, of all steps but the first of a
-turn, which finds the caches full of another plan. Printed: a table, Spearman's
-rank correlation over all plans and by model, and how much slower the plan that is predicted to be the fastest is than
-the fastest one. Goals: at least 0.9, and at most 1.05.
+Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. Each
+has processes of its own, as in training, and two turns, the second in the opposite order: what else the machine does
+falls on all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a turn.
+Printed: a table, Spearman's rank correlation over all plans and by model, and how much slower the plan that is
+predicted to be the fastest is than the fastest one. Goals: at least 0.9, and at most 1.05.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from typing import Any
 from runner import launch
 
 Strategies = Mapping[str, tuple[tuple[int, ...], ...]]
-WARM = 1
-IN_A_ROW = 2
-"""Steps of a plan that count, one behind the other, after one that does not."""
+WARM, TURNS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -190,26 +187,14 @@ class Built:
 
 
 def measure(rank: Any, payload: dict[str, Any]) -> list[float]:
-    """Seconds of a step of every task: the median over the rounds of the slowest rank's."""
+    """Seconds of some steps of a plan, of the slowest rank; none of the first ones."""
     import torch
     import torch.distributed as dist
 
-    plans = [Built(Task(*task), rank.rank) for task in payload["tasks"]]
-    for plan in plans:
-        for _ in range(WARM):
-            plan.step()
-    rows = []
-    for round_ in range(payload["rounds"]):
-        order = range(len(plans)) if round_ % 2 else range(len(plans))[::-1]
-        rows_here = torch.zeros(IN_A_ROW, len(plans), dtype=torch.float64)
-        for number in order:
-            plans[number].step()
-            for row in rows_here:
-                row[number] = plans[number].step()
-        dist.all_reduce(rows_here, dist.ReduceOp.MAX)
-        rows.append(rows_here)
-    found = torch.cat(rows)
-    return [float(value) for value in found.median(dim=0).values]
+    plan = Built(Task(*payload["task"]), rank.rank)
+    found = torch.tensor([plan.step() for _ in range(WARM + payload["steps"])], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [float(value) for value in found[WARM:]]
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
@@ -244,7 +229,7 @@ class Result:
     seconds: float
 
 
-def run(models: Sequence[str], ranks: int, rounds: int, seconds: float, cluster: Path | None) -> list[Result]:
+def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: Path | None) -> list[Result]:
     """Measure every plan of the models on so many ranks; the machine is what the file `cluster` describes, or is
     calibrated in so many seconds."""
     launch.warm()
@@ -258,14 +243,18 @@ def run(models: Sequence[str], ranks: int, rounds: int, seconds: float, cluster:
             print(file.read_text(), flush=True)
         machine = from_description(file)
         wanted = [(model, wish, task) for model in models for wish, task in tasks(model, ranks)]
-        payload = {"tasks": [tuple(vars(task).values()) for _, _, task in wanted], "rounds": rounds}
-        measured = launch.run_ranks(
-            "benchmarks.step_time:measure", payload, world_size=ranks,
-            run_dir=Path(name), device="cpu", timeout=300, threads=1,
-        )  # fmt: skip
+        found: dict[int, list[float]] = {number: [] for number in range(len(wanted))}
+        for turn in range(TURNS):
+            for number in list(found)[:: -1 if turn % 2 else 1]:
+                payload = {"task": tuple(vars(wanted[number][2]).values()), "steps": steps}
+                found[number] += launch.run_ranks(
+                    "benchmarks.step_time:measure", payload, world_size=ranks,
+                    run_dir=Path(name), device="cpu", timeout=300, threads=1,
+                )  # fmt: skip
+        measured = [statistics.median(times) for times in found.values()]
     return [
-        Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, updating(task)), found)
-        for (model, wish, task), found in zip(wanted, measured, strict=True)
+        Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, updating(task)), one)
+        for (model, wish, task), one in zip(wanted, measured, strict=True)
     ]
 
 
@@ -283,13 +272,13 @@ def correlation(results: Sequence[Result]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--models", default="ffn,gpt,llama")
     parser.add_argument("--cluster", type=Path)
     options = parser.parse_args()
     models = options.models.split(",")
-    results = run(models, options.ranks, options.rounds, options.seconds, options.cluster)
+    results = run(models, options.ranks, options.steps, options.seconds, options.cluster)
     for model in models:
         found = [one for one in results if one.model == model]
         print(f"{model:14} predicted  measured   ms: compute, communication, optimizer predicted")

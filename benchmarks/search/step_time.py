@@ -13,7 +13,7 @@ MODELS = ("ffn", "gpt", "llama")
 def measure(setting: Setting) -> Outcome:
     """Eight plans of each model; a quick run takes one model on two ranks."""
     models = MODELS[:1] if setting.quick else MODELS
-    results = run(models, 2 if setting.quick else 8, 2 if setting.quick else 8, 10 if setting.quick else 60, None)
+    results = run(models, 2 if setting.quick else 8, 2 if setting.quick else 4, 10 if setting.quick else 60, None)
     by_model = {model: [one for one in results if one.model == model] for model in models}
     charts.against(
         setting.pictures / "step_time.svg",
