@@ -51,7 +51,7 @@ BATCHES = 3
 @dataclass(frozen=True)
 class Measured:
     """Times of one of `world_size` busy ranks; `memory` in bytes, `launch` and `view` in seconds per operator,
-    `overlap` the share of an all-reduce that hides behind products."""
+    `overlap` the share of adding gradients that hides behind products."""
 
     world_size: int
     device: str

@@ -67,8 +67,7 @@ def price_of(
     updating: Updating,
     cluster: Cluster,
 ) -> Price:
-    """`in_step` is what a step computes, with its plan. Raises StrategyError for what cannot be lowered or
-    cut."""
+    """`in_step` is what a step computes, with its plan. Raises StrategyError for what cannot be lowered or cut."""
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
         program = lowered(config, *in_step)

@@ -5,15 +5,25 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import chain
 
 import pytest
+import torch
+from torch import nn
 
 from runner import launch
 from runner.jobs import calibrate
 from runner.planning import clusters
 from runner.planning.calibration import Measured
+from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
+from strategies.capture import Objective, capture
 from strategies.cost.cluster import Link
 from strategies.cost.laws import Error, Fit, Product
+from strategies.cost.operators import operator_work
+from strategies.mesh import Mesh
+from strategies.rules import rule_of
+from tests.strategies.machines import cluster
 
 SHORT = ("world_size=2", "calibrate.seconds=0.5", "device=cpu")
 
@@ -51,6 +61,31 @@ def test_the_file_says_what_was_fitted(tmp_path):
     assert (found.flops["float32"], found.memory_bandwidth, found.memory, found.overlap) == (5e9, 7e9, 10**9, 0.25)
     assert (found.launch, found.view, found.devices) == (1e-5, 2e-6, 4)
     assert found.levels[0].of("all_gather") == Link(2e8, 1e-4, 1e-3)
+
+
+def test_operators_of_a_sample_layer_are_counted_as_they_are_priced():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sample = SampleLayers(torch.device("cpu"), 3, 16, 8)
+            self.x = nn.Parameter(self.sample.x)
+            self.own = nn.ParameterList(nn.Parameter(one) for one in chain.from_iterable(self.sample.layers))
+
+        def forward(self, x):
+            own = list(self.own)
+            self.sample.x, self.sample.layers = self.x, [own[start : start + 7] for start in (0, 7, 14)]
+            return self.sample._run()
+
+    x = torch.ones(2, 8, 16)
+    graph = capture(Objective(Layers(), nn.MSELoss(), ("0", "1"), ("1",)), (x, x), training=True).graph
+    inside = [one for one in graph.operators if one.path[:1] != ("loss",)]
+    alone = Mesh((("alone", 1),))
+
+    def begun(launch, view):
+        machine = replace(cluster(1, 1), launch=launch, view=view)
+        return sum(operator_work(rule_of(one, graph), {}, one, graph, alone, machine).calls for one in inside)
+
+    assert (begun(1.0, 0.0), begun(0.0, 1.0)) == (3 * CALLS, 3 * VIEWS)
 
 
 def test_one_rank_has_nobody_to_talk_to(tmp_path):
