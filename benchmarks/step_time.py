@@ -148,7 +148,7 @@ class Built:
         from strategies.engine.communicator import Communicator
         from strategies.engine.partition import build
         from strategies.engine.simulate import shard
-        from strategies.engine.updates import axes_needed, learning, make_updates
+        from strategies.engine.updates import axes_needed, make_updates
         from strategies.redistribution import LOCAL
 
         program = program_of(task)
@@ -168,7 +168,7 @@ class Built:
             for source, whole in zip(inputs, task.batch, strict=True)
         ]
         module = build(program, tensors, communicator, "cpu")
-        groups = [{"names": list(learning(program))}]
+        groups = [{"names": list(program.learns)}]
         self.updates = make_updates(task.stage, module, program, communicator, factory, groups, overlap=True)
 
     def step(self) -> float:

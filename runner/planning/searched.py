@@ -15,10 +15,10 @@ from functools import cached_property
 from strategies.cost.cluster import Cluster
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from strategies.plan import Plan, Recompute
 from strategies.planner import Planning
 from strategies.recompute import recomputed
-from strategies.request import Request
+from strategies.request import Request, WantedRecompute
 from strategies.rules import rule_of
 from strategies.rules.sharding import Sharding
 from strategies.search.kept import plan_bytes
@@ -34,6 +34,8 @@ class Searches:
     done: list[_Search] = field(default_factory=list)
     planning: list[Planning] = field(default_factory=list)
     """Of all requests, which differ in ZeRO's stage, the limit and what is computed again; none before the first."""
+
+    recomputed: dict[WantedRecompute | None, Recompute | None] = field(default_factory=dict)
 
     @cached_property
     def rules(self) -> Mapping[str, Sharding]:
@@ -57,8 +59,13 @@ class Searches:
 
     def again(self, plan: Plan, request: Request) -> Plan:
         """`plan`, with what `request` computes again."""
-        wanted = request.recompute
-        return replace(plan, recompute=None if wanted is None else recomputed(self.graph, self.rules, wanted))
+        return replace(plan, recompute=self._recomputed(request.recompute))
+
+    def _recomputed(self, wanted: WantedRecompute | None) -> Recompute | None:
+        if wanted not in self.recomputed:
+            found = None if wanted is None else recomputed(self.graph, self.rules, wanted)
+            self.recomputed[wanted] = found
+        return self.recomputed[wanted]
 
     def _searched(self, asked: Request) -> _Search:
         try:

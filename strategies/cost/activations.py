@@ -33,7 +33,7 @@ from strategies.engine.disk import Extent
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.partition import MODULE, build
 from strategies.engine.program import Program
-from strategies.engine.updates import Cut, learning
+from strategies.engine.updates import Cut
 from strategies.graph import Source
 from strategies.mesh import Mesh
 from strategies.redistribution import Step
@@ -159,13 +159,18 @@ def stored_in(program: Program, updating: Updating, paths: Collection[str]) -> d
     return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).stored_in(paths))
 
 
-def on_shapes(program: Program, updating: Updating, work: Callable[[Program, Need], Result]) -> Result:
-    """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
-    program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
+def need_of(program: Program, updating: Updating) -> Need:
+    """What the optimizer of a program takes."""
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
     wide = torch.promote_types(dtype, torch.float32)
-    need = needed(updating.factory, wide, at_once=updating.device != "cpu")
+    return needed(updating.factory, wide, at_once=updating.device != "cpu")
+
+
+def on_shapes(program: Program, updating: Updating, work: Callable[[Program, Need], Result]) -> Result:
+    """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
+    program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
+    need = need_of(program, updating)
     try:
         with FakeTensorMode() as shapes:
             shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
@@ -199,7 +204,7 @@ def standing(program: Program, tensors: Mapping[str, Tensor], need: Need, update
     if isinstance(updates, Sharded):
         others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in held)
         return replace(updates.standing, parameters=updates.standing.parameters + others)
-    owned = [held[name] for name in learning(program)]
+    owned = [held[name] for name in program.learns]
     states = sum(int(one.numel() * need.kept) for one in owned)
     masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
     return Standing(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
@@ -215,7 +220,7 @@ def sharded(
 ) -> Sharded:
     """What ZeRO 1-3 has beside the parameters that are `held`."""
     return make(
-        program, held, groups, need,
+        program, held, groups, need, torch.device(updating.device),
         stage=updating.stage, accumulate=turns(updating), bucket=updating.bucket, offload=updating.offload,
     )  # fmt: skip
 
@@ -267,7 +272,7 @@ class Trace:
         if isinstance(updates, Sharded):
             update = updates.during_update()
         else:
-            sizes = [self.held[name].numel() for name in learning(self.program)]
+            sizes = [self.held[name].numel() for name in self.program.learns]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
         disk = self.activations is not None and self.activations.disk is not None
@@ -309,7 +314,7 @@ class Trace:
     def _updates(self) -> BucketedUpdates | Sharded | None:
         """What takes the gradients, as far as memory asks; None where nothing learns."""
         program, updating = self.program, self.updating
-        if not learning(program):
+        if not program.learns:
             return None
         groups = updating.groups_for(program)
         if updating.stage:

@@ -23,6 +23,7 @@ from strategies.cost.activations import (
     Trace,
     Traced,
     local_tensors,
+    need_of,
     on_shapes,
     parameters_of,
     sharded,
@@ -30,14 +31,13 @@ from strategies.cost.activations import (
     trace,
 )
 from strategies.cost.live import Live
-from strategies.cost.optimizer import Need
 from strategies.cost.sharded import Group, Sharded, groups_of
 from strategies.cost.shortening import Repeated, repeated_part, shortened
 from strategies.cost.updating import Updating
 from strategies.engine.buckets import buckets
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.program import Program
-from strategies.engine.updates import Cut, learning
+from strategies.engine.updates import Cut
 from strategies.graph import ITEM_BYTES
 
 FEW = (2, 3)
@@ -52,24 +52,24 @@ def trace_repeated(program: Program, updating: Updating) -> Traced:
     part = repeated_part(replace(program, updates=()))
     if part is None or updating.offload.activations != "none":
         return trace(program, updating)
-    found = on_shapes(program, updating, lambda program, need: _extrapolated(program, updating, need, part))
+    whole = _Whole(program, updating)
+    if max(whole.sizes, default=0) > whole.bucket:
+        return trace(program, updating)
+    found = on_shapes(program, updating, lambda program, _: _extrapolated(program, updating, whole, part))
     return trace(program, updating) if found is None else found
 
 
 def stands(program: Program, updating: Updating) -> int:
     """Bytes that stay from step to step, known without running anything."""
-    return on_shapes(program, updating, lambda program, need: _Whole(program, updating, need).standing.total)
+    return _Whole(program, updating).standing.total
 
 
-def _extrapolated(program: Program, updating: Updating, need: Need, part: Repeated) -> Traced | None:
+def _extrapolated(program: Program, updating: Updating, whole: _Whole, part: Repeated) -> Traced | None:
     """None where traces do not bear it out."""
-    whole = _Whole(program, updating, need)
-    if max(whole.sizes, default=0) > whole.bucket:
-        return None
     done: dict[int, tuple[_Recording, Traced]] = {}
     for few in FEW:
         for count in {few, few + 1} - done.keys():
-            recording = _Recording(shortened(program, part, count), updating, need, whole)
+            recording = _Recording(shortened(program, part, count), updating, whole)
             done[count] = recording, recording.run()
         (one, less), (other, then) = done[few], done[few + 1]
         segments = list(zip(one.segments, other.segments, strict=True))
@@ -121,16 +121,16 @@ def _lengthened(
 
 
 class _Whole:
-    """What is known of the whole program without running it."""
+    """What is known of the whole program without running it, from tensors that have shapes alone."""
 
-    def __init__(self, program: Program, updating: Updating, need: Need) -> None:
-        tensors = local_tensors(program, updating.device)
+    def __init__(self, program: Program, updating: Updating) -> None:
+        tensors, need = local_tensors(program, "meta"), need_of(program, updating)
         held, groups = parameters_of(tensors), updating.groups_for(program)
         self.updates: Sharded | None = None
-        if updating.stage and learning(program):
+        if updating.stage and program.learns:
             self.updates = sharded(program, held, groups_of(program, groups, updating.stage), need, updating)
         self.standing = standing(program, tensors, need, self.updates)
-        self.need, self.sizes = need, [held[name].numel() for name in learning(program)]
+        self.need, self.sizes = need, [held[name].numel() for name in program.learns]
         sums = buckets(program, updating.cut) if updating.stage == 0 else ()
         self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
 
@@ -169,8 +169,8 @@ class _Recording(Trace):
 
     cut = Cut(0)
 
-    def __init__(self, program: Program, updating: Updating, need: Need, whole: _Whole) -> None:
-        super().__init__(program, updating, need)
+    def __init__(self, program: Program, updating: Updating, whole: _Whole) -> None:
+        super().__init__(program, updating, whole.need)
         self.whole, self.segments = whole, list[_Segment]()
 
     def run(self) -> Traced:

@@ -83,7 +83,7 @@ class Standing:
 
 
 class Sharded:
-    """Stages 1-3. `bucket` is the size of a bucket in elements, None for the usual one."""
+    """Stages 1-3, of parameters on `device`. `bucket` is the size of a bucket in elements, None for the usual one."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Sharded:
         held: Mapping[str, nn.Parameter],
         groups: Sequence[Group],
         need: Need,
+        device: torch.device,
         *,
         stage: int,
         accumulate: int,
@@ -101,7 +102,7 @@ class Sharded:
         self.stage, self.accumulate, self.groups, self.need = stage, accumulate, groups, need
         self.held = held
         one = next(iter(held.values()))
-        self.dtype, self.device = one.dtype, one.device
+        self.dtype, self.device = one.dtype, device
         self.low = one.element_size() < FP32
         usual = sum(parameter.numel() for parameter in held.values())
         self.bucket = bucket or min(usual + usual % 2, LARGEST_BUCKET)

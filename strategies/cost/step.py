@@ -19,7 +19,7 @@ from strategies.cost.updating import Updating
 from strategies.engine import zero_traffic
 from strategies.engine.buckets import Bucket, buckets, sent
 from strategies.engine.program import Fused, Program, Redistribute
-from strategies.engine.updates import learning, local_elements, parameters
+from strategies.engine.updates import local_elements, parameters
 from strategies.graph import ITEM_BYTES, Operator, OperatorGraph
 from strategies.plan import Plan, Recompute
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL
@@ -189,7 +189,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) ->
     """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
     gradient between parameters, buckets and flat tensors, and updates its part of them."""
     need = needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
-    moved, count, names = 0.0, 0, set(learning(program))
+    moved, count, names = 0.0, 0, set(program.learns)
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))

@@ -8,7 +8,7 @@ import torch
 
 from strategies.engine.offload import NOTHING, Offload
 from strategies.engine.program import Program
-from strategies.engine.updates import CHOSEN, Cut, Groups, OptimizerFactory, learning
+from strategies.engine.updates import CHOSEN, Cut, Groups, OptimizerFactory
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class Updating:
 
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""
-        return [{"names": list(learning(program))}] if self.groups is None else self.groups
+        return [{"names": list(program.learns)}] if self.groups is None else self.groups

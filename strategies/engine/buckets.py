@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strategies.engine.program import Program
-from strategies.engine.updates import CHOSEN, Cut, learning, local_elements, parameters
+from strategies.engine.updates import CHOSEN, Cut, local_elements, parameters
 from strategies.errors import StrategyError
 from strategies.graph import ITEM_BYTES
 from strategies.redistribution import ALL_REDUCE
@@ -40,7 +40,7 @@ def completed(program: Program) -> tuple[str, ...]:
         for ref in instruction.operands:
             first.setdefault(ref.id, position)
     place = {source.name: first.get(source.id, 0) for source in parameters(program)}
-    names = [name for name in reversed(learning(program)) if program.reductions[name]]
+    names = [name for name in reversed(program.learns) if program.reductions[name]]
     return tuple(sorted(names, key=lambda name: -place[name]))
 
 

@@ -34,7 +34,6 @@ from strategies.engine.updates import (
     OptimizerFactory,
     check_optimizer,
     layout_of,
-    learning,
     learning_groups,
     parameters,
 )
@@ -69,10 +68,10 @@ class BucketedUpdates:
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
-            for name in learning(program)
+            for name in program.learns
             if self._parameters[name].element_size() < 4
         }
-        self._owned = {name: self._masters.get(name, self._parameters[name]) for name in learning(program)}
+        self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.learns}
         grouped = learning_groups(program, groups)
         self._members = [names for names, _ in grouped]
         self._optimizer = optimizer_factory(

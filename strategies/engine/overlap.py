@@ -72,7 +72,8 @@ class _Order:
     def __init__(self, program: Program, work: Mapping[str, float], section: Callable[[Instruction], object]) -> None:
         self.program, self.work, self.section = program, work, section
         self.emitted: list[Instruction] = []
-        self.done = {source.id for source in program.sources} | {"random_key"}
+        self.sources = {source.id for source in program.sources}
+        self.done = self.sources | {"random_key"}
         self.by_id: dict[str, Instruction] = {}
         self.eager: dict[str, list[Start]] = {}
         self.kept_whole = bool(parts_of(program))
@@ -84,11 +85,10 @@ class _Order:
         """Emit a section."""
         nodes = [node for instruction in run for node in self._split(instruction)]
         self.by_id |= {node.id: node for node in nodes}
-        first = {id for id in self.done}
         anchors: list[Instruction] = []
         for node in nodes:
             if isinstance(node, Start) and self._follows(node):
-                ready = all(ref.id in first for ref in node.operands)
+                ready = all(ref.id in self.done for ref in node.operands)  # by an earlier section
                 for ref in node.operands:
                     self.eager.setdefault(ref.id, []).append(node)
                 if ready:
@@ -121,8 +121,7 @@ class _Order:
     def _follows(self, start: Start) -> bool:
         """Whether a start may follow right behind what it carries: not a parameter, which would be asked for before all
         else, nor one of many uses, whose gradients are added in their order."""
-        sources = {source.id for source in self.program.sources}
-        return all(ref.id not in sources and self.users[ref] <= 2 for ref in start.operands)
+        return all(ref.id not in self.sources and self.users[ref] <= 2 for ref in start.operands)
 
     def _emit(self, node: Instruction) -> None:
         waiting = [node]

@@ -206,6 +206,18 @@ class Program:
                 yield step.of
 
     @cached_property
+    def learns(self) -> tuple[str, ...]:
+        """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
+        no optimizer touches them, whatever its weight decay (as in eager torch)."""
+        reached = {ref.id for ref in self.outputs}
+        for step in reversed(self.instructions):
+            if step.id in reached and not (isinstance(step, Compute) and step.target.startswith("aten.detach")):
+                reached.update(ref.id for ref in step.operands)
+        parameters = (source for source in self.sources if source.kind == "parameter")
+        found = {source.name for source in parameters if source.trainable and source.id in reached}
+        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in found)
+
+    @cached_property
     def calls(self) -> Counter[str]:
         """How often a rank calls each collective for one forward and backward."""
         found: Counter[str] = Counter()

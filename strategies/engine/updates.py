@@ -8,7 +8,7 @@ after `update`, all ranks that hold the same slice hold the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.peers import Peers
 from strategies.engine.pieces import Pieces
-from strategies.engine.program import Compute, Instruction, Program
+from strategies.engine.program import Program
 from strategies.engine.scaling import LossScale, scale_of
 from strategies.errors import StrategyError
 from strategies.graph import Source
@@ -205,25 +205,6 @@ def layout_of(program: Program, name: str) -> Layout:
     return program.layouts[next(source.id for source in program.sources if source.name == name)]
 
 
-def learning(program: Program) -> tuple[str, ...]:
-    """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so no
-    optimizer touches them, whatever its weight decay (as in eager torch)."""
-    reached = {ref.id for ref in program.outputs}
-    for instruction in reversed(program.instructions):
-        if instruction.id in reached and not _stops(instruction):
-            reached.update(ref.id for ref in instruction.operands)
-    found = {source.name for source in parameters(program) if source.trainable and source.id in reached}
-    return tuple(name for name in _in_order(program) if name in found)
-
-
-def _in_order(program: Program) -> Iterable[str]:
-    return dict.fromkeys([*program.parameter_order, *program.reductions])
-
-
-def _stops(instruction: Instruction) -> bool:
-    return isinstance(instruction, Compute) and instruction.target.startswith("aten.detach")
-
-
 def local_elements(program: Program, source: Source) -> int:
     return math.prod(program.layouts[source.id].local_shape(source.spec.shape, program.mesh))
 
@@ -233,7 +214,7 @@ def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], d
 
     Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.
     """
-    names = learning(program)
+    names = program.learns
     given = [name for group in groups for name in group["names"]]
     odd = [name for name in names if given.count(name) != 1]
     if odd:

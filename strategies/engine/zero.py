@@ -33,7 +33,6 @@ from strategies.engine.updates import (
     OptimizerFactory,
     Precision,
     check_optimizer,
-    learning,
     learning_groups,
     parameters,
 )
@@ -98,7 +97,7 @@ class ZeroUpdates:
         self._sums: dict[str, Tensor] = {}
         self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._learning, self._waiting = frozenset(learning(program)), 0
+        self._learning, self._waiting = frozenset(program.learns), 0
         check_parameters(self._parameters, self._learning, stage, precision)
         torch_groups = learning_groups(program, groups)
         device = next(iter(self._parameters.values())).device

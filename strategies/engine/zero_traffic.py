@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from strategies.engine.buckets import sent
 from strategies.engine.program import Program
 from strategies.engine.units import units
-from strategies.engine.updates import Groups, learning, local_elements, parameters
+from strategies.engine.updates import Groups, local_elements, parameters
 from strategies.graph import Source
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
@@ -44,7 +44,7 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
     """
     if stage == 0:
         return ()
-    learns = set(learning(program))
+    learns = set(program.learns)
     named = (
         [[name for name in one["names"] if name in learns] for one in groups] if groups is not None else [list(learns)]
     )
@@ -53,13 +53,14 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
         axes = program.layouts[source.id].replica_axes(program.mesh)
         if program.mesh.product(axes) > 1:
             by_replicas.setdefault(axes, []).append(source)
+    gathered = _gathered(program, learns) if stage == 3 else []
     found: list[Calls] = []
     for axes, sources in by_replicas.items():
         ranks = program.mesh.product(axes)
         taught = {source.name: local_elements(program, source) for source in sources if source.name in learns}
         if stage == 3:
             sizes = {one.name: -(-local_elements(program, one) // ranks) * one.spec.item_bytes for one in sources}
-            gathers = [[name for name in names if name in sizes] for names in _gathered(program, learns)]
+            gathers = [[name for name in names if name in sizes] for names in gathered]
             whole = sum(sizes[name] for names in gathers for name in names)
             found.append(
                 Calls(ALL_GATHER, axes, accumulate * (ranks - 1) * whole, accumulate * sum(map(bool, gathers)))

@@ -17,7 +17,7 @@ from strategies.errors import StrategyError
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.layout import Layout
 from strategies.plan import Plan, Recompute
-from strategies.rules import rule_of
+from strategies.rules import rule_of, share_rules
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class _Cutting:
             if max(self.used[ref], default=0) > placed[operator.id]
         ]
         self.layouts = {ref: self._layout(ref) for ref in self.crossing}
-        self.gradients, self.returning = _with_gradient(graph)
+        users_of_gradients = (operator for operator in graph.operators if operator.id in graph.returning)
+        self.returning = graph.returning
+        self.gradients = graph.trained & {*graph.outputs, *(ref for one in users_of_gradients for ref in one.operands)}
         taken = set(graph.by_id)
         self.inputs: dict[Ref, Source] = {}
         for ref in self.crossing:
@@ -114,6 +116,8 @@ class _Cutting:
 
         operators = tuple(
             replace(operator, args=rewrite(operator.args, there), kwargs=rewrite(operator.kwargs, there))
+            if not renamed.keys().isdisjoint(operator.operands)
+            else operator
             for operator in self.graph.operators
             if self.placed[operator.id] == number
         )
@@ -132,9 +136,11 @@ class _Cutting:
             self.plan.search,
             self._recompute(operators),
         )
+        graph = OperatorGraph(sources, operators, outputs, self.graph.parameter_order, updates)
+        share_rules(graph, self.graph)
         return Stage(
             number,
-            OperatorGraph(sources, operators, outputs, self.graph.parameter_order, updates),
+            graph,
             plan,
             tuple(self.inputs[ref].id for ref in received),
             () if last else tuple(self.layouts[ref] for ref in sent),
@@ -200,19 +206,3 @@ class _Cutting:
             assignment = self.plan.operators[operator.name].assignment
             found.insert(0, rule_of(operator, self.graph).operand_layouts(assignment)[position].whole)
         return min(found or [have.whole], key=lambda layout: math.prod(layout.local_shape(spec.shape, mesh)))
-
-
-def _with_gradient(graph: OperatorGraph) -> tuple[frozenset[Ref], frozenset[str]]:
-    """The values that a gradient flows back to (made from something trainable, and the outputs depend on them), and the
-    ids of the operators through which gradients flow."""
-    made = {Ref(source.id) for source in graph.sources if source.trainable}
-    for operator in graph.operators:
-        if operator.op != "detach" and not made.isdisjoint(operator.operands):
-            made.update(Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating)
-    wanted, returning = set(graph.outputs), set()
-    for operator in reversed(graph.operators):
-        results = {Ref(operator.id, i) for i, spec in enumerate(operator.results) if spec.floating}
-        if operator.op != "detach" and not wanted.isdisjoint(results):
-            returning.add(operator.id)
-            wanted.update(operator.operands)
-    return frozenset(made & wanted), frozenset(returning)

@@ -81,13 +81,23 @@ _known: dict[int, dict[int, tuple[Operator, Sharding]]] = {}
 
 def rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:
     """The sharding of `operator`; whole tensors if no rule knows it (or its rule does not cover this form of call)."""
-    if id(graph) not in _known:
-        _known[id(graph)] = {}
-        weakref.finalize(graph, _known.pop, id(graph), None)
-    told = _known[id(graph)]
+    told = _told(graph)
     if id(operator) not in told:
         told[id(operator)] = operator, _rule_of(operator, graph)
     return told[id(operator)][1]
+
+
+def share_rules(part: OperatorGraph, graph: OperatorGraph) -> None:
+    """Let `part` know the shardings of the operators that it has from `graph`, with the same operands."""
+    known, told = _told(part), _told(graph)
+    known.update((id(operator), told[id(operator)]) for operator in part.operators if id(operator) in told)
+
+
+def _told(graph: OperatorGraph) -> dict[int, tuple[Operator, Sharding]]:
+    if id(graph) not in _known:
+        _known[id(graph)] = {}
+        weakref.finalize(graph, _known.pop, id(graph), None)
+    return _known[id(graph)]
 
 
 def _rule_of(operator: Operator, graph: OperatorGraph) -> Sharding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from strategies.graph import Operator, Ref, TensorSpec
@@ -107,19 +107,46 @@ class Sharding:
         )
 
     def used(self, assignment: Assignment) -> frozenset[str]:
-        return frozenset(axis for factor in self.factors for axis in assignment.get(factor, ()))
+        return self._layouts(assignment).used
 
     def operand_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
-        return tuple(_layout(dims, assignment) for dims in self.operands)
+        return self._layouts(assignment).operands
 
     def gradient_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
         """How the gradient that the local program returns for each operand lies."""
-        used = self.used(assignment)
-        return tuple(Layout(layout.dims, used - layout.axes) for layout in self.operand_layouts(assignment))
+        return self._layouts(assignment).gradients
 
     def result_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
-        partial = frozenset(axis for factor in self.sums for axis in assignment.get(factor, ()))
-        return tuple(_layout(dims, assignment, partial) for dims in self.results)
+        return self._layouts(assignment).results
+
+    def _layouts(self, assignment: Assignment) -> _Layouts:
+        return _layouts(self.operands, self.results, self.sums, tuple(assignment.items()))
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """How everything of one operator lies, and all axes that slice some factor."""
+
+    used: frozenset[str]
+    operands: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@lru_cache(maxsize=2**16)
+def _layouts(
+    operands: tuple[Dims, ...],
+    results: tuple[Dims, ...],
+    sums: frozenset[str],
+    assignment: tuple[tuple[str, tuple[str, ...]], ...],
+) -> _Layouts:
+    """Found once for all layers that are alike."""
+    axes, named = dict(assignment), {factor for dims in (*operands, *results) for factor in dims}
+    used = frozenset(axis for factor, some in assignment if factor in named for axis in some)
+    partial = frozenset(axis for factor in sums for axis in axes.get(factor, ()))
+    taken = tuple(_layout(dims, axes) for dims in operands)
+    gradients = tuple(Layout(layout.dims, used - layout.axes) for layout in taken)
+    return _Layouts(used, taken, gradients, tuple(_layout(dims, axes, partial) for dims in results))
 
 
 def _layout(dims: Dims, assignment: Assignment, partial: frozenset[str] = frozenset()) -> Layout:

@@ -86,7 +86,9 @@ def check(ranks: list[dict[str, Any]], once: bool = False) -> None:
             for mine, other in zip(ran.gradients, plain.gradients, strict=True):
                 assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
             assert ran.breaks == [] and ran.sent.keys() == plain.sent.keys()
-            assert all(ran.sent[kind] <= count if once else ran.sent[kind] == count for kind, count in plain.sent.items())
+            assert all(
+                ran.sent[kind] <= count if once else ran.sent[kind] == count for kind, count in plain.sent.items()
+            )
             assert ran.graphs == 1 if way == "whole" else ran.graphs >= 8
 
 

@@ -19,7 +19,6 @@ from strategies.engine.communicator import Communicator
 from strategies.engine.gradients import BucketedUpdates
 from strategies.engine.pieces import MODEL, OPTIMIZER
 from strategies.engine.program import Program
-from strategies.engine.updates import learning
 from strategies.engine.zero_state import ZeroState, parts
 from strategies.graph import Ref, Source, TensorSpec
 from strategies.layout import Layout
@@ -142,7 +141,7 @@ def grouped(program):
     """The learning parameters by replica group: they share a flat tensor."""
     layouts = {source.name: program.layouts[source.id] for source in program.sources}
     found = {}
-    for name in learning(program):
+    for name in program.learns:
         found.setdefault(layouts[name].replica_axes(program.mesh), []).append(name)
     return list(found.values())
 
@@ -257,7 +256,7 @@ def fill(simulated, values, kind):
     }
     plain = simulated.updates.plain()
     counts = {"step": torch.tensor(7.0)} if kind == "AdamW" else {}
-    plain.scalars = {name: dict(counts) for name in learning(simulated.program)}
+    plain.scalars = {name: dict(counts) for name in simulated.program.learns}
     simulated.updates.begin(states, plain)
     for key, piece in simulated.views():
         piece.view.copy_(block_of(values[key], piece.block))
@@ -283,7 +282,7 @@ def check(simulated, kind, values, restored, stored):
             wanted += piece.view.numel() * getattr(torch, stored[key].dtype).itemsize
     assert restored.bytes_read == wanted
     if kind == "AdamW":
-        names = learning(simulated.program)
+        names = simulated.program.learns
         scalars = simulated.updates.plain().scalars
         assert {name: scalars[name]["step"].item() for name in names} == dict.fromkeys(names, 7.0)
     if isinstance(simulated.updates, Sharded):

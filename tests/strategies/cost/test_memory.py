@@ -26,7 +26,6 @@ from strategies.engine.offload import Offload
 from strategies.engine.partition import build
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
-from strategies.engine.updates import learning
 from strategies.pipeline.memory import group_memory
 from strategies.pipeline.schedule import Action
 from strategies.planner import make_plan
@@ -65,7 +64,7 @@ class Step:
             Activations(torch.device("cpu"), updating.offload.larger_than).attach(
                 meant(self.module, updating.offload.modules), [*self.tensors.values()]
             )
-        groups = [{"names": list(learning(program))}]
+        groups = [{"names": list(program.learns)}]
         self.updates = BucketedUpdates(
             self.module, program, communicator, updating.factory, groups, accumulate=updating.accumulate
         )

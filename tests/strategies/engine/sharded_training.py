@@ -27,7 +27,7 @@ from strategies.engine.partition import COPIED, build
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Compute, Options, Program
 from strategies.engine.simulate import assemble, shard
-from strategies.engine.updates import CHOSEN, Cut, Updates, axes_needed, learning, make_updates
+from strategies.engine.updates import CHOSEN, Cut, Updates, axes_needed, make_updates
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph, Ref, Source, refs
 from strategies.layout import Layout
@@ -159,7 +159,7 @@ def layers_task(steps: int = 3, count: int = 8, width: int = 16, dtype: torch.dt
 
 def groups_of(program: Program) -> list[dict[str, Any]]:
     """Two torch groups, one of them with its own options."""
-    names = learning(program)
+    names = program.learns
     return [
         {"names": [name for name in names if not name.endswith("bias")]},
         {"names": [name for name in names if name.endswith("bias")], "lr": 0.05, "weight_decay": 0.0},
