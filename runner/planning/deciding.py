@@ -26,8 +26,9 @@ from runner.planning import copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.memory_limit import updating_of
-from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of
+from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of, wanted_recompute
 from runner.planning.pricing import Price, Size, price_of
+from runner.planning.programs import Programs
 from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.schema import Config
@@ -41,6 +42,7 @@ from strategies.engine.updates import OptimizerFactory
 from strategies.errors import StrategyError
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
+from strategies.request import Request
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 from strategies.uncollected import uncollected
 
@@ -90,8 +92,7 @@ class Deciding:
         folder = sources.cache_folder(self.config.parallel.plan_cache)
         parallel = self.config.parallel
         asked = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
-        request = request_of(self.config, self.ranks)
-        key = plan_cache.key_of(self._captured(self.rows)[1].graph, request, self.cluster, asked)
+        key = plan_cache.key_of(self._captured(self.rows)[1].graph, self._open, self.cluster, asked)
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
         started = time.perf_counter() - sum(self._capturing)
@@ -239,13 +240,26 @@ class Deciding:
         found = updating_of(config, self._captured(self.rows)[1].graph, self.device)
         return replace(found, factory=self._factory)
 
+    @cached_property
+    def _open(self) -> Request:
+        """What is asked before anything is decided."""
+        return request_of(self.config, self.ranks)
+
+    def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
+        again = wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute)
+        return replace(self._open, world_size=self.ranks // choice.stages, stage=choice.zero, recompute=again)
+
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
-        rows, request = self._rows(choice), request_of(with_choice(self.config, choice), self.ranks // choice.stages)
+        rows, request = self._rows(choice), self._request(choice)
         key = rows, choice.stages
         if key not in self._searches:
             self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
         return self._searches[key].plan(request, room)
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs()
 
     @cached_property
     def _prices(self) -> dict[Choice, Price]:
@@ -256,7 +270,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._updating(config), self.cluster)
+        return price_of(config, in_step, self._updating(config), self.cluster, self._programs)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
@@ -358,18 +372,21 @@ class Deciding:
         if every and known is not None and known.bare <= self.limit < known.least:
             yield told(known.least, known.bare)  # before anybody knows how much is computed again
         most = known.likely if known is not None and known.least > self.limit else none.bytes()
-        least = all_.bytes()
+        bare = self._size(choice)
+        if bare is not None and bare.least > self.limit:
+            return
+        least = all_.bytes() if bare is None else bare.likely
         if len(every) < 2 or not least <= self.limit < most:
             return
-        yield told(most, least)
+        yield told(most, least if bare is None else bare.least)
         few: Priced | None = None
         low, high, above, below = 0, len(every), most, least  # so many are too few, and enough; and their bytes
         while high - low > 1:
             guess = low + math.ceil((high - low) * (above - self.limit) / (above - below))
             count = min(max(guess, low + 1), high - 1)
             modules = every[:count]
-            request = request_of(with_choice(self.config, choice, modules), self.ranks // choice.stages)
-            again = self._searches[self._rows(choice), choice.stages].again(plan, request)
+            searches = self._searches[self._rows(choice), choice.stages]
+            again = searches.again(plan, self._request(choice, modules))
             price = self._price(choice, again, modules)
             if (size := price.bytes()) <= self.limit:
                 few, fewer = Priced(again, price.seconds, size, modules), size + (size - below) / (high - count)

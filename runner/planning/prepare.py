@@ -28,6 +28,7 @@ from runner.inference import rows as predicted
 from runner.planning import communication, copies, pipelining
 from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import check_stages, first_within, within_limit
+from runner.planning.programs import Lower
 from runner.planning.sources import planned
 from runner.schema import Config
 from runner.sections.recompute import Recompute
@@ -342,19 +343,19 @@ def options_of(config: Config) -> Options:
     return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.known > 0, partial_loss=True)
 
 
-def lowered(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
+def lowered(config: Config, graph: OperatorGraph, plan: Plan, lower: Lower = lower) -> Program:
     """The program of a training step. Raises StrategyError for what cannot be asked of this one."""
-    program = fuse(_placed(config, graph, plan, options_of(config)), communication.joined(config))
+    program = fuse(_placed(config, graph, plan, options_of(config), lower), communication.joined(config))
     buckets(program, communication.cut(config))
     return communication.beside_computation(program, graph, plan, config)
 
 
 def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Program:
     """The program of an evaluation step, which may lack some of what parallel.place names."""
-    return _placed(config, graph, plan, evaluation_options(config))
+    return _placed(config, graph, plan, evaluation_options(config), lower)
 
 
-def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
+def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options, lower: Lower) -> Program:
     return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from runner.planning import pipelining
 from runner.planning.prepare import lowered, options_of
+from runner.planning.programs import Lower
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
 from strategies.cost.repeating import stands, trace_repeated
 from strategies.cost.step import step_cost
 from strategies.cost.updating import Updating
+from strategies.engine.lowering import lower
 from strategies.graph import OperatorGraph
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
@@ -33,12 +35,13 @@ class Size:
 class Price:
     """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
     finds out the bytes that stand between steps (None in a pipeline), and the memory of the fullest rank, which takes
-    longer the first time."""
+    longer the first time. `accumulates`: gradients of several micro-batches are added up."""
 
     seconds: float
     common: float
     stands: Callable[[], int] | None
     count: Callable[[], Memory]
+    accumulates: bool = False
     counted: list[Memory] = field(default_factory=list)
 
     @property
@@ -51,14 +54,16 @@ class Price:
         return self.memory.peak
 
     def told(self, other: Price) -> Size:
-        """What is known of the bytes without a trace where `other`, which was traced, has the same forward: behind that
-        it holds as much beside what stands."""
+        """What is known of the bytes without a trace where `other`, which was traced, has the same forward: while that
+        runs and behind it, it holds as much beside what stands. Before the first backward there are no gradients,
+        whatever becomes of them later; where several micro-batches are added up, the most may be in a later one."""
         if self.counted or self.stands is None:
             found = self.memory
             bare = max(size - found.activations * (phase != "update") for phase, size in found.peaks.items())
             return Size(found.peak, found.peak, bare)
-        stands, stored = self.stands(), other.memory.activations
-        return Size(stands + stored, stands + other.memory.peak - other.memory.held, stands)
+        stands, memory = self.stands(), other.memory
+        forward = 0 if self.accumulates else memory.peaks["forward"] - memory.held
+        return Size(stands + max(forward, memory.activations), stands + memory.peak - memory.held, stands)
 
 
 def price_of(
@@ -66,16 +71,18 @@ def price_of(
     in_step: tuple[OperatorGraph, Plan],
     updating: Updating,
     cluster: Cluster,
+    lower: Lower = lower,
 ) -> Price:
-    """`in_step` is what a step computes, with its plan. Raises StrategyError for what cannot be lowered or cut."""
+    """`in_step` is what a step computes, with its plan; `lower` makes its program. Raises StrategyError for what cannot
+    be lowered or cut."""
     stages = pipelining.stages_of(config, *in_step, options_of(config))
     if not stages:
-        program = lowered(config, *in_step)
+        program = lowered(config, *in_step, lower)
         cost = step_cost(*in_step, program, cluster, updating)
         common = cost.compute + sum(cost.redistributions.values())
         return Price(
             cost.total, common, lambda: stands(program, updating),
-            lambda: memory(trace_repeated(program, updating), updating),
+            lambda: memory(trace_repeated(program, updating), updating), updating.accumulate > 1,
         )  # fmt: skip
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
     alone = [

@@ -42,13 +42,15 @@ class _Point:
 @dataclass(frozen=True)
 class Frontier:
     """The plans of one `finding`. `most`: solutions per price, of which the best one is taken (None: until it is
-    proven). By price: `bounds`, what any plan costs at least, its memory included, and how `precise` its plan is."""
+    proven). By price: `bounds`, what any plan costs at least, its memory included, and how `precise` its plan is.
+    `smallest` is what nothing but memory counts for, once that was asked."""
 
     finding: Finding
     most: int | None = None
     points: list[_Point] = field(default_factory=list)
     bounds: dict[float, float] = field(default_factory=dict)
     precise: dict[float, float] = field(default_factory=dict)
+    smallest: list[_Point] = field(default_factory=list)
 
     def free(self) -> Found:
         """The cheapest plan of all."""
@@ -67,7 +69,7 @@ class Frontier:
             self._try(price, self.finding.tolerance if price in self.bounds else max(LOOSE, self.finding.tolerance))
         best = self._best(limit)
         if best is None:
-            raise StrategyError(too_large(limit, min(one.found.bytes for one in self.points)))
+            raise StrategyError(too_large(limit, min(one.found.bytes for one in [*self.points, *self.smallest])))
         if not self._near(best.cost, limit):
             best = min([best, *self._mixed(limit)], key=lambda one: one.cost)
         return replace(best, lower_bound=min(self.least(limit), best.cost))
@@ -94,6 +96,8 @@ class Frontier:
         if best is None:
             unit, tried = self.points[0].found.cost / limit, max(self.bounds)
             price = max(FIRST * unit, 2 * tried)
+            if tried and not self.finding.wide and self._smallest() > limit:
+                return None
             return price if price <= HIGH * unit else HIGHEST * unit if tried < HIGHEST * unit else None
         large, small = (one.found for one in self._around(limit))
         price = (small.cost - large.cost) / (large.bytes - small.bytes)
@@ -103,6 +107,16 @@ class Frontier:
         if abs(price - tried) > PRECISE * price:
             return price
         return tried if self.precise[tried] > self.finding.tolerance else None
+
+    def _smallest(self) -> float:
+        """Bytes of the plan that keeps least: where that is too large, no price finds one."""
+        if not self.smallest:
+            free = self.points[0].found
+            found = self.finding.cheapest(
+                HIGHEST * free.cost / free.bytes, most=self.most, tolerance=self.finding.tolerance
+            )
+            self.smallest.append(_Point(found, self.finding.named))
+        return self.smallest[0].found.bytes
 
     def _near(self, seconds: float, limit: float, share: float = 1.0) -> bool:
         """Whether so many are as good as the least that is known for a limit, to a share of what is tolerated."""
