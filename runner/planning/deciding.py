@@ -296,7 +296,8 @@ class Deciding:
         plan, size = self._plan(choice, None), None
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
-            yield Priced(plan, self._fastest(plain).common, None)
+            updating = self._updating(with_choice(self.config, choice))
+            yield Priced(plan, self._fastest(plain).with_zero(updating), None)
         if stored in self.bounds and stored != choice:
             yield Priced(plan, self._fastest(stored).seconds, None)
             size = self._size(stored)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from runner.planning import pipelining
 from runner.planning.prepare import lowered, options_of
@@ -13,7 +12,7 @@ from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
 from strategies.cost.repeating import stands, trace_repeated
-from strategies.cost.step import step_cost
+from strategies.cost.step import StepCost, least_with_zero, step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
 from strategies.graph import OperatorGraph
@@ -33,12 +32,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Price:
-    """Predicted seconds of a step; those of its work and redistributions, which no stage of ZeRO takes away; and what
-    finds out the bytes that stand between steps (None in a pipeline), and the memory of the fullest rank, which takes
-    longer the first time. `accumulates`: gradients of several micro-batches are added up."""
+    """Predicted seconds of a step; what tells the least of the same plan at a stage of ZeRO, if this one has none; and
+    what finds out the bytes that stand between steps (None in a pipeline), and the memory of the fullest rank, which
+    takes longer the first time. `accumulates`: gradients of several micro-batches are added up."""
 
     seconds: float
-    common: float
+    with_zero: Callable[[Updating], float]
     stands: Callable[[], int] | None
     count: Callable[[], Memory]
     accumulates: bool = False
@@ -79,20 +78,24 @@ def price_of(
     if not stages:
         program = lowered(config, *in_step, lower)
         cost = step_cost(*in_step, program, cluster, updating)
-        common = cost.compute + sum(cost.redistributions.values())
         return Price(
-            cost.total, common, lambda: stands(program, updating),
-            lambda: memory(trace_repeated(program, updating), updating), updating.accumulate > 1,
+            cost.total, lambda other: least_with_zero(cost, program, cluster, other).total,
+            lambda: stands(program, updating), lambda: memory(trace_repeated(program, updating), updating),
+            updating.accumulate > 1,
         )  # fmt: skip
     programs, schedule = pipelining.programs_of(config, stages, options_of(config)), pipelining.schedule_of(config)
-    alone = [
-        step_cost(stage.graph, stage.plan, program, cluster, updating).to_json()
-        for stage, program in zip(stages, programs, strict=True)
-    ]
-    bare = [one | {"gradients_exposed": 0.0, "optimizer": 0.0, "total": _common(one)} for one in alone]
-    seconds, common = (
-        cost_of_stages(stages, costs, schedule, updating.accumulate, cluster)[0]["total"] for costs in (alone, bare)
-    )
+    pairs = zip(stages, programs, strict=True)
+    costs = [step_cost(stage.graph, stage.plan, program, cluster, updating) for stage, program in pairs]
+
+    def together(alone: Sequence[StepCost]) -> float:
+        told = [cost.to_json() for cost in alone]
+        return float(cost_of_stages(stages, told, schedule, updating.accumulate, cluster)[0]["total"])
+
+    def with_zero(other: Updating) -> float:
+        """The stage that works most may be another one then, with the shortest update."""
+        found = [least_with_zero(one, program, cluster, other) for one, program in zip(costs, programs, strict=True)]
+        shortest = min(one.optimizer for one in found)
+        return together([replace(one, optimizer=shortest) for one in found])
 
     def fullest() -> Memory:
         traces = [trace_repeated(program, updating) for program in programs]
@@ -100,9 +103,4 @@ def price_of(
         found = (group_memory(group, traces, actions, len(schedule), updating) for group, actions in groups)
         return max(found, key=lambda one: one.peak)
 
-    return Price(seconds, common, None, fullest)
-
-
-def _common(cost: Mapping[str, Any]) -> float:
-    """Of one stage of a pipeline."""
-    return float(cost["compute"] + sum(cost["redistributions"].values()))
+    return Price(together(costs), with_zero, None, fullest)

@@ -7,7 +7,7 @@ ZeRO's collectives and the optimizer. Bytes are those that `strategies.describe.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,14 +39,15 @@ MASTER = 4
 @dataclass(frozen=True)
 class StepCost:
     """Seconds of one rank on `cluster`. `forward`, `backward`, `recomputed` and `redistributions` (by collective) are
-    of all micro-batches of a step; `gradients` is the whole time of adding them, `exposed` what backward does not
-    hide."""
+    of all micro-batches of a step, `weights` are those redistributions that carry parameters; `gradients` is the whole
+    time of adding them, `exposed` what backward does not hide."""
 
     cluster: str
     forward: float
     backward: float
     recomputed: float
     redistributions: dict[str, float]
+    weights: dict[str, float]
     gradients: float
     exposed: float
     zero: dict[str, float]
@@ -94,11 +95,15 @@ def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Clust
         if plan.recompute is not None and repeated(operator, plan.recompute):
             again += work.forward
     redistributed: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    names = {source.id for source in parameters(program)}
     for instruction in program.instructions:
         if isinstance(instruction, (Redistribute, Fused)):
             repeats = plan.recompute is not None and _inside(instruction.path, plan.recompute)
+            own = not names.isdisjoint(ref.id for ref in instruction.operands)
             for kind, seconds in _redistribution(instruction, program, cluster, repeats).items():
                 redistributed[kind] = redistributed.get(kind, 0.0) + parts * seconds
+                weights[kind] = weights.get(kind, 0.0) + parts * seconds * own
     if program.loss_axes:
         size = 8 * sent([1], mesh.product(program.loss_axes))
         seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
@@ -112,11 +117,22 @@ def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Clust
         parts * backward,
         parts * again,
         redistributed,
+        weights,
         gradients,
         exposed,
         _zero(program, cluster, updating),
         optimizer_seconds(program, cluster, updating),
     )
+
+
+def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating: Updating) -> StepCost:
+    """What `cost`, of a `program` without ZeRO, is at least at the stage of `updating`: ZeRO may take over what carries
+    parameters, and brings its own collectives and update. What stage 3 gathers depends on its own program."""
+    kept = {kind: seconds - cost.weights.get(kind, 0.0) for kind, seconds in cost.redistributions.items()}
+    zero, optimizer = _zero(program, cluster, updating), optimizer_seconds(program, cluster, updating)
+    if updating.stage == 3:
+        zero.pop(ALL_GATHER, None)
+    return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
 
 
 def repeated(operator: Operator, recompute: Recompute) -> bool:

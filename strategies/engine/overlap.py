@@ -55,14 +55,20 @@ def _sends_forward(instruction: Instruction) -> bool:
 
 
 def _joined(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Starts with their wait right behind them are one redistribution again."""
-    followed = zip(instructions, (*instructions[1:], None), strict=True)
-    begun: set[str] = set()
-    for one, following in followed:
-        if isinstance(one, Start) and isinstance(following, Wait) and following.start == one.id:
-            begun.add(one.id)
+    """Starts and waits with no work between them are one redistribution again."""
+    worked, begun, idle = 0, dict[str, int](), set[str]()
+    for one in instructions:
+        if isinstance(one, Start):
+            begun[one.id] = worked
+        elif isinstance(one, Wait):
+            idle |= {one.start} if begun[one.start] == worked else set()
         else:
-            yield one.of if isinstance(one, Wait) and one.start in begun else one
+            worked += not isinstance(one, Redistribute) or bool(one.forward or one.backward)
+    for one in instructions:
+        if isinstance(one, Wait) and one.start in idle:
+            yield one.of
+        elif one.id not in idle:
+            yield one
 
 
 class _Order:
