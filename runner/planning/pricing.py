@@ -11,7 +11,7 @@ from runner.planning.programs import Lower
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
-from strategies.cost.repeating import stands, trace_repeated
+from strategies.cost.repeating import stands, trace_each, trace_repeated
 from strategies.cost.step import StepCost, least_with_zero, step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
@@ -98,7 +98,7 @@ def price_of(
         return together([replace(one, optimizer=shortest) for one in found])
 
     def fullest() -> Memory:
-        traces = [trace_repeated(program, updating) for program in programs]
+        traces = trace_each(programs, updating)
         groups = enumerate(schedule)
         found = (group_memory(group, traces, actions, len(schedule), updating) for group, actions in groups)
         return max(found, key=lambda one: one.peak)

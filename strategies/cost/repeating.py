@@ -11,7 +11,7 @@ this out the whole program is traced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from strategies.cost.activations import (
 )
 from strategies.cost.live import Live
 from strategies.cost.sharded import Group, Sharded, groups_of
-from strategies.cost.shortening import Repeated, repeated_part, shortened
+from strategies.cost.shortening import Repeated, form, repeated_part, shortened
 from strategies.cost.updating import Updating
 from strategies.engine.buckets import buckets
 from strategies.engine.gradients import BucketedUpdates
@@ -57,6 +57,18 @@ def trace_repeated(program: Program, updating: Updating) -> Traced:
         return trace(program, updating)
     found = on_shapes(program, updating, lambda program, _: _extrapolated(program, updating, whole, part))
     return trace(program, updating) if found is None else found
+
+
+def trace_each(programs: Iterable[Program], updating: Updating) -> list[Traced]:
+    """`trace_repeated` of every stage of a pipeline; of those that are alike, once."""
+    done: dict[Hashable, Traced] = {}
+    found = []
+    for program in programs:
+        key = form(program, updating.groups_for(program))
+        if key not in done:
+            done[key] = trace_repeated(program, updating)
+        found.append(done[key])
+    return found
 
 
 def stands(program: Program, updating: Updating) -> int:

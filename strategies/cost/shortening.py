@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,31 @@ def _renamed(step: Instruction, names: Mapping[str, str]) -> Instruction:
     return replace(step, of=of, start=names.get(step.start, step.start))
 
 
+def form(program: Program, groups: Sequence[Mapping[str, Any]] = ()) -> Hashable:
+    """Equal for programs that do the same with tensors of the same sizes, whatever their names, and whose parameters are
+    in the same `groups` of the optimizer."""
+    labels, places = _Labels(program), {source.id: -1 - number for number, source in enumerate(program.sources)}
+    places |= {step.id: number for number, step in enumerate(program.instructions)}
+    group = {name: number for number, one in enumerate(groups) for name in one["names"]}
+    named = {source.name: number for number, source in enumerate(program.sources)}
+
+    def values(refs: Sequence[Ref]) -> Hashable:
+        return tuple((places.get(ref.id, ref.id), ref.index) for ref in refs)
+
+    return (
+        program.mesh,
+        tuple((labels.source(source), group.get(source.name)) for source in program.sources),
+        tuple((labels.of(step), values(step.operands)) for step in program.instructions),
+        tuple(labels.numbers),
+        values(program.outputs),
+        tuple(named[name] for name in program.parameter_order if name in named),
+        tuple((places[id], values([ref])) for id, ref in program.updates),
+        program.random,
+        program.loss_axes,
+        tuple(program.copies.items()),
+    )
+
+
 class _Labels:
     """What an instruction does, as a number, without saying to which values."""
 
@@ -139,11 +164,12 @@ class _Labels:
 
     def _value(self, ref: Ref) -> Hashable:
         held = self.program.replicas.get(ref, ())
-        if ref.id not in self.sources:
-            return ref.index, held
-        source = self.sources[ref.id]
+        return (ref.index, held) if ref.id not in self.sources else (self.source(self.sources[ref.id]), held)
+
+    def source(self, source: Source) -> Hashable:
+        """What a source is, without its name."""
         open_ = self.program.reductions.get(source.name)
-        return source.kind, source.spec, source.trainable, self.program.layouts[ref.id], open_, held
+        return source.kind, source.spec, source.trainable, self.program.layouts[source.id], open_
 
     def _call(self, step: Instruction) -> Hashable:
         if isinstance(step, Compute):
