@@ -112,7 +112,7 @@ def _renamed(step: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 def form(program: Program, groups: Sequence[Mapping[str, Any]] = ()) -> Hashable:
-    """Equal for programs that do the same with tensors of the same sizes, whatever their names, and whose parameters are
+    """Equal for programs that do the same with tensors of the same sizes, whatever their names, with their parameters
     in the same `groups` of the optimizer."""
     labels, places = _Labels(program), {source.id: -1 - number for number, source in enumerate(program.sources)}
     places |= {step.id: number for number, step in enumerate(program.instructions)}
