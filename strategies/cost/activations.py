@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -245,7 +246,8 @@ class Trace:
         self.gathered: list[Gathered] = []
         self.module = build(program, self.tensors, self.communicator, updating.device)
         self.held = parameters_of(self.tensors)
-        self.live = Live(torch.device(updating.device).type)
+        shapes = next((one.fake_mode for one in self.tensors.values() if isinstance(one, FakeTensor)), None)
+        self.live = Live(torch.device(updating.device).type, shapes)
         self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
         self.turns = turns(updating)

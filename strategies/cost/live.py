@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.cost import shapes
 from strategies.engine.offload import side
 from strategies.engine.recompute import tensors_in
 
@@ -36,11 +37,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`now` are alive in the memory of devices of type `device`, `peak` is the most since the last `restart`; `host`
     are what stands for the host's memory where the device is a CPU: what is made there (`on_side`, `hosted`) or from
     what is there. While `counting` is false, what is new is counted only when it is seen again. `events`, if they are
-    wanted, are all calls since the last `restart`, each with what was alive behind it."""
+    wanted, are all calls since the last `restart`, each with what was alive behind it. `shapes` is the mode of tensors
+    without numbers."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+        self.device, self.shapes = device, shapes
         self.now = self.peak = self.host = self.host_peak = 0
         self.counting = True
         self.events: list[tuple[object, int]] | None = None
@@ -57,7 +59,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         self.see(given)
-        results = func(*args, **kwargs)
+        results = func(*args, **kwargs) if self.shapes is None else shapes.call(func, args, kwargs, given, self.shapes)
         if not func.is_view:
             said = side()
             host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)

@@ -1,0 +1,127 @@
+"""What operators make of tensors without numbers, remembered from call to call.
+
+A trace calls the same operators with the same shapes for every layer, and one trace after another does. torch remembers
+them too, but looks at everything that a tensor may be before it does, which takes most of a trace's time. Invariant:
+what is remembered is what an operator that writes nothing made of plain tensors; its results have memory of their own
+or that of an operand, as they would without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+MOST = 1 << 16
+"""Calls that are remembered; then all are forgotten."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One result: with memory of its own, or `offset` elements behind the begin of that of operand number `of`."""
+
+    of: int | None
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_known: dict[Hashable, tuple[type | None, tuple[_Made | None, ...]] | None] = {}
+"""By call: what holds the results (None: there is one) and the results; None where it cannot be remembered."""
+
+
+class _Unknown(Exception):
+    """An argument that is not plain."""
+
+
+def call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor], mode: FakeTensorMode
+) -> Any:
+    """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all."""
+    if not _only_reads(func):
+        return func(*args, **kwargs)
+    try:
+        key = func, _key(args), _key(tuple(kwargs.items()))
+    except _Unknown:
+        return func(*args, **kwargs)
+    known = _known.get(key)
+    if known is not None:
+        kind, made = known
+        with no_dispatch():
+            found = [None if one is None else _new(one, given, mode) for one in made]
+        return found[0] if kind is None else kind(found)
+    results = func(*args, **kwargs)
+    if key not in _known:
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key] = _told(results, given)
+    return results
+
+
+def _new(one: _Made, given: Sequence[Tensor], mode: FakeTensorMode) -> FakeTensor:
+    if one.of is None:
+        made = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+    else:
+        made = torch.empty(0, dtype=one.dtype, device="meta")
+        made.set_(given[one.of].untyped_storage(), one.offset, one.shape, one.stride)
+    return FakeTensor(mode, made, one.device)
+
+
+@cache
+def _only_reads(func: Callable[..., Any]) -> bool:
+    """Whether an operator makes tensors of others and changes none."""
+    if not isinstance(func, OpOverload):
+        return False
+    tensors = any("Tensor" in str(one.type) for one in func._schema.arguments)
+    return tensors and not func._schema.is_mutable
+
+
+def _key(value: Any) -> Hashable:
+    """Raises _Unknown for what is not plain: a tensor without dims may be a number, whose dtype counts for less. Numbers
+    are told apart by their kinds."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if not value.ndim or value.dtype.is_complex or value.layout is not torch.strided or value.constant is not None:
+            raise _Unknown
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if kind is tuple or kind is list:
+        return kind, *[_key(one) for one in value]
+    if value is None or kind in _SIMPLE:
+        return kind, value
+    raise _Unknown
+
+
+_SIMPLE = frozenset((bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def _told(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Made | None, ...]] | None:
+    """What is remembered of results; None if they are not plain, or share new memory."""
+    several = type(results) if isinstance(results, (tuple, list)) else None
+    found: list[_Made | None] = []
+    operands = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(given)}
+    own = set[int]()
+    for one in results if several else [results]:
+        if one is None:
+            found.append(None)
+            continue
+        if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
+            return None
+        storage = one.untyped_storage()
+        of, offset = operands.get(storage._cdata), int(one.storage_offset())
+        if of is None:
+            with no_dispatch():
+                alone = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            if storage._cdata in own or offset or storage.nbytes() != alone.untyped_storage().nbytes():
+                return None
+            own.add(storage._cdata)
+        found.append(_Made(of, offset, tuple(one.shape), one.stride(), one.dtype, one.fake_device))
+    return several, tuple(found)
