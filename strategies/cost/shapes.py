@@ -86,8 +86,8 @@ def _only_reads(func: Callable[..., Any]) -> bool:
 
 
 def _key(value: Any) -> Hashable:
-    """Raises _Unknown for what is not plain: a tensor without dims may be a number, whose dtype counts for less. Numbers
-    are told apart by their kinds."""
+    """Raises _Unknown for what is not plain: a tensor without dims may be a number, whose dtype counts for less.
+    Numbers are told apart by their kinds."""
     kind = type(value)
     if kind is FakeTensor:
         if not value.ndim or value.dtype.is_complex or value.layout is not torch.strided or value.constant is not None:
