@@ -62,9 +62,14 @@ def call(
     results = func(*args, **kwargs)
     if key not in _known:
         if len(_known) >= MOST:
-            _known.clear()
+            forget()
         _known[key] = _told(results, given)
     return results
+
+
+def forget() -> None:
+    """All that is remembered."""
+    _known.clear()
 
 
 def _new(one: _Made, given: Sequence[Tensor], mode: FakeTensorMode) -> FakeTensor:

@@ -149,6 +149,11 @@ def _layouts(
     return _Layouts(used, taken, gradients, tuple(_layout(dims, axes, partial) for dims in results))
 
 
+def forget() -> None:
+    """The layouts that are remembered."""
+    _layouts.cache_clear()
+
+
 def _layout(dims: Dims, assignment: Assignment, partial: frozenset[str] = frozenset()) -> Layout:
     return Layout(tuple(assignment.get(factor, ()) if factor is not None else () for factor in dims), partial)
 

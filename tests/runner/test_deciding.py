@@ -12,7 +12,11 @@ from runner.errors import ConfigError
 from runner.planning.decided import with_choice
 from runner.planning.deciding import Deciding
 from runner.planning.prepare import request_of
+from runner.planning.programs import Programs
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
 from strategies.errors import StrategyError
+from strategies.search.joint import Choice
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
 STACK = (*SMALL, "model.target=networks.Stack", "optimizer.target=torch.optim.AdamW", "world_size=2")
@@ -197,3 +201,17 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search):
         if choice.recompute == "none":
             assert all(size.bare <= bytes_of[replace(choice, recompute=again)] for again in ("selective", "full"))
     assert all(size.least < bytes_of[choice] for choice, size in told.items() if choice.zero)
+
+
+def test_plans_that_compute_other_things_again_are_lowered_once():
+    """What comes of it is what each would be lowered to."""
+    one = Deciding(compose_config(*DEEP, "world_size=2", *OPEN, "parallel.plan_cache=null"), print)
+    graph, made = one._captured(one.rows)[1].graph, Programs()
+    plans = [one._plan(Choice(1, 0, 1, again), None) for again in ("none", "selective", "full")]
+    assert len({plan.recompute for plan in plans}) == 3
+    for plan in plans:
+        for options in (Options(partial_loss=True), Options(partial_loss=True, sharded_optimizer=True)):
+            assert made(graph, plan, options) == lower(graph, plan, options)
+    assert len(made.done) == 2
+    sliced = replace(plans[2], recompute=replace(plans[2].recompute, slices_inputs=True))
+    assert made(graph, sliced, Options()) == lower(graph, sliced, Options()) and len(made.done) == 2

@@ -19,15 +19,18 @@ from strategies.cost import repeating
 from strategies.cost.activations import trace
 from strategies.cost.live import Live
 from strategies.cost.memory import memory
-from strategies.cost.repeating import SLACK, trace_repeated
-from strategies.cost.shortening import repeated_part, shortened
+from strategies.cost.repeating import SLACK, trace_each, trace_repeated
+from strategies.cost.shortening import form, repeated_part, shortened
 from strategies.cost.updating import Updating
 from strategies.engine.buckets import buckets
-from strategies.engine.lowering import lower
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.overlap import overlap
 from strategies.engine.program import Options, Program
 from strategies.engine.updates import Cut
 from strategies.graph import OperatorGraph
+from strategies.pipeline.cutting import cut
+from strategies.pipeline.placing import in_stages
+from strategies.pipeline.programs import stage_programs
 from strategies.planner import make_plan
 from strategies.recompute import recomputed
 from strategies.request import Request, WantedRecompute
@@ -164,3 +167,40 @@ def test_layers_of_other_widths_are_no_repetition():
     graph = capture(Objective(Uneven(), nn.MSELoss(), ("0", "1"), ("1",)), (x, x), training=True).graph
     program = lower(graph, make_plan(graph, Request("data_parallel", 2)), Options(partial_loss=True))
     assert repeated_part(program) is None
+
+
+def test_programs_that_are_alike_are_traced_once(monkeypatch):
+    """Stages of one model; a group of the optimizer of its own makes one another."""
+    graph = graph_of("llama", 8, torch.float32)
+    plan = make_plan(graph, Request("data_parallel", 2))
+    stages = cut(graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, plan, Options(partial_loss=True)))
+    programs = stage_programs(stages, 4, Options(partial_loss=True))
+    plain = Updating(0, torch.optim.AdamW, accumulate=4)
+    name = programs[2].learns[0]
+    others = [one for program in programs for one in program.learns if one != name]
+    apart = replace(plain, groups=[{"names": [name]}, {"names": others}])
+    one_by_one = [trace_repeated(program, plain) for program in programs]
+    traced, once = [], repeating.trace_repeated
+
+    def counted(program: Program, updating: Updating):
+        traced.append(program)
+        return once(program, updating)
+
+    monkeypatch.setattr(repeating, "trace_repeated", counted)
+    assert trace_each(programs, plain) == one_by_one
+    assert [id(one) for one in traced] == [id(programs[number]) for number in (0, 1, 3)]
+    traced.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(Updating, "groups_for", lambda self, program: self.groups)
+        trace_each(programs, apart)
+    assert len(traced) == 4
+
+
+def test_the_form_of_a_program_tells_what_it_does():
+    """Of whatever depth, other shapes, layouts, recompute and reductions are other forms; names are not."""
+    program = program_of("llama", None, 0)
+    assert form(program) == form(program_of("llama", None, 0))
+    others = [program_of("llama", "full", 0), program_of("llama", None, 1), program_of("llama", None, 0, 8)]
+    others += [program_of("llama", None, 0, dtype=torch.bfloat16), replace(program, outputs=program.outputs[:0])]
+    others.append(replace(program, instructions=program.instructions[:-1]))
+    assert len({form(one) for one in (program, *others)}) == 1 + len(others)

@@ -63,7 +63,7 @@ def made(case: Callable[[Tensor, Tensor], Any], wrapped: bool) -> tuple[Any, int
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_what_is_remembered_is_what_is_made(case: Callable[[Tensor, Tensor], Any]) -> None:
-    shapes._known.clear()
+    shapes.forget()
     plain, _ = made(case, wrapped=False)
     first, peak = made(case, wrapped=True)
     known = dict(shapes._known)
@@ -90,7 +90,7 @@ def test_other_numbers_are_other_calls() -> None:
 
 
 def test_no_more_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes._known.clear()
+    shapes.forget()
     monkeypatch.setattr(shapes, "MOST", 3)
     with FakeTensorMode() as mode, Live("cpu", mode):
         for size in range(1, 9):

@@ -70,6 +70,23 @@ def check_order(program: Program) -> None:
     assert sorted(starts) == sorted(one.start for one in program.instructions if isinstance(one, Wait))
 
 
+def test_what_only_scales_a_gradient_is_no_work_to_wait_beside(model: Model, draw: Any) -> None:
+    """With a sharded optimizer such edges stand at every parameter."""
+    pairs = scaling = 0
+    for seed in range(40):
+        options = Options(sharded_optimizer=True)
+        program = overlap(lower(model.graph, model.random_plan(draw, seed), options))
+        place = {one.id: number for number, one in enumerate(program.instructions)}
+        for one in program.instructions:
+            if isinstance(one, Wait):
+                between = program.instructions[place[one.start] + 1 : place[one.id]]
+                idle = [isinstance(step, Redistribute) and not (step.forward or step.backward) for step in between]
+                others = [isinstance(step, Start | Wait) for step in between]
+                pairs, scaling = pairs + 1, scaling + sum(idle)
+                assert not all(a or b for a, b in zip(idle, others, strict=True))
+    assert pairs > 100 and scaling > 0
+
+
 def test_the_same_bits_in_another_order(model: Model, draw: Any) -> None:
     started = 0
     for seed in range(40):

@@ -85,6 +85,25 @@ def test_a_bound_holds_for_every_limit():
         assert free.cost * (1 - 1e-9) <= least <= search(replace(problem, memory=share * free.bytes), NODES).cost
 
 
+def test_what_no_plan_keeps_is_refused_at_once(monkeypatch):
+    frontier, prices = frontier_of(made(8)), []
+    cheapest = Finding.cheapest
+
+    def told(self, pressure, *given, **named):
+        prices.append(pressure)
+        return cheapest(self, pressure, *given, **named)
+
+    monkeypatch.setattr(Finding, "cheapest", told)
+    free = frontier.free().bytes
+    for share in (0.01, 0.02):
+        with pytest.raises(StrategyError, match="no plan was found that keeps it"):
+            frontier.within(share * free)
+    assert len(prices) == 3  # free, the first price, and where nothing but memory counts
+    smallest = frontier.smallest[0].found.bytes
+    assert 0.02 * free < smallest < free
+    assert frontier.within(smallest).bytes == smallest
+
+
 def test_what_no_plan_keeps_is_refused_and_nothing_is_forgotten():
     problem = made(2, 4)
     exact, free = Exact(problem, NODES), search(problem, NODES)
