@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -29,6 +29,7 @@ from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of, wanted_recompute
 from runner.planning.pricing import Price, Size, price_of
 from runner.planning.programs import Programs
+from runner.planning.progress import Progress
 from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.schema import Config
@@ -47,8 +48,6 @@ from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 from strategies.uncollected import uncollected
 
 ZERO = (0, 1, 2, 3)
-EVERY = 5.0
-"""Seconds between lines of progress."""
 NARROWER = 4
 """How often a plan that is too large is searched anew with less room, at most."""
 
@@ -62,22 +61,6 @@ def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], No
         return prepare(decided(config, of_file(config.parallel.plan)), folder, say)
     plan = Deciding(config, say).plan()
     return prepare(decided(config, plan.search["decided"]), folder, say, plan)
-
-
-@dataclass
-class Progress:
-    """Tells every few seconds how many of the `choices` have been `looked` at."""
-
-    say: Callable[[str], None]
-    choices: int
-    looked: int = 0
-    told: float = field(default_factory=time.monotonic)
-
-    def tell(self, choice: Choice) -> None:
-        """`choice` is the one that is looked at."""
-        if time.monotonic() - self.told > EVERY:
-            self.say(f"deciding: {self.looked} of {self.choices} choices looked at; now {choice}")
-            self.told = time.monotonic()
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
 
 
 def test_a_decision_that_takes_long_tells_how_far_it_is(monkeypatch):
-    monkeypatch.setattr("runner.planning.deciding.EVERY", 0.0)
+    monkeypatch.setattr("runner.planning.progress.EVERY", 0.0)
     said = []
     one = replace(with_limit(2**30), say=said.append)
     count = one.plan().search["decided"]["tried"]
