@@ -62,7 +62,7 @@ class Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        return replace(bare, states=self.request.states, fixed=fixed, outputs=outputs)
+        return replace(bare, states=self.request.states, turns=self.request.turns, fixed=fixed, outputs=outputs)
 
     def _solve(self, stage: int, memory: float | None) -> Solved:
         if stage not in self.solving:

@@ -230,7 +230,9 @@ class Deciding:
 
     def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
         again = wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute)
-        return replace(self._open, world_size=self.ranks // choice.stages, stage=choice.zero, recompute=again)
+        turns = pipelining.turns(self.config.train.accumulate, choice.stages, choice.micro_batches)
+        ranks = self.ranks // choice.stages
+        return replace(self._open, world_size=ranks, stage=choice.zero, turns=turns, recompute=again)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""

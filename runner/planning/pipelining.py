@@ -24,6 +24,11 @@ def groups_of(config: Config) -> int:
     return config.parallel.pipeline.known or 1
 
 
+def turns(accumulate: int, stages: int, micro_batches: int) -> int:
+    """How many micro-batches one after another make a step: a stage waits for as many as there are other stages."""
+    return accumulate * (micro_batches + stages - 1)
+
+
 def check_ranks(config: Config, world_size: int) -> None:
     """Where world_size is left open, only now is it known. Raises ConfigError."""
     stages = groups_of(config)

@@ -167,6 +167,7 @@ def request_of(config: Config, world_size: int) -> Request:
         wanted_recompute(parallel.recompute),
         stage=parallel.zero.known,
         states=optimizers.states(config.optimizer),
+        turns=pipelining.turns(config.train.accumulate, pipelining.groups_of(config), parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
     )
 

@@ -40,11 +40,12 @@ class Own:
         return min(max(total // PARTS, SMALLEST), LARGEST)
 
     def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
-        """Seconds of the update of a trained parameter: of adding its gradient, as part of a bucket, over the axes over
-        which `layout` is partial, what backward does not hide; and of the optimizer's own work."""
+        """Seconds of the update of a trained parameter, for one micro-batch: of adding its gradient, as part of a
+        bucket, over the axes over which `layout` is partial, what backward does not hide; and of the optimizer's own
+        work. Stage 2 of ZeRO adds gradients after every micro-batch, stage 3 gathers the parameter for each too."""
         problem, mesh, cluster = self.problem, self.problem.mesh, self.cluster
         elements, wide = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
-        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth
+        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth / problem.turns
         axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
         ranks = mesh.product(axes)
         if ranks == 1:
@@ -55,10 +56,11 @@ class Own:
             return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
 
         if problem.stage == 0:
-            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide)
+            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide) / problem.turns
         if problem.stage == 3:
             return work / ranks + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
-        return work / ranks + carried(ALL_REDUCE, MASTER) + carried(ALL_GATHER, spec.item_bytes)
+        added = carried(ALL_REDUCE, MASTER) / (problem.turns if problem.stage == 1 else 1)
+        return work / ranks + added + carried(ALL_GATHER, spec.item_bytes) / problem.turns
 
     def talks(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""

@@ -18,7 +18,8 @@ from strategies.rules.sharding import Assignment, Sharding
 class Problem:
     """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
     the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
-    the optimizer keeps per parameter element, `memory` the bytes that a rank may keep."""
+    the optimizer keeps per parameter element, `memory` the bytes that a rank may keep. What is priced is one
+    micro-batch, of which a step takes so many `turns`, and its part of what is done once per step."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -29,6 +30,7 @@ class Problem:
     stage: int = 0
     states: float = 2.0
     memory: float | None = None
+    turns: int = 1
 
     @property
     def trained(self) -> frozenset[Ref]:

@@ -25,3 +25,18 @@ def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
 def test_a_search_knows_what_the_optimizer_keeps(momentum, kept):
     optimizer = ("optimizer.target=torch.optim.SGD", f"+optimizer.args.momentum={momentum}")
     assert request_of(compose_config(*SMALL, "parallel=data_parallel", *optimizer), 4).states == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "turns"),
+    [
+        ((), 1),
+        (("train.accumulate=2",), 2),
+        (("train.accumulate=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4"), 10),
+    ],
+    ids=str,
+)
+def test_a_search_knows_how_many_micro_batches_take_a_step(words, turns):
+    """A pipeline of two stages waits for one more."""
+    config = compose_config(*SMALL, "parallel=data_parallel", "data.batch_size=64", *words)
+    assert request_of(config, 4).turns == turns
