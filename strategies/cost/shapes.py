@@ -46,8 +46,9 @@ class _Unknown(Exception):
 def call(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor], mode: FakeTensorMode
 ) -> Any:
-    """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all."""
-    if not _only_reads(func):
+    """`func(*args, **kwargs)` on tensors of `mode`, of which `given` are all. Where torch's cache is off, because
+    memory is given away meanwhile and a remembered view would make it anew, nothing is remembered here either."""
+    if not mode.cache_enabled or not _only_reads(func):
         return func(*args, **kwargs)
     try:
         key = func, _key(args), _key(tuple(kwargs.items()))

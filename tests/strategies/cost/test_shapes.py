@@ -96,3 +96,17 @@ def test_no_more_calls_are_remembered_than_there_is_room_for(monkeypatch: pytest
         for size in range(1, 9):
             assert torch.relu(torch.zeros(size)).shape == (size,)
             assert len(shapes._known) <= 3
+
+
+def test_memory_that_was_given_away_stays_away_where_torch_remembers_nothing() -> None:
+    """As that of activations on the host, of which views are made all the same."""
+    for remembered in (True, False):
+        with FakeTensorMode() as mode:
+            mode.cache_enabled = remembered
+            with Live("cpu", mode):
+                a = torch.zeros(4, 8)
+                for size in (128,) if remembered else (128, 0, 128):
+                    a.untyped_storage().resize_(size)
+                    b = a.detach().view(32)
+                    assert b.untyped_storage()._cdata == a.untyped_storage()._cdata
+                    assert a.untyped_storage().nbytes() == size
