@@ -222,17 +222,13 @@ def sharded(
     """What ZeRO 1-3 has beside the parameters that are `held`."""
     return make(
         program, held, groups, need, torch.device(updating.device),
-        stage=updating.stage, accumulate=turns(updating), bucket=updating.bucket, offload=updating.offload,
+        stage=updating.stage, accumulate=updating.accumulate, bucket=updating.bucket, offload=updating.offload,
     )  # fmt: skip
 
 
-def turns(updating: Updating) -> int:
-    """The micro-batches that are traced: the third is as the second."""
-    return min(updating.accumulate, 2)
-
-
 class Trace:
-    """One step, which is run once."""
+    """One step, which is run once. Of several micro-batches only the last is: none before it needs more, because what
+    they leave, their gradients, is there from the begin."""
 
     cut: Cut | None = None
     """How gradients are cut into buckets, if not as `updating` says."""
@@ -250,7 +246,6 @@ class Trace:
         self.live = Live(torch.device(updating.device).type, shapes)
         self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
-        self.turns = turns(updating)
 
     def run(self) -> Traced:
         with self.live as live:
@@ -258,14 +253,11 @@ class Trace:
             updates = self._updates()
             live.see(self.tensors.values())
             self.base = live.now
-            activations = kept = 0
-            sent: dict[str, int] = {}
-            for turn in range(self.turns):
-                found = self._forward(live, turn)
-                if not turn:
-                    activations, kept = found
-                self._backward(live, updates)
-                sent = sent or dict(self.communicator.sent)
+            if updates is not None and self.updating.accumulate > 1:
+                updates.skip(self.updating.accumulate - 1)
+            activations, kept = self._forward(live)
+            self._backward(live, updates)
+            sent = dict(self.communicator.sent)
             with self._phase(live, "update"):
                 if isinstance(updates, BucketedUpdates):
                     updates.reduce()
@@ -301,7 +293,7 @@ class Trace:
                 path = getattr(unit, "meta", {}).get(MODULE)
                 if path in found:
                     unit.forward = partial(counted, path, unit.forward)
-            self._forward(live, 0)
+            self._forward(live)
             del updates, self.outputs
         return found
 
@@ -327,7 +319,7 @@ class Trace:
             return found
         return BucketedUpdates(
             self.module, program, _Shaped(program.mesh), updating.factory, groups,
-            accumulate=self.turns, cut=self.cut or updating.cut, overlap=updating.overlap,
+            accumulate=self.updating.accumulate, cut=self.cut or updating.cut, overlap=updating.overlap,
         )  # fmt: skip
 
     def _sharded(self, groups: Sequence[Group]) -> Sharded:
@@ -343,12 +335,12 @@ class Trace:
     def _entry(self, source: Source) -> Tensor:
         return _zeros(self.program, source, self.updating.device).requires_grad_(source.trainable)
 
-    def _forward(self, live: Live, turn: int) -> tuple[int, int]:
+    def _forward(self, live: Live) -> tuple[int, int]:
         """Bytes that autograd has stored, and that are alive more than before."""
         before = live.now
         entries = [self._entry(source) for source in self.inputs]
         with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
-            self.outputs = self.module(*entries, *([turn] if self.program.random else []))
+            self.outputs = self.module(*entries, *([0] if self.program.random else []))
             del entries
         kept = live.now - before
         apart = self.updating.stage == 3 or self.updating.offload.activations != "none"

@@ -155,6 +155,16 @@ class Sharded:
     def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=self.device)
 
+    def skip(self, micro_batches: int) -> None:
+        """As behind so many of a step."""
+        self.waiting += micro_batches
+        if self.stage == 1:
+            self.buffer = self._empty(self.bucket, self.dtype)
+            for name in self.names:
+                self.held[name].grad = torch.zeros_like(self.held[name])
+        elif self.stage == 2:
+            self.pieces = self.taken()
+
     def _arrived(self, name: str, parameter: Tensor) -> None:
         """A gradient is there; from stage 2 on it moves into the bucket at once."""
         if self.stage < 3 and self.buffer is None:

@@ -103,6 +103,12 @@ class BucketedUpdates:
         (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
         self.collect()
 
+    def skip(self, micro_batches: int) -> None:
+        """As behind so many of a step, with zeros for their gradients."""
+        self._micro_batches += micro_batches
+        for holder in self._owned.values():
+            holder.grad = torch.zeros_like(holder)
+
     def collect(self) -> None:
         for name in self._masters:
             self._to_master(name)
