@@ -62,7 +62,11 @@ class Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        return replace(bare, states=self.request.states, turns=self.request.turns, fixed=fixed, outputs=outputs)
+        asked = self.request
+        return replace(
+            bare, states=asked.states, moved=asked.moved, overlaps=asked.overlaps, turns=asked.turns,
+            fixed=fixed, outputs=outputs,
+        )  # fmt: skip
 
     def _solve(self, stage: int, memory: float | None) -> Solved:
         if stage not in self.solving:

@@ -70,8 +70,10 @@ class WantedRecompute:
 @dataclass(frozen=True)
 class Request:
     """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. What a
-    search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element, how many `turns` of
-    a micro-batch a step takes (those for which a pipeline fills up among them), and `memory_limit`, bytes per rank.
+    search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element and the bytes that
+    it has `moved` for one, whether backward hides adding gradients as far as a machine can (`overlaps`), how many
+    `turns` of a micro-batch a step takes (those for which a pipeline fills up among them), and `memory_limit`, bytes
+    per rank.
     Without `runner_up`, an exact search of an open mesh ends with the best plan."""
 
     mode: Mode
@@ -85,6 +87,8 @@ class Request:
     recompute: WantedRecompute | None = None
     stage: int = 0
     states: float = 2.0
+    moved: float = 28.0
+    overlaps: bool = True
     turns: int = 1
     memory_limit: int | None = None
     runner_up: bool = True

@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from runner.building.targets import call, resolve
 from runner.errors import ConfigError
 from runner.schema import Optimizer, Scheduler
-from strategies.cost.optimizer import needed
-from strategies.cost.step import MASTER
+from strategies.cost.optimizer import Need, needed
 from strategies.engine.updates import OptimizerFactory, check_kind
 from strategies.errors import closest
 
@@ -90,13 +89,12 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
     return lambda groups: make(groups, config.args)
 
 
-def states(config: Optimizer) -> float:
-    """How many numbers the optimizer keeps per element of a parameter (SGD 0, with momentum 1, Adam 2), as a step of it
-    on a small matrix shows. Raises ConfigError as `optimizer_factory` does, and StrategyError for one that no plan can
-    use."""
+def need_of(config: Optimizer) -> Need:
+    """What the optimizer needs per element of a parameter, as a step of it on a small matrix shows. Raises ConfigError
+    as `optimizer_factory` does, and StrategyError for one that no plan can use."""
     make = optimizer_factory(config)
     check_kind(make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]))
-    return needed(make, torch.float32).kept / MASTER
+    return needed(make, torch.float32)
 
 
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:

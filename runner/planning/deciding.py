@@ -7,7 +7,6 @@ not know that something was open. The plan tells the decision in its `search`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,10 @@ from runner.errors import ConfigError
 from runner.planning import copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
+from runner.planning.fewest import Fewest
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of, wanted_recompute
-from runner.planning.pricing import Price, Size, price_of
+from runner.planning.pricing import Price, Sizes, price_of
 from runner.planning.programs import Programs
 from runner.planning.progress import Progress
 from runner.planning.rooms import Rooms
@@ -37,6 +37,7 @@ from strategies import plan_cache
 from strategies.capture import Captured, Objective
 from strategies.cost.cluster import Cluster
 from strategies.cost.least import least
+from strategies.cost.repeating import Traces
 from strategies.cost.updating import Updating
 from strategies.engine.place import on_host
 from strategies.engine.updates import OptimizerFactory
@@ -231,8 +232,11 @@ class Deciding:
     def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
         again = wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute)
         turns = pipelining.turns(self.config.train.accumulate, choice.stages, choice.micro_batches)
-        ranks = self.ranks // choice.stages
-        return replace(self._open, world_size=ranks, stage=choice.zero, turns=turns, recompute=again)
+        ranks, alone = self.ranks // choice.stages, choice.stages == 1
+        overlaps = alone and self._open.overlaps
+        return replace(
+            self._open, world_size=ranks, stage=choice.zero, overlaps=overlaps, turns=turns, recompute=again
+        )
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
@@ -247,6 +251,10 @@ class Deciding:
         return Programs()
 
     @cached_property
+    def _traces(self) -> Traces:
+        return Traces()
+
+    @cached_property
     def _prices(self) -> dict[Choice, Price]:
         """Of the fastest plans."""
         return {}
@@ -255,7 +263,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._updating(config), self.cluster, self._programs)
+        return price_of(config, in_step, self._updating(config), self.cluster, self._programs, self._traces)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
@@ -278,41 +286,43 @@ class Deciding:
         """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
         computed again; then its plans, first the fastest, in as few layers again as keep the limit or in all, then
         those for less room, each without and then with its bytes. Raises StrategyError where there is none."""
-        plan, size = self._plan(choice, None), None
+        plan, floor = self._plan(choice, None), 0
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
             updating = self._updating(with_choice(self.config, choice))
             yield Priced(plan, self._fastest(plain).with_zero(updating), None)
         if stored in self.bounds and stored != choice:
             yield Priced(plan, self._fastest(stored).seconds, None)
-            size = self._size(stored)
-            if size is None or size.bare <= self.limit:
+            floor = max(self._sizes(stored).bare)
+            if floor <= self.limit:
                 yield from self._in_few(choice, plan)
-        price, floor = self._fastest(choice), 0 if size is None else size.bare
+        price = self._fastest(choice)
         if not price.counted:
             yield Priced(plan, price.seconds, None)
-        own = self._size(choice)
-        floor = max(floor, 0 if own is None else own.least)
+        floor = max(floor, *self._sizes(choice).least)
         yield Priced(plan, price.seconds, floor if floor > self.limit else price.bytes())
         if "bytes" in plan.search:
-            likely = price.bytes() if own is None or own.least <= self.limit else own.likely
-            yield from self._narrower(choice, (plan.search["bytes"], likely))
+            yield from self._narrower(choice, plan)
 
-    def _size(self, choice: Choice) -> Size | None:
+    def _sizes(self, choice: Choice) -> Sizes:
         """What is known of the bytes of a choice's fastest plan without a trace for it. Stages of ZeRO have the same
         plan, and the same forward but where its parameters are gathered."""
         price, plain = self._fastest(choice), replace(choice, zero=0)
-        if price.counted:
-            return price.told(price)
-        if price.stands is None or plain not in self.bounds or not self._fastest(plain).counted:
-            return None
-        return price.told(self._fastest(plain))
+        other = self._fastest(plain) if plain in self.bounds else price
+        return price.told(other if other.counted else None)
 
-    def _narrower(self, choice: Choice, free: tuple[float, int]) -> Iterator[Priced]:
-        """Plans for less room than the fastest one, which has so many bytes by the search's own count and by that of a
-        rank; the last one keeps the limit, if one does. Between it and what is too large others are tried first."""
-        seen, best = [free], None
+    def _narrower(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
+        """Plans for less room than the fastest one, `plan`; the last one keeps the limit, if one does. Between it and
+        what is too large others are tried first."""
         rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
+        sizes, count, best = self._sizes(choice), plan.search["bytes"], None
+        try:
+            if (least := max(sizes.least)) > self.limit:
+                self._plan(choice, rooms.largest((count, least)))  # before anybody traces how much it needs
+            likely = max(sizes.likely or self._fastest(choice).sizes)
+        except StrategyError:
+            return
+        seen = [(count, likely)]
         for _ in range(NARROWER):
             room = rooms.next(seen)
             try:
@@ -342,45 +352,36 @@ class Deciding:
 
     def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
-        that takes none or all of them. The first ones are taken: their second run comes when what later ones stored is
-        gone. Bytes are nearly affine in how many, which tells the least that they take, and so few numbers are tried:
-        regula falsi."""
-        assert plan.recompute is not None
-        every = plan.recompute.modules
-        none, all_ = self._fastest(replace(choice, recompute="none")), self._fastest(choice)
+        that takes none or all of them."""
+        none, all_ = self._fastest(stored := replace(choice, recompute="none")), self._fastest(choice)
+        every = [tuple(name for part in all_.of_group(group) for name in part.again) for group in range(all_.groups)]
+        if len({name for one in every for name in one}) < 2:
+            return
 
-        def told(most: int, least: int) -> Priced:
+        def told(most: Sequence[int], least: Sequence[int]) -> Priced:
             """The least that it takes where none need the most and all of them the least bytes."""
-            share = math.ceil(len(every) * (most - self.limit) / (most - least) - 1) / len(every)
-            return Priced(plan, none.seconds + max(share, 0.0) * (all_.seconds - none.seconds), None)
+            return Priced(plan, none.partly(all_, Fewest(self.limit, every, most, least).at_least), None)
 
-        known = self._size(replace(choice, recompute="none"))
-        if every and known is not None and known.bare <= self.limit < known.least:
+        known = self._sizes(stored)
+        most = known.likely
+        if max(known.least) <= self.limit:
+            most = none.sizes
+        elif not none.counted:
             yield told(known.least, known.bare)  # before anybody knows how much is computed again
-        most = known.likely if known is not None and known.least > self.limit else none.bytes()
-        bare = self._size(choice)
-        if bare is not None and bare.least > self.limit:
+        bare = self._sizes(choice)
+        if max(bare.least) > self.limit:
             return
-        least = all_.bytes() if bare is None else bare.likely
-        if len(every) < 2 or not least <= self.limit < most:
+        least = bare.likely or all_.sizes
+        if most is None or not max(least) <= self.limit < max(most):
             return
-        yield told(most, least if bare is None else bare.least)
-        few: Priced | None = None
-        low, high, above, below = 0, len(every), most, least  # so many are too few, and enough; and their bytes
-        while high - low > 1:
-            guess = low + math.ceil((high - low) * (above - self.limit) / (above - below))
-            count = min(max(guess, low + 1), high - 1)
-            modules = every[:count]
+        yield told(most, bare.least if bare.likely else least)
+        fewest, few = Fewest(self.limit, every, most, least), None
+        while (layers := fewest.next()) is not None and layers != {name for one in every for name in one}:
+            modules = tuple(name for name in plan.recompute.modules if name in layers) if plan.recompute else ()
             searches = self._searches[self._rows(choice), choice.stages]
             again = searches.again(plan, self._request(choice, modules))
             price = self._price(choice, again, modules)
-            if (size := price.bytes()) <= self.limit:
-                few, fewer = Priced(again, price.seconds, size, modules), size + (size - below) / (high - count)
-                if fewer > self.limit:
-                    break  # one less would be too few
-                high, below = count, size
-            else:
-                low, above = count, size
+            few = Priced(again, price.seconds, price.bytes(), modules) if fewest.told(price.sizes) else None
         if few is not None:
             yield replace(few, bytes=None)
             yield few

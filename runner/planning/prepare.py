@@ -35,6 +35,7 @@ from runner.sections.recompute import Recompute
 from runner.training.offloading import check_modules
 from runner.training.scores import Structure, scores, tried
 from strategies.capture import Objective, capture, run_once
+from strategies.cost.step import MASTER
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
@@ -49,6 +50,8 @@ from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
 
 WEIGHTS = "initial.pt"
+DESCRIBING = ("plan", "explain")
+"""Jobs that run nothing."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def evaluation_rows(config: Config) -> int:
 def device_of(config: Config) -> tuple[str, int]:
     """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
     machine = config.cluster.machine
-    if machine is not None and config.world_size is None and config.job.name in ("plan", "explain"):
+    if machine is not None and config.world_size is None and config.job.name in DESCRIBING:
         return "cpu", 1 if config.parallel.mode == "stand_alone" else machine.devices  # only described
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     alone = config.parallel.mode == "stand_alone"
@@ -154,7 +157,7 @@ def request_of(config: Config, world_size: int) -> Request:
     def side(forms: Any) -> tuple[Operand, ...] | None:
         return None if forms is None else tuple(operand(form) for form in forms)
 
-    dataset, limit = parallel.dataset_strategy, parallel.memory_limit
+    dataset, limit, need = parallel.dataset_strategy, parallel.memory_limit, optimizers.need_of(config.optimizer)
     return Request(
         parallel.mode,
         world_size,
@@ -166,7 +169,9 @@ def request_of(config: Config, world_size: int) -> Request:
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
         stage=parallel.zero.known,
-        states=optimizers.states(config.optimizer),
+        states=need.kept / MASTER,
+        moved=need.moved,
+        overlaps=communication.overlapped(config) and not parallel.pipeline.known,
         turns=pipelining.turns(config.train.accumulate, pipelining.groups_of(config), parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * pipelining.groups_of(config),  # each stage keeps its part
     )
@@ -367,11 +372,10 @@ def evaluation_options(config: Config) -> Options:
 
 def wide_sums(config: Config) -> bool:
     """Whether ranks add up values below fp32 in fp32. A GPU has fast products for such values only, and adds up a
-    rank's own part in fp32 there."""
-    wanted = config.parallel.reduce_precision
-    return wanted == "fp32" or (wanted == "auto" and device_of(config)[0] == "cpu")
-
-
-def digest(*parts: object) -> str:
-    """A short hash of what all ranks must agree on."""
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+    rank's own part in fp32 there; so does a machine that is only described, if that is what its flops say."""
+    wanted, machine = config.parallel.reduce_precision, config.cluster.machine
+    if wanted != "auto":
+        return wanted == "fp32"
+    if machine is not None and config.job.name in DESCRIBING:
+        return machine.flops.get("bfloat16", 0.0) <= machine.flops["float32"]
+    return device_of(config)[0] == "cpu"

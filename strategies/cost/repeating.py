@@ -59,16 +59,19 @@ def trace_repeated(program: Program, updating: Updating) -> Traced:
     return trace(program, updating) if found is None else found
 
 
-def trace_each(programs: Iterable[Program], updating: Updating) -> list[Traced]:
-    """`trace_repeated` of every stage of a pipeline; of those that are alike, once."""
-    done: dict[Hashable, Traced] = {}
-    found = []
-    for program in programs:
-        key = form(program, updating.groups_for(program))
-        if key not in done:
-            done[key] = trace_repeated(program, updating)
-        found.append(done[key])
-    return found
+@dataclass(frozen=True)
+class Traces:
+    """What `trace_repeated` found of programs of one config; of those that are alike, once. Stages of ZeRO, overlap and
+    whether there are several micro-batches may differ."""
+
+    done: dict[Hashable, Traced] = field(default_factory=dict)
+
+    def of(self, program: Program, updating: Updating) -> Traced:
+        own = updating.stage, updating.overlap, updating.accumulate > 1
+        key = own, form(program, updating.groups_for(program))
+        if key not in self.done:
+            self.done[key] = trace_repeated(program, updating)
+        return self.done[key]
 
 
 def stands(program: Program, updating: Updating) -> int:

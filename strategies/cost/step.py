@@ -7,7 +7,8 @@ ZeRO's collectives and the optimizer. Bytes are those that `strategies.describe.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -133,6 +134,18 @@ def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating
     if updating.stage == 3:
         zero.pop(ALL_GATHER, None)
     return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
+
+
+def between(cost: StepCost, other: StepCost, share: float) -> StepCost:
+    """`share` of the way from `cost` to `other`, part by part."""
+
+    def mixed(one: Any, two: Any) -> Any:
+        if isinstance(one, dict):
+            return {kind: mixed(one.get(kind, 0.0), two.get(kind, 0.0)) for kind in {**one, **two}}
+        return one + share * (two - one) if isinstance(one, float) else one
+
+    names = [one.name for one in fields(StepCost)]
+    return StepCost(**{name: mixed(getattr(cost, name), getattr(other, name)) for name in names})
 
 
 def repeated(operator: Operator, recompute: Recompute) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
-from strategies.cost.step import MASTER
+from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.engine.buckets import LARGEST, PARTS, SMALLEST
 from strategies.engine.emitter import Emitter
 from strategies.engine.program import PLAIN, Instruction, Options, Redistribute
@@ -42,12 +42,15 @@ class Own:
     def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
         """Seconds of the update of a trained parameter, for one micro-batch: of adding its gradient, as part of a
         bucket, over the axes over which `layout` is partial, what backward does not hide; and of the optimizer's own
-        work. Stage 2 of ZeRO adds gradients after every micro-batch, stage 3 gathers the parameter for each too."""
+        work, as `strategies.cost.step.optimizer_seconds` counts it. ZeRO copies every gradient of a micro-batch; stage
+        2 adds it too, and stage 3 gathers the parameter."""
         problem, mesh, cluster = self.problem, self.problem.mesh, self.cluster
         elements, wide = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
-        work = elements * wide * (3 + 2 * problem.states) / cluster.memory_bandwidth / problem.turns
+        work = elements * wide / MASTER * problem.moved / cluster.memory_bandwidth / problem.turns
         axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
         ranks = mesh.product(axes)
+        if problem.stage:
+            work = work / ranks + elements * wide * ZERO_COPIES / cluster.memory_bandwidth
         if ranks == 1:
             return work
 
@@ -56,11 +59,12 @@ class Own:
             return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
 
         if problem.stage == 0:
-            return work + (1 - cluster.overlap) * carried(ALL_REDUCE, wide) / problem.turns
+            hidden = cluster.overlap if problem.overlaps else 0.0
+            return work + (1 - hidden) * carried(ALL_REDUCE, wide) / problem.turns
         if problem.stage == 3:
-            return work / ranks + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
+            return work + 2 * carried(ALL_GATHER, spec.item_bytes) + carried(REDUCE_SCATTER, MASTER)
         added = carried(ALL_REDUCE, MASTER) / (problem.turns if problem.stage == 1 else 1)
-        return work / ranks + added + carried(ALL_GATHER, spec.item_bytes) / problem.turns
+        return work + added + carried(ALL_GATHER, spec.item_bytes) / problem.turns
 
     def talks(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""

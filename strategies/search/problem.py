@@ -18,8 +18,10 @@ from strategies.rules.sharding import Assignment, Sharding
 class Problem:
     """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
     the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
-    the optimizer keeps per parameter element, `memory` the bytes that a rank may keep. What is priced is one
-    micro-batch, of which a step takes so many `turns`, and its part of what is done once per step."""
+    the optimizer keeps per parameter element, `moved` the bytes that it reads and writes for one (at least those that
+    it must: the weight, its gradient, and two states there and back), `overlaps` whether gradients are added during
+    backward, `memory` the bytes that a rank may keep. What is priced is one micro-batch, of which a step takes so many
+    `turns`, and its part of what is done once per step."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -31,6 +33,8 @@ class Problem:
     states: float = 2.0
     memory: float | None = None
     turns: int = 1
+    moved: float = 28.0
+    overlaps: bool = True
 
     @property
     def trained(self) -> frozenset[Ref]:

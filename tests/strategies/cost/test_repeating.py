@@ -19,7 +19,7 @@ from strategies.cost import repeating
 from strategies.cost.activations import trace
 from strategies.cost.live import Live
 from strategies.cost.memory import memory
-from strategies.cost.repeating import SLACK, trace_each, trace_repeated
+from strategies.cost.repeating import SLACK, Traces, trace_repeated
 from strategies.cost.shortening import form, repeated_part, shortened
 from strategies.cost.updating import Updating
 from strategies.engine.buckets import buckets
@@ -187,12 +187,13 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
         return once(program, updating)
 
     monkeypatch.setattr(repeating, "trace_repeated", counted)
-    assert trace_each(programs, plain) == one_by_one
+    assert [found.of(program, plain) for found in [Traces()] for program in programs] == one_by_one
     assert [id(one) for one in traced] == [id(programs[number]) for number in (0, 1, 3)]
     traced.clear()
     with monkeypatch.context() as patched:
         patched.setattr(Updating, "groups_for", lambda self, program: self.groups)
-        trace_each(programs, apart)
+        for found in [Traces()]:
+            [found.of(program, apart) for program in programs]
     assert len(traced) == 4
 
 
