@@ -12,6 +12,14 @@ class StrategyError(Exception):
     """
 
 
+class TooLarge(StrategyError):
+    """No plan keeps so many bytes; the one that keeps least has `smallest`, by the search's own count."""
+
+    def __init__(self, text: str, smallest: float) -> None:
+        super().__init__(text)
+        self.smallest = smallest
+
+
 def closest(word: str, options: Iterable[str]) -> str:
     """A sentence that lists `options` (at most twelve) and the one nearest to `word`, or nothing if there are none."""
     known = list(dict.fromkeys(options))

@@ -7,6 +7,7 @@ not know that something was open. The plan tells the decision in its `search`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from strategies.cost.repeating import Traces
 from strategies.cost.updating import Updating
 from strategies.engine.place import on_host
 from strategies.engine.updates import OptimizerFactory
-from strategies.errors import StrategyError
+from strategies.errors import StrategyError, TooLarge
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
 from strategies.request import Request
@@ -234,9 +235,7 @@ class Deciding:
         turns = pipelining.turns(self.config.train.accumulate, choice.stages, choice.micro_batches)
         ranks, alone = self.ranks // choice.stages, choice.stages == 1
         overlaps = alone and self._open.overlaps
-        return replace(
-            self._open, world_size=ranks, stage=choice.zero, overlaps=overlaps, turns=turns, recompute=again
-        )
+        return replace(self._open, world_size=ranks, stage=choice.zero, overlaps=overlaps, turns=turns, recompute=again)
 
     def _plan(self, choice: Choice, room: int | None) -> Plan:
         """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
@@ -313,37 +312,42 @@ class Deciding:
 
     def _narrower(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """Plans for less room than the fastest one, `plan`; the last one keeps the limit, if one does. Between it and
-        what is too large others are tried first."""
+        what is too large others are tried first. What is surely too large is not traced."""
         rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
-        sizes, count, best = self._sizes(choice), plan.search["bytes"], None
-        try:
-            if (least := max(sizes.least)) > self.limit:
-                self._plan(choice, rooms.largest((count, least)))  # before anybody traces how much it needs
-            likely = max(sizes.likely or self._fastest(choice).sizes)
-        except StrategyError:
-            return
-        seen = [(count, likely)]
+        likely = self._sizes(choice).likely or self._fastest(choice).likely
+        seen, best, room = [(plan.search["bytes"], max(likely))], None, None
         for _ in range(NARROWER):
             room = rooms.next(seen)
             try:
-                plan = None if room is None else self._plan(choice, room)
+                found = self._small(choice, room, seen)
             except StrategyError:
                 break  # no other plan is small enough: what was found is told
-            if plan is None or plan.search["bytes"] in dict(seen):
+            if found is None or found.search["bytes"] in dict(seen):
                 break
-            price = self._price(choice, plan)
+            price = self._price(choice, found)
             if best is None:
-                yield Priced(plan, price.seconds, None)
+                yield Priced(found, price.seconds, None)
             elif price.seconds >= best.seconds:
                 break
-            found = Priced(plan, price.seconds, price.bytes())
-            seen.append((plan.search["bytes"], price.bytes()))
-            if price.bytes() <= self.limit:
-                best = found
+            least = max(price.told(None).least)
+            size = price.bytes() if least <= self.limit else least
+            seen.append((found.search["bytes"], price.bytes() if least <= self.limit else max(price.likely)))
+            if size <= self.limit:
+                best = Priced(found, price.seconds, size)
             elif best is None:
-                yield found
+                yield Priced(found, price.seconds, size)
         if best is not None:
             yield best
+
+    def _small(self, choice: Choice, room: int | None, seen: Sequence[tuple[float, int]]) -> Plan | None:
+        """The best plan for `room`, or if that is too little the one that keeps least of all; None where nothing is
+        left to try. Raises StrategyError."""
+        if room is None and min(seen)[1] <= self.limit:
+            return None  # near the limit
+        try:
+            return self._plan(choice, 1 if room is None else room)
+        except TooLarge as refused:
+            return self._plan(choice, math.ceil(refused.smallest))
 
     @cached_property
     def _rooms(self) -> dict[tuple[int, int], Rooms]:

@@ -379,3 +379,8 @@ def wide_sums(config: Config) -> bool:
     if machine is not None and config.job.name in DESCRIBING:
         return machine.flops.get("bfloat16", 0.0) <= machine.flops["float32"]
     return device_of(config)[0] == "cpu"
+
+
+def digest(*parts: object) -> str:
+    """A short hash of what all ranks must agree on."""
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,14 +14,19 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
 from strategies.cost.repeating import Traces, stands
 from strategies.cost.step import StepCost, between, least_with_zero, step_cost
+from strategies.cost.stored import least_stored
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
+from strategies.pipeline.cutting import Stage
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
-from strategies.pipeline.schedule import Schedule
+from strategies.pipeline.schedule import Schedule, held
 from strategies.plan import Plan
+
+USUAL = 1.5
+"""Bytes that are stored for backward, of those that are stored at least (a 7B llama on 8 devices: 1.3 to 1.8)."""
 
 
 @dataclass(frozen=True)
@@ -38,38 +43,59 @@ class Sizes:
 class Part:
     """A stage of a pipeline, or the whole step."""
 
-    cost: StepCost
+    graph: OperatorGraph
+    plan: Plan
     program: Program
+    cost: StepCost
 
     @property
     def again(self) -> tuple[str, ...]:
         """The modules that are computed again."""
-        return () if self.program.recompute is None else self.program.recompute.modules
+        return () if self.plan.recompute is None else self.plan.recompute.modules
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of a plan whose `parts` are run by as many `groups` of ranks in turn. `together` gives the seconds of a step from
-    the costs of the parts, `count` the memory of a rank of every group, which takes longer the first time."""
+    """Of a plan whose `parts` are run by groups of ranks in turn, as `schedule` says; without a pipeline there is one
+    of each, and no `stages`. `traces` remembers what was traced before."""
 
     parts: Sequence[Part]
-    groups: int
+    stages: Sequence[Stage]
+    schedule: Schedule | None
     updating: Updating
     cluster: Cluster
-    together: Callable[[Sequence[StepCost]], float]
-    count: Callable[[], Sequence[Memory]]
-    counted: list[Sequence[Memory]] = field(default_factory=list)
+    traces: Traces
+    counted: list[list[Memory]] = field(default_factory=list)
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.schedule is None else len(self.schedule)
 
     @cached_property
     def seconds(self) -> float:
         """Of a step."""
-        return self.together([part.cost for part in self.parts])
+        return self._together([part.cost for part in self.parts])
+
+    def _together(self, alone: Sequence[StepCost]) -> float:
+        """Seconds of a step of which the parts cost so much."""
+        if self.schedule is None:
+            return alone[0].total
+        told = [cost.to_json() for cost in alone]
+        return float(
+            cost_of_stages(self.stages, told, self.schedule, self.updating.accumulate, self.cluster)[0]["total"]
+        )
 
     @property
-    def memories(self) -> Sequence[Memory]:
-        """Of a rank of every group."""
+    def memories(self) -> list[Memory]:
+        """Of a rank of every group; takes longer the first time."""
         if not self.counted:
-            self.counted.append(self.count())
+            traces = [self.traces.of(part.program, self.updating) for part in self.parts]
+            if self.schedule is None:
+                self.counted.append([memory(traces[0], self.updating)])
+            else:
+                groups = enumerate(self.schedule)
+                found = [group_memory(group, traces, one, self.groups, self.updating) for group, one in groups]
+                self.counted.append(found)
         return self.counted[0]
 
     @property
@@ -86,14 +112,28 @@ class Price:
     @cached_property
     def stands(self) -> list[int]:
         """Bytes that stay from step to step in every group, known without running anything."""
-        return [sum(stands(part.program, self.updating) for part in self.of_group(group)) for group in range(self.groups)]
+        groups = range(self.groups)
+        return [sum(stands(part.program, self.updating) for part in self.of_group(group)) for group in groups]
+
+    @cached_property
+    def stored(self) -> list[int]:
+        """Bytes that every group stores for backward at least, known from names and layouts."""
+        if self.updating.offload.activations != "none":
+            return [0] * self.groups
+        least = [least_stored(part.graph, part.plan) for part in self.parts]
+        return least if self.schedule is None else [int(held(actions, least)) for actions in self.schedule]
+
+    @property
+    def likely(self) -> list[int]:
+        """Bytes of every group, as far as they can be told without running anything."""
+        return [standing + int(USUAL * least) for standing, least in zip(self.stands, self.stored, strict=True)]
 
     def with_zero(self, updating: Updating) -> float:
         """The least seconds of the same plan at another stage of ZeRO, where this one has none. The stage of a pipeline
         that works most may be another one then, with the shortest update."""
         found = [least_with_zero(part.cost, part.program, self.cluster, updating) for part in self.parts]
         shortest = min(one.optimizer for one in found)
-        return self.together([replace(one, optimizer=shortest) for one in found])
+        return self._together([replace(one, optimizer=shortest) for one in found])
 
     def partly(self, other: Price, modules: Collection[str]) -> float:
         """Seconds where of what `other`, of the same plan, computes again only these `modules` are: layers of a stage
@@ -102,7 +142,7 @@ class Price:
         for mine, others in zip(self.parts, other.parts, strict=True):
             share = len({*modules} & {*others.again}) / max(len(others.again), 1)
             found.append(between(mine.cost, others.cost, share))
-        return self.together(found)
+        return self._together(found)
 
     def told(self, other: Price | None) -> Sizes:
         """What is known of the bytes without a trace, but for that of `other`, if there is one with the same forward:
@@ -110,16 +150,19 @@ class Price:
         gradients, whatever becomes of them later; where several micro-batches are added up, the most may be in a later
         one."""
         if self.counted:
-            parts = [(one, one.peaks.items()) for one in self.memories]
-            bare = [max(n - one.activations * (phase != "update") for phase, n in peaks) for one, peaks in parts]
+            bare = []
+            for one in self.memories:
+                phases = one.peaks.items()
+                bare.append(max(size - one.activations * (phase != "update") for phase, size in phases))
             return Sizes(self.sizes, self.sizes, bare)
         if other is None:
-            return Sizes(self.stands, None, self.stands)
+            least = [sum(both) for both in zip(self.stands, self.stored, strict=True)]
+            return Sizes(least, None, self.stands)
         least, likely = [], []
-        for stands, one in zip(self.stands, other.memories, strict=True):
+        for standing, one in zip(self.stands, other.memories, strict=True):
             forward = 0 if self.updating.accumulate > 1 else one.peaks["forward"] - one.held
-            least.append(stands + max(forward, one.activations))
-            likely.append(stands + one.peak - one.held)
+            least.append(standing + max(forward, one.activations))
+            likely.append(standing + one.peak - one.held)
         return Sizes(least, likely, self.stands)
 
 
@@ -131,30 +174,18 @@ def price_of(
     lower: Lower = lower,
     traces: Traces | None = None,
 ) -> Price:
-    """`in_step` is what a step computes, with its plan; `lower` makes its program, `traces` remembers what was traced
-    before. Raises StrategyError for what cannot be lowered or cut."""
+    """`in_step` is what a step computes, with its plan; `lower` makes its program. Raises StrategyError for what cannot
+    be lowered or cut."""
     stages, options = pipelining.stages_of(config, *in_step, options_of(config)), options_of(config)
-    traces = Traces() if traces is None else traces
-    if not stages:
-        program = lowered(config, *in_step, lower)
-        part = Part(step_cost(*in_step, program, cluster, updating), program)
-        return Price(
-            [part], 1, updating, cluster, lambda alone: alone[0].total,
-            lambda: [memory(traces.of(program, updating), updating)],
-        )  # fmt: skip
-    programs, schedule = pipelining.programs_of(config, stages, options), pipelining.schedule_of(config)
-    pairs = zip(stages, programs, strict=True)
-    parts = [Part(step_cost(stage.graph, stage.plan, program, cluster, updating), program) for stage, program in pairs]
-
-    def together(alone: Sequence[StepCost]) -> float:
-        told = [cost.to_json() for cost in alone]
-        return float(cost_of_stages(stages, told, schedule, updating.accumulate, cluster)[0]["total"])
-
-    return Price(
-        parts, len(schedule), updating, cluster, together, lambda: _memories(programs, schedule, updating, traces)
-    )
-
-
-def _memories(programs: Sequence[Program], schedule: Schedule, updating: Updating, traces: Traces) -> list[Memory]:
-    found = [traces.of(program, updating) for program in programs]
-    return [group_memory(group, found, actions, len(schedule), updating) for group, actions in enumerate(schedule)]
+    schedule = None
+    if stages:
+        schedule = pipelining.schedule_of(config)
+        pairs = [(stage.graph, stage.plan) for stage in stages]
+        programs = pipelining.programs_of(config, stages, options)
+    else:
+        pairs, programs = [in_step], (lowered(config, *in_step, lower),)
+    parts = [
+        Part(graph, plan, program, step_cost(graph, plan, program, cluster, updating))
+        for (graph, plan), program in zip(pairs, programs, strict=True)
+    ]
+    return Price(parts, stages, schedule, updating, cluster, Traces() if traces is None else traces)

@@ -27,11 +27,6 @@ class Rooms:
     def __post_init__(self) -> None:
         self.slope = USUAL * self.most
 
-    def largest(self, first: tuple[float, int]) -> int:
-        """The most that `next` gives a plan where the `first` one has so many bytes by the search's own count, and at
-        least so many by that of a rank."""
-        return int(first[0] - (first[1] - self.limit) / self.most)
-
     def next(self, seen: Sequence[tuple[float, int]]) -> int | None:
         """The bytes that the next plan may have by the search's own count, after plans with so many by that count, and
         by that of a rank; None where what was found is near the limit, or nothing is left to give."""

@@ -196,7 +196,7 @@ def choose(problem: Problem, cluster: Cluster, searcher: Searcher) -> Chosen:
             best[mesh] = factors, answer
     if not best:
         if problem.memory is not None and smallest is not None:
-            raise StrategyError(too_large(problem.memory, smallest))
+            raise too_large(problem.memory, smallest)
         assert refused is not None
         raise refused
     first, *others = sorted(best, key=lambda mesh: best[mesh][1].seconds)

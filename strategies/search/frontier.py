@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from strategies.errors import StrategyError
 from strategies.search.finding import AGAIN, Finding, Found, Name
 from strategies.search.kept import too_large
 
@@ -69,7 +68,7 @@ class Frontier:
             self._try(price, self.finding.tolerance if price in self.bounds else max(LOOSE, self.finding.tolerance))
         best = self._best(limit)
         if best is None:
-            raise StrategyError(too_large(limit, min(one.found.bytes for one in [*self.points, *self.smallest])))
+            raise too_large(limit, min(one.found.bytes for one in [*self.points, *self.smallest]))
         if not self._near(best.cost, limit):
             best = min([best, *self._mixed(limit)], key=lambda one: one.cost)
         return replace(best, lower_bound=min(self.least(limit), best.cost))

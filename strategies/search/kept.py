@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from strategies.cost.limit import in_words
 from strategies.cost.step import MASTER
+from strategies.errors import TooLarge
 from strategies.graph import Operator, Ref
 from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
@@ -54,10 +55,11 @@ def plan_bytes(problem: Problem, chosen: Mapping[str, Assignment]) -> float:
     return sum(operator_bytes(problem, operator, chosen[operator.id]) for operator in problem.graph.operators)
 
 
-def too_large(limit: float, smallest: float) -> str:
-    """What to say where no plan keeps the limit."""
-    return (
+def too_large(limit: float, smallest: float) -> TooLarge:
+    """The error where no plan keeps the limit."""
+    return TooLarge(
         f"parallel.memory_limit = {in_words(int(limit))} per rank, but no plan was found that keeps it: the smallest "
         f"needs {in_words(int(smallest))}. Use more ranks, a higher parallel.zero.stage, smaller batches, or a larger "
-        "limit."
+        "limit.",
+        smallest,
     )

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from strategies.cost.cluster import Cluster
-from strategies.errors import StrategyError
 from strategies.mesh import Mesh
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
@@ -72,7 +71,7 @@ def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dic
 def checked(problem: Problem, found: Found) -> Found:
     """Raises StrategyError for a plan that keeps more than the problem's memory."""
     if problem.memory is not None and found.bytes > problem.memory:
-        raise StrategyError(too_large(problem.memory, found.bytes))
+        raise too_large(problem.memory, found.bytes)
     return found
 
 
