@@ -299,7 +299,7 @@ class Deciding:
         if not price.counted:
             yield Priced(plan, price.seconds, None)
         floor = max(floor, *self._sizes(choice).least)
-        yield Priced(plan, price.seconds, floor if floor > self.limit else price.bytes())
+        yield Priced(plan, price.seconds, floor if floor > self.limit else price.within(self.limit))
         if "bytes" in plan.search:
             yield from self._narrower(choice, plan)
 
@@ -330,8 +330,8 @@ class Deciding:
             elif price.seconds >= best.seconds:
                 break
             least = max(price.told(None).least)
-            size = price.bytes() if least <= self.limit else least
-            seen.append((found.search["bytes"], price.bytes() if least <= self.limit else max(price.likely)))
+            size = price.within(self.limit) if least <= self.limit else least
+            seen.append((found.search["bytes"], size if least <= self.limit else max(price.likely)))
             if size <= self.limit:
                 best = Priced(found, price.seconds, size)
             elif best is None:

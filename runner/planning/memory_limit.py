@@ -14,6 +14,7 @@ from strategies.cost.activations import trace
 from strategies.cost.fitting import Fitting
 from strategies.cost.limit import check_limit
 from strategies.cost.memory import memory
+from strategies.cost.repeating import Traces
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.errors import StrategyError
@@ -98,6 +99,7 @@ def check_stages(
     if limit is None:
         return
     updating = updating_of(config, graph, device)
-    traces = [trace(program, updating) for program in programs]
+    found = Traces()
+    traces = {number: found.of(program, updating) for number, program in enumerate(programs)}
     for group, actions in enumerate(schedule):
         check_limit(group_memory(group, traces, actions, len(schedule), updating), limit, plan, updating)

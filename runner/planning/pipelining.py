@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runner.errors import ConfigError
 from runner.planning import communication
 from runner.schema import Config
 from strategies.engine.fusion import fuse
-from strategies.engine.lowering import random_ordinals
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
@@ -64,10 +64,13 @@ def evaluation_stages(stages: Sequence[Stage], graph: OperatorGraph, plan: Plan,
     return cut_evaluation(graph, plan, placed, random_ordinals(graph, plan, options), len(stages))
 
 
-def programs_of(config: Config, stages: Sequence[Stage], options: Options) -> tuple[Program, ...]:
-    """The program of every stage, with its operators placed, its collectives joined and started early, as is asked."""
+def programs_of(
+    config: Config, stages: Sequence[Stage], options: Options, lower: Callable[..., Program] = lower
+) -> tuple[Program, ...]:
+    """The program of every stage, with its operators placed, its collectives joined and started early, as is asked.
+    `lower` makes them."""
     joined, found = communication.joined(config), []
-    for stage, program in zip(stages, stage_programs(stages, groups_of(config), options), strict=True):
+    for stage, program in zip(stages, stage_programs(stages, groups_of(config), options, lower), strict=True):
         placed = place(program, on_host(stage.graph, config.parallel.place, strict=False))
         found.append(communication.beside_computation(fuse(placed, joined), stage.graph, stage.plan, config))
     return tuple(found)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from runner.planning import pipelining
 from runner.planning.prepare import lowered, options_of
-from runner.planning.programs import Lower
+from runner.planning.programs import Programs
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
@@ -16,7 +16,6 @@ from strategies.cost.repeating import Traces, stands
 from strategies.cost.step import StepCost, between, least_with_zero, step_cost
 from strategies.cost.stored import least_stored
 from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
 from strategies.pipeline.cutting import Stage
@@ -65,7 +64,8 @@ class Price:
     updating: Updating
     cluster: Cluster
     traces: Traces
-    counted: list[list[Memory]] = field(default_factory=list)
+    known: dict[int, Memory] = field(default_factory=dict)
+    """Of a rank of every group that was traced."""
 
     @property
     def groups(self) -> int:
@@ -85,18 +85,26 @@ class Price:
             cost_of_stages(self.stages, told, self.schedule, self.updating.accumulate, self.cluster)[0]["total"]
         )
 
+    def memory(self, group: int) -> Memory:
+        """Of a rank of a group; takes longer the first time."""
+        if group not in self.known:
+            numbers = range(group, len(self.parts), self.groups)
+            traces = {number: self.traces.of(self.parts[number].program, self.updating) for number in numbers}
+            if self.schedule is None:
+                self.known[group] = memory(traces[0], self.updating)
+            else:
+                self.known[group] = group_memory(group, traces, self.schedule[group], self.groups, self.updating)
+        return self.known[group]
+
     @property
     def memories(self) -> list[Memory]:
-        """Of a rank of every group; takes longer the first time."""
-        if not self.counted:
-            traces = [self.traces.of(part.program, self.updating) for part in self.parts]
-            if self.schedule is None:
-                self.counted.append([memory(traces[0], self.updating)])
-            else:
-                groups = enumerate(self.schedule)
-                found = [group_memory(group, traces, one, self.groups, self.updating) for group, one in groups]
-                self.counted.append(found)
-        return self.counted[0]
+        """Of a rank of every group."""
+        return [self.memory(group) for group in range(self.groups)]
+
+    @property
+    def counted(self) -> bool:
+        """Whether all groups were traced."""
+        return len(self.known) == self.groups
 
     @property
     def sizes(self) -> list[int]:
@@ -105,6 +113,12 @@ class Price:
 
     def bytes(self) -> int:
         return max(self.sizes)
+
+    def within(self, limit: int) -> int:
+        """Bytes of the fullest rank; of the first one that is found to need more than `limit`, if one does. Those that
+        are likely the fullest come first."""
+        groups = sorted(range(self.groups), key=lambda group: -self.likely[group])
+        return next((one for group in groups if (one := self.memory(group).peak) > limit), None) or self.bytes()
 
     def of_group(self, group: int) -> Sequence[Part]:
         return self.parts[group :: self.groups]
@@ -171,21 +185,22 @@ def price_of(
     in_step: tuple[OperatorGraph, Plan],
     updating: Updating,
     cluster: Cluster,
-    lower: Lower = lower,
-    traces: Traces | None = None,
+    made: Programs,
+    traces: Traces,
 ) -> Price:
-    """`in_step` is what a step computes, with its plan; `lower` makes its program. Raises StrategyError for what cannot
-    be lowered or cut."""
-    stages, options = pipelining.stages_of(config, *in_step, options_of(config)), options_of(config)
+    """`in_step` is what a step computes, with its plan; `made` and `traces` remember what was made and traced before.
+    Raises StrategyError for what cannot be lowered or cut."""
+    options = options_of(config)
+    stages = made.stages(config, *in_step, options)
     schedule = None
     if stages:
         schedule = pipelining.schedule_of(config)
         pairs = [(stage.graph, stage.plan) for stage in stages]
-        programs = pipelining.programs_of(config, stages, options)
+        programs = pipelining.programs_of(config, stages, options, made)
     else:
-        pairs, programs = [in_step], (lowered(config, *in_step, lower),)
+        pairs, programs = [in_step], (lowered(config, *in_step, made),)
     parts = [
         Part(graph, plan, program, step_cost(graph, plan, program, cluster, updating))
         for (graph, plan), program in zip(pairs, programs, strict=True)
     ]
-    return Price(parts, stages, schedule, updating, cluster, Traces() if traces is None else traces)
+    return Price(parts, stages, schedule, updating, cluster, traces)

@@ -1,16 +1,22 @@
-"""The programs of the plans of one decision: plans that differ only in what is computed again are lowered once.
+"""The stages and programs of the plans of one decision: plans that differ only in what is computed again are cut and
+lowered once.
 
-Invariant: what is taken from before is what `lower` would make.
+Invariant: what is taken from before is what `stages_of` and `lower` would make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
+from runner.planning import pipelining
+from runner.schema import Config
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
+from strategies.pipeline.cutting import Stage, recompute_in
 from strategies.plan import Plan
 
 Lower = Callable[[OperatorGraph, Plan, Options], Program]
@@ -20,13 +26,32 @@ Lower = Callable[[OperatorGraph, Plan, Options], Program]
 class Programs:
     """A `Lower` that remembers."""
 
-    done: dict[tuple[int, Options], tuple[Plan, Program]] = field(default_factory=dict)
+    done: dict[Hashable, tuple[Plan, Program]] = field(default_factory=dict)
     """By the strategies of a plan: the object, which lives as long as the plan that is kept here."""
+    parts: dict[Hashable, tuple[Plan, tuple[Stage, ...]]] = field(default_factory=dict)
 
-    def __call__(self, graph: OperatorGraph, plan: Plan, options: Options) -> Program:
+    def __call__(
+        self,
+        graph: OperatorGraph,
+        plan: Plan,
+        options: Options,
+        open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
+        **stage: Any,
+    ) -> Program:
         if plan.recompute is not None and plan.recompute.slices_inputs:  # what is stored then depends on the program
-            return lower(graph, plan, options)
-        key = id(plan.operators), options
+            return lower(graph, plan, options, open_axes=open_axes, **stage)
+        key = id(plan.operators), options, tuple((name, tuple(axes)) for name, axes in open_axes.items())
         if key not in self.done:
-            self.done[key] = plan, lower(graph, replace(plan, recompute=None), options)
+            made = lower(graph, replace(plan, recompute=None), options, open_axes=open_axes, **stage)
+            self.done[key] = plan, made
         return replace(self.done[key][1], recompute=plan.recompute)
+
+    def stages(self, config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> tuple[Stage, ...]:
+        """As `pipelining.stages_of`."""
+        key = id(plan.operators), options, pipelining.groups_of(config)
+        if key not in self.parts:
+            self.parts[key] = plan, pipelining.stages_of(config, graph, replace(plan, recompute=None), options)
+        return tuple(
+            replace(one, plan=replace(one.plan, recompute=recompute_in(one.graph.operators, plan.recompute)))
+            for one in self.parts[key][1]
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from strategies.cost.operators import VIEWS
@@ -34,6 +34,8 @@ def least_stored(graph: OperatorGraph, plan: Plan) -> int:
 class _Storing:
     graph: OperatorGraph
     plan: Plan
+    seen: dict[Ref, bool] = field(default_factory=dict)
+    """Whether the second run of its module needs a result."""
 
     def total(self) -> int:
         found = 0.0
@@ -60,8 +62,27 @@ class _Storing:
         theirs = self.regions[user.id]
         if theirs not in (None, mine):
             return self.plan.recompute is not None and not self.plan.recompute.slices_inputs
-        if not here and theirs == mine:
-            return False
+        if theirs == mine and mine is not None:
+            return here and self._asks(user, position)
+        return self._saves(user, position)
+
+    def _asks(self, user: Operator, position: int) -> bool:
+        """Whether the second run of a module needs an operand of one of its operators: for backward, or to make
+        something again that is needed."""
+        if self._saves(user, position):
+            return True
+        again = user.name not in self._kept
+        return again and any(self._needed(Ref(user.id, index)) for index in range(len(user.results)))
+
+    def _needed(self, ref: Ref) -> bool:
+        if ref not in self.seen:
+            mine = self.regions[ref.id]
+            inside = (use for use in self._uses(ref) if self.regions[use[0].id] == mine)
+            self.seen[ref] = any(self._asks(*use) for use in inside)
+        return self.seen[ref]
+
+    def _saves(self, user: Operator, position: int) -> bool:
+        """Whether autograd surely saves an operand."""
         if user.op not in SAVING or user.id not in self.graph.returning:
             return False
         others = (ref for at, ref in enumerate(user.operands) if at != position)

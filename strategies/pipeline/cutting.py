@@ -17,6 +17,7 @@ from strategies.errors import StrategyError
 from strategies.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.layout import Layout
 from strategies.plan import Plan, Recompute
+from strategies.recompute import around
 from strategies.rules import rule_of, share_rules
 
 
@@ -55,6 +56,18 @@ def cut_evaluation(
 ) -> tuple[Stage, ...]:
     """The `count` stages of an evaluation graph. The last one returns all results, wherever they are made."""
     return _Cutting(graph, plan, placed, ordinals, count).stages()
+
+
+def recompute_in(operators: Sequence[Operator], chosen: Recompute | None) -> Recompute | None:
+    """What is computed again in a stage with these operators. A module that is cut is computed again in each of its
+    stages."""
+    if chosen is None:
+        return None
+    paths = {path for operator in operators for path in around(operator)}
+    names = {operator.name for operator in operators}
+    modules = tuple(path for path in chosen.modules if path in paths)
+    kept = tuple(name for name in chosen.kept if name in names)
+    return replace(chosen, modules=modules, kept=kept) if modules else None
 
 
 class _Cutting:
@@ -134,7 +147,7 @@ class _Cutting:
             {**self.plan.inputs, **{self.inputs[ref].name: self.layouts[ref] for ref in received}},
             {source.name: self.plan.tensors[source.name] for source in others},
             self.plan.search,
-            self._recompute(operators),
+            recompute_in(operators, self.plan.recompute),
         )
         graph = OperatorGraph(sources, operators, outputs, self.graph.parameter_order, updates)
         share_rules(graph, self.graph)
@@ -148,17 +161,6 @@ class _Cutting:
             {operator.id: self.ordinals[operator.id] for operator in operators if operator.id in self.ordinals},
             tuple(there(ref) for ref in leaving if ref in self.gradients),
         )
-
-    def _recompute(self, operators: Sequence[Operator]) -> Recompute | None:
-        """What is computed again in a stage. A module that is cut is computed again in each of its stages."""
-        chosen = self.plan.recompute
-        if chosen is None:
-            return None
-        around = {".".join(o.path[: i + 1]) for o in operators for i in range(len(o.path))}
-        names = {operator.name for operator in operators}
-        modules = tuple(path for path in chosen.modules if path in around)
-        kept = tuple(name for name in chosen.kept if name in names)
-        return replace(chosen, modules=modules, kept=kept) if modules else None
 
     def _learns(self, source: Source) -> bool:
         users = self.graph.users[Ref(source.id)]

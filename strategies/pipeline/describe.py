@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strategies.cost.activations import trace
 from strategies.cost.cluster import Cluster
+from strategies.cost.repeating import Traces
 from strategies.cost.updating import Updating
 from strategies.describe import describe
 from strategies.engine.peers import BROADCAST, SEND
@@ -35,7 +35,8 @@ def describe_stages(
     """The content of plan.json. `programs` are those of the stages; the rest is as for `strategies.describe`."""
     groups, parts = len(schedule), updating.accumulate
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
-    traces = [trace(program, updating) for program in programs]
+    found = Traces()
+    traces = [found.of(program, updating) for program in programs]
     told = [
         describe(stage.graph, stage.plan, program, updating=updating, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
@@ -49,7 +50,7 @@ def describe_stages(
                 for kind, count in counts.items():
                     own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(group_memory(group, traces, actions, groups, updating).told())
+        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, updating).told())
     cost, own_times = cost_of_stages(stages, [one["cost"] for one in told], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
     parameters: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from strategies.cost.activations import Traced
 from strategies.cost.memory import Memory, memory
@@ -11,15 +11,17 @@ from strategies.pipeline.schedule import Action, held
 
 
 def group_memory(
-    group: int, traces: Sequence[Traced], actions: Sequence[Action], groups: int, updating: Updating
+    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, updating: Updating
 ) -> Memory:
-    """Of a rank of `group`, one of `groups`; `traces` are those of all stages. A phase needs what stands of all its
-    stages, the activations that the schedule holds at most, the gradients of the other stages, and what the one that
-    runs adds for the moment. A parameter of two stages of one group is counted in both."""
-    every = [memory(traced, updating) for traced in traces]
-    own = every[group::groups]
-    stands, activations = sum(one.held for one in own), int(held(actions, [one.activations for one in every]))
-    grown = [traced.gradients for traced in traces[group::groups]]
+    """Of a rank of `group`, one of `groups`; `traces` are those of its stages at least, by number. A phase
+    needs what stands of all its stages, the activations that the schedule holds at most, the gradients of the other
+    stages, and what the one that runs adds for the moment. A parameter of two stages of one group is counted in both.
+    """
+    mine = {number: traced for number, traced in traces.items() if number % groups == group}
+    every = {number: memory(traced, updating) for number, traced in mine.items()}
+    own, sizes = list(every.values()), {number: one.activations for number, one in every.items()}
+    stands, activations = sum(one.held for one in own), int(held(actions, sizes))
+    grown = [traced.gradients for traced in mine.values()]
 
     def most(phase: str) -> int:
         if phase == "update":

@@ -6,16 +6,23 @@ gradients can be added on the spot and over the ranks once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program
 from strategies.pipeline.cutting import Stage
 
 
-def stage_programs(stages: Sequence[Stage], groups: int, options: Options) -> tuple[Program, ...]:
+def stage_programs(
+    stages: Sequence[Stage], groups: int, options: Options, lower: Callable[..., Program] = lower
+) -> tuple[Program, ...]:
     """The program of every stage, where stage k is run by group k % groups."""
-    alone = [_lowered(stage, options, {}) for stage in stages]
+
+    def lowered(stage: Stage, open_axes: dict[str, tuple[str, ...]]) -> Program:
+        given = {"outputs": stage.sends, "ordinals": stage.ordinals, "open_axes": open_axes}
+        return lower(stage.graph, stage.plan, options, **given)
+
+    alone = [lowered(stage, {}) for stage in stages]
     found = []
     for stage, program in zip(stages, alone, strict=True):
         others = [alone[number] for number in range(stage.number % groups, len(stages), groups)]
@@ -23,12 +30,8 @@ def stage_programs(stages: Sequence[Stage], groups: int, options: Options) -> tu
             name: program.mesh.sorted({axis for other in others for axis in other.reductions.get(name, ())})
             for name in program.reductions
         }
-        found.append(program if wanted == program.reductions else _lowered(stage, options, wanted))
+        found.append(program if wanted == program.reductions else lowered(stage, wanted))
     return tuple(found)
-
-
-def _lowered(stage: Stage, options: Options, open_axes: dict[str, tuple[str, ...]]) -> Program:
-    return lower(stage.graph, stage.plan, options, outputs=stage.sends, ordinals=stage.ordinals, open_axes=open_axes)
 
 
 def joined(stages: Sequence[Stage], programs: Sequence[Program]) -> Program:

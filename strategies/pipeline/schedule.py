@@ -10,7 +10,7 @@ way) are those of torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -163,7 +163,7 @@ def bubble(schedule: Schedule, work: Sequence[float]) -> float:
     return 1 - busy / (makespan(schedule, work) * len(schedule))
 
 
-def held(actions: Sequence[Action], size: Sequence[float] | None = None) -> float:
+def held(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
     """The most activations that a group holds at one time: passes, or their `size` by stage added. They are held until
     the last half of backward."""
     now = most = 0.0
