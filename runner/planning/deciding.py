@@ -364,22 +364,19 @@ class Deciding:
 
         def told(most: Sequence[int], least: Sequence[int]) -> Priced:
             """The least that it takes where none need the most and all of them the least bytes."""
-            return Priced(plan, none.partly(all_, Fewest(self.limit, every, most, least).at_least), None)
+            fewest = Fewest(self.limit, every, most, least, sure=True)
+            return Priced(plan, none.partly(all_, fewest.at_least), None)
 
-        known = self._sizes(stored)
-        most = known.likely
-        if max(known.least) <= self.limit:
-            most = none.sizes
-        elif not none.counted:
-            yield told(known.least, known.bare)  # before anybody knows how much is computed again
-        bare = self._sizes(choice)
+        known, bare = self._sizes(stored), self._sizes(choice)
         if max(bare.least) > self.limit:
             return
-        least = bare.likely or all_.sizes
-        if most is None or not max(least) <= self.limit < max(most):
+        most = none.sizes if max(known.least) <= self.limit else known.likely or none.likely
+        if max(most) <= self.limit:
             return
-        yield told(most, bare.least if bare.likely else least)
-        fewest, few = Fewest(self.limit, every, most, least), None
+        yield told(none.sizes if none.counted else known.least, bare.least)
+        if max(least := bare.likely or all_.sizes) > self.limit:
+            return
+        fewest, few = Fewest(self.limit, every, most, least, sure=none.counted), None
         while (layers := fewest.next()) is not None and layers != {name for one in every for name in one}:
             modules = tuple(name for name in plan.recompute.modules if name in layers) if plan.recompute else ()
             searches = self._searches[self._rows(choice), choice.stages]

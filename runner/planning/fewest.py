@@ -20,12 +20,13 @@ class _Group:
     every: tuple[str, ...]
     above: int
     below: int
+    sure: bool
     low: int = field(init=False)
     high: int = field(init=False)
 
     def __post_init__(self) -> None:
         enough = self.above <= self.limit
-        self.low, self.high = (-1, 0) if enough else (0, len(self.every))
+        self.low, self.high = (-1, 0) if enough else (0 if self.sure else -1, len(self.every))
 
     @property
     def known(self) -> bool:
@@ -52,11 +53,13 @@ class _Group:
 
 class Fewest:
     """Of layers in which `every` group of ranks may compute again, of which it needs `most` bytes where it does in none
-    and `least` where it does in all of them."""
+    and `least` where it does in all of them; `sure`: `most` is no guess."""
 
-    def __init__(self, limit: int, every: Sequence[tuple[str, ...]], most: Sequence[int], least: Sequence[int]) -> None:
+    def __init__(
+        self, limit: int, every: Sequence[tuple[str, ...]], most: Sequence[int], least: Sequence[int], *, sure: bool
+    ) -> None:
         self.limit = limit
-        self.groups = [_Group(limit, *one) for one in zip(every, most, least, strict=True)]
+        self.groups = [_Group(limit, *one, sure) for one in zip(every, most, least, strict=True)]
         self.tried: list[int] = []
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from runner.planning import pipelining
@@ -12,7 +12,7 @@ from runner.planning.programs import Programs
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
-from strategies.cost.repeating import Traces, stands
+from strategies.cost.repeating import Outline, Traces, outline
 from strategies.cost.step import StepCost, between, least_with_zero, step_cost
 from strategies.cost.stored import least_stored
 from strategies.cost.updating import Updating
@@ -124,10 +124,23 @@ class Price:
         return self.parts[group :: self.groups]
 
     @cached_property
-    def stands(self) -> list[int]:
-        """Bytes that stay from step to step in every group, known without running anything."""
-        groups = range(self.groups)
-        return [sum(stands(part.program, self.updating) for part in self.of_group(group)) for group in groups]
+    def outlines(self) -> list[Outline]:
+        """What is known of the bytes of every group without running anything."""
+        found = []
+        for group in range(self.groups):
+            own = [outline(part.program, self.updating) for part in self.of_group(group)]
+            found.append(Outline(*(sum(sizes) for sizes in zip(*map(astuple, own), strict=True))))
+        return found
+
+    @property
+    def bare(self) -> list[int]:
+        """Bytes of every group at least, where all that backward needs is computed again."""
+        return [one.stands + max(one.gradients, one.update) for one in self.outlines]
+
+    def with_stored(self, share: float) -> list[int]:
+        """Bytes of every group where `share` of the least is stored for backward."""
+        pairs = zip(self.outlines, self.stored, strict=True)
+        return [one.stands + max(one.gradients + int(share * stored), one.update) for one, stored in pairs]
 
     @cached_property
     def stored(self) -> list[int]:
@@ -140,7 +153,7 @@ class Price:
     @property
     def likely(self) -> list[int]:
         """Bytes of every group, as far as they can be told without running anything."""
-        return [standing + int(USUAL * least) for standing, least in zip(self.stands, self.stored, strict=True)]
+        return self.with_stored(USUAL)
 
     def with_zero(self, updating: Updating) -> float:
         """The least seconds of the same plan at another stage of ZeRO, where this one has none. The stage of a pipeline
@@ -170,14 +183,13 @@ class Price:
                 bare.append(max(size - one.activations * (phase != "update") for phase, size in phases))
             return Sizes(self.sizes, self.sizes, bare)
         if other is None:
-            least = [sum(both) for both in zip(self.stands, self.stored, strict=True)]
-            return Sizes(least, None, self.stands)
+            return Sizes(self.with_stored(1.0), None, self.bare)
         least, likely = [], []
-        for standing, one in zip(self.stands, other.memories, strict=True):
+        for own, one in zip(self.outlines, other.memories, strict=True):
             forward = 0 if self.updating.accumulate > 1 else one.peaks["forward"] - one.held
-            least.append(standing + max(forward, one.activations))
-            likely.append(standing + one.peak - one.held)
-        return Sizes(least, likely, self.stands)
+            least.append(own.stands + max(forward, own.gradients + one.activations, own.update))
+            likely.append(max(least[-1], own.stands + one.peak - one.held))
+        return Sizes(least, likely, self.bare)
 
 
 def price_of(

@@ -74,9 +74,21 @@ class Traces:
         return self.done[key]
 
 
-def stands(program: Program, updating: Updating) -> int:
-    """Bytes that stay from step to step, known without running anything."""
-    return _Whole(program, updating).standing.total
+@dataclass(frozen=True)
+class Outline:
+    """Bytes that are known without running anything: what `stands` from step to step, and beside it what there is of
+    `gradients` between two micro-batches, at least, and in the `update`."""
+
+    stands: int
+    gradients: int
+    update: int
+
+
+def outline(program: Program, updating: Updating) -> Outline:
+    """Of a program that may learn nothing."""
+    whole = _Whole(program, updating)
+    added = whole.gradients if updating.accumulate > 1 else 0
+    return Outline(whole.standing.total, added, whole.update(whole.gradients))
 
 
 def _extrapolated(program: Program, updating: Updating, whole: _Whole, part: Repeated) -> Traced | None:
@@ -146,8 +158,17 @@ class _Whole:
             self.updates = sharded(program, held, groups_of(program, groups, updating.stage), need, updating)
         self.standing = standing(program, tensors, need, self.updates)
         self.need, self.sizes = need, [held[name].numel() for name in program.learns]
+        wide = ITEM_BYTES["float32"] if updating.stage == 0 else 0  # where weights have masters
+        self.added = sum(held[name].numel() * max(held[name].itemsize, wide) for name in program.learns)
         sums = buckets(program, updating.cut) if updating.stage == 0 else ()
         self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients that have been added up, at least."""
+        if self.updates is None:
+            return self.added
+        return self.added if self.updates.stage == 1 else 0
 
     def update(self, gradients: int) -> int:
         """The most while the optimizer works."""
