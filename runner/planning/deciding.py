@@ -291,10 +291,11 @@ class Deciding:
             updating = self._updating(with_choice(self.config, choice))
             yield Priced(plan, self._fastest(plain).with_zero(updating), None)
         if stored in self.bounds and stored != choice:
-            yield Priced(plan, self._fastest(stored).seconds, None)
             floor = max(self._sizes(stored).bare)
             if floor <= self.limit:
+                yield Priced(plan, self._fastest(stored).seconds, None)
                 yield from self._in_few(choice, plan)
+            yield Priced(plan, self._fastest(stored).again(plan.recompute), None)
         price = self._fastest(choice)
         if not price.counted:
             yield Priced(plan, price.seconds, None)
@@ -357,28 +358,28 @@ class Deciding:
     def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
         that takes none or all of them."""
-        none, all_ = self._fastest(stored := replace(choice, recompute="none")), self._fastest(choice)
-        every = [tuple(name for part in all_.of_group(group) for name in part.again) for group in range(all_.groups)]
-        if len({name for one in every for name in one}) < 2:
+        wanted, stored = plan.recompute, replace(choice, recompute="none")
+        none, known = self._fastest(stored), self._sizes(stored)
+        every = none.layers(wanted)
+        most = none.sizes if max(known.least) <= self.limit else known.likely or none.likely
+        if wanted is None or len(wanted.modules) < 2 or max(most) <= self.limit:
             return
 
-        def told(most: Sequence[int], least: Sequence[int]) -> Priced:
-            """The least that it takes where none need the most and all of them the least bytes."""
-            fewest = Fewest(self.limit, every, most, least, sure=True)
-            return Priced(plan, none.partly(all_, fewest.at_least), None)
+        def told(least: Sequence[int]) -> Priced:
+            """What it takes where all of them need the least bytes."""
+            first = Fewest(self.limit, every, none.sizes if none.counted else known.least, least, sure=True)
+            return Priced(plan, none.again(replace(wanted, modules=tuple(first.at_least))), None)
 
-        known, bare = self._sizes(stored), self._sizes(choice)
+        yield told(known.bare)  # before anybody knows how much is computed again
+        bare = self._sizes(choice)
         if max(bare.least) > self.limit:
             return
-        most = none.sizes if max(known.least) <= self.limit else known.likely or none.likely
-        if max(most) <= self.limit:
-            return
-        yield told(none.sizes if none.counted else known.least, bare.least)
-        if max(least := bare.likely or all_.sizes) > self.limit:
+        yield told(bare.least)
+        if max(least := bare.likely or self._fastest(choice).sizes) > self.limit:
             return
         fewest, few = Fewest(self.limit, every, most, least, sure=none.counted), None
-        while (layers := fewest.next()) is not None and layers != {name for one in every for name in one}:
-            modules = tuple(name for name in plan.recompute.modules if name in layers) if plan.recompute else ()
+        while (layers := fewest.next()) is not None and layers != {*wanted.modules}:
+            modules = tuple(name for name in wanted.modules if name in layers)
             searches = self._searches[self._rows(choice), choice.stages]
             again = searches.again(plan, self._request(choice, modules))
             price = self._price(choice, again, modules)

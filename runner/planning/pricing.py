@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
@@ -12,17 +12,18 @@ from runner.planning.programs import Programs
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
 from strategies.cost.memory import Memory, memory
+from strategies.cost.operators import Work
 from strategies.cost.repeating import Outline, Traces, outline
-from strategies.cost.step import StepCost, between, least_with_zero, step_cost
+from strategies.cost.step import StepCost, least_with_zero, seconds_again, step_cost
 from strategies.cost.stored import least_stored
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
 from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage
+from strategies.pipeline.cutting import Stage, recompute_in
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
 from strategies.pipeline.schedule import Schedule, held
-from strategies.plan import Plan
+from strategies.plan import Plan, Recompute
 
 USUAL = 1.5
 """Bytes that are stored for backward, of those that are stored at least (a 7B llama on 8 devices: 1.3 to 1.8)."""
@@ -45,12 +46,8 @@ class Part:
     graph: OperatorGraph
     plan: Plan
     program: Program
+    works: Sequence[Work]
     cost: StepCost
-
-    @property
-    def again(self) -> tuple[str, ...]:
-        """The modules that are computed again."""
-        return () if self.plan.recompute is None else self.plan.recompute.modules
 
 
 @dataclass(frozen=True)
@@ -162,14 +159,22 @@ class Price:
         shortest = min(one.optimizer for one in found)
         return self._together([replace(one, optimizer=shortest) for one in found])
 
-    def partly(self, other: Price, modules: Collection[str]) -> float:
-        """Seconds where of what `other`, of the same plan, computes again only these `modules` are: layers of a stage
-        are taken to be alike."""
+    def again(self, recompute: Recompute | None) -> float:
+        """The least seconds of the same plan where it computes so much again, and this one nothing."""
         found = []
-        for mine, others in zip(self.parts, other.parts, strict=True):
-            share = len({*modules} & {*others.again}) / max(len(others.again), 1)
-            found.append(between(mine.cost, others.cost, share))
+        for part in self.parts:
+            own = recompute_in(part.graph.operators, recompute)
+            seconds = self.updating.accumulate * seconds_again(part.graph, part.works, own)
+            found.append(replace(part.cost, recomputed=seconds))
         return self._together(found)
+
+    def layers(self, recompute: Recompute | None) -> list[tuple[str, ...]]:
+        """The modules of every group that `recompute` names."""
+        found = []
+        for group in range(self.groups):
+            own = [recompute_in(part.graph.operators, recompute) for part in self.of_group(group)]
+            found.append(tuple(name for one in own if one is not None for name in one.modules))
+        return found
 
     def told(self, other: Price | None) -> Sizes:
         """What is known of the bytes without a trace, but for that of `other`, if there is one with the same forward:
@@ -212,7 +217,8 @@ def price_of(
     else:
         pairs, programs = [in_step], (lowered(config, *in_step, made),)
     parts = [
-        Part(graph, plan, program, step_cost(graph, plan, program, cluster, updating))
+        Part(graph, plan, program, works, step_cost(graph, plan, program, cluster, updating, works))
         for (graph, plan), program in zip(pairs, programs, strict=True)
+        for works in [made.works(graph, plan, cluster)]
     ]
     return Price(parts, stages, schedule, updating, cluster, traces)

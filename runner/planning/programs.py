@@ -13,6 +13,9 @@ from typing import Any
 
 from runner.planning import pipelining
 from runner.schema import Config
+from strategies.cost.cluster import Cluster
+from strategies.cost.operators import Work
+from strategies.cost.step import works_of
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program
 from strategies.graph import OperatorGraph
@@ -29,6 +32,7 @@ class Programs:
     done: dict[Hashable, tuple[Plan, Program]] = field(default_factory=dict)
     """By the strategies of a plan: the object, which lives as long as the plan that is kept here."""
     parts: dict[Hashable, tuple[Plan, tuple[Stage, ...]]] = field(default_factory=dict)
+    worked: dict[int, tuple[Plan, list[Work]]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -45,6 +49,12 @@ class Programs:
             made = lower(graph, replace(plan, recompute=None), options, open_axes=open_axes, **stage)
             self.done[key] = plan, made
         return replace(self.done[key][1], recompute=plan.recompute)
+
+    def works(self, graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
+        """As `works_of`, of one cluster."""
+        if id(plan.operators) not in self.worked:
+            self.worked[id(plan.operators)] = plan, works_of(graph, plan, cluster)
+        return self.worked[id(plan.operators)][1]
 
     def stages(self, config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> tuple[Stage, ...]:
         """As `pipelining.stages_of`."""

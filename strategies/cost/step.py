@@ -6,15 +6,14 @@ ZeRO's collectives and the optimizer. Bytes are those that `strategies.describe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, joined_seconds
-from strategies.cost.operators import operator_work
+from strategies.cost.operators import Work, operator_work
 from strategies.cost.optimizer import needed
 from strategies.cost.updating import Updating
 from strategies.engine import zero_traffic
@@ -84,17 +83,38 @@ class StepCost:
         }
 
 
-def step_cost(graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: Updating) -> StepCost:
-    """What a step of `program`, which is `plan` lowered, costs on `cluster`. Raises StrategyError if the cluster has
-    fewer devices than the plan."""
+def works_of(graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
+    """The work of all operators, in their order."""
+    return [
+        operator_work(
+            rule_of(operator, graph), plan.operators[operator.name].assignment, operator, graph, plan.mesh, cluster
+        )
+        for operator in graph.operators
+    ]
+
+
+def seconds_again(graph: OperatorGraph, works: Sequence[Work], recompute: Recompute | None) -> float:
+    """Seconds of the operators that backward computes again, for one micro-batch."""
+    if recompute is None:
+        return 0.0
+    pairs = zip(graph.operators, works, strict=True)
+    return sum(work.forward for operator, work in pairs if repeated(operator, recompute))
+
+
+def step_cost(
+    graph: OperatorGraph,
+    plan: Plan,
+    program: Program,
+    cluster: Cluster,
+    updating: Updating,
+    works: Sequence[Work] | None = None,
+) -> StepCost:
+    """What a step of `program`, which is `plan` lowered, costs on `cluster`; `works` are those of `works_of`, if they
+    are known. Raises StrategyError if the cluster has fewer devices than the plan."""
     mesh, parts = plan.mesh, updating.accumulate
-    forward = backward = again = 0.0
-    for operator in graph.operators:
-        assignment = plan.operators[operator.name].assignment
-        work = operator_work(rule_of(operator, graph), assignment, operator, graph, mesh, cluster)
-        forward, backward = forward + work.forward, backward + work.backward
-        if plan.recompute is not None and repeated(operator, plan.recompute):
-            again += work.forward
+    works = works_of(graph, plan, cluster) if works is None else works
+    forward, backward = sum(work.forward for work in works), sum(work.backward for work in works)
+    again = seconds_again(graph, works, plan.recompute)
     redistributed: dict[str, float] = {}
     weights: dict[str, float] = {}
     names = {source.id for source in parameters(program)}
@@ -134,18 +154,6 @@ def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating
     if updating.stage == 3:
         zero.pop(ALL_GATHER, None)
     return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
-
-
-def between(cost: StepCost, other: StepCost, share: float) -> StepCost:
-    """`share` of the way from `cost` to `other`, part by part."""
-
-    def mixed(one: Any, two: Any) -> Any:
-        if isinstance(one, dict):
-            return {kind: mixed(one.get(kind, 0.0), two.get(kind, 0.0)) for kind in {**one, **two}}
-        return one + share * (two - one) if isinstance(one, float) else one
-
-    names = [one.name for one in fields(StepCost)]
-    return StepCost(**{name: mixed(getattr(cost, name), getattr(other, name)) for name in names})
 
 
 def repeated(operator: Operator, recompute: Recompute) -> bool:
