@@ -52,6 +52,8 @@ from strategies.uncollected import uncollected
 ZERO = (0, 1, 2, 3)
 NARROWER = 4
 """How often a plan that is too large is searched anew with less room, at most."""
+WORTH = 0.005
+"""Of the seconds: what another plan must gain."""
 
 
 def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
@@ -316,8 +318,10 @@ class Deciding:
         what is too large others are tried first. What is surely too large is not traced."""
         rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
         likely = self._sizes(choice).likely or self._fastest(choice).likely
-        seen, best, room = [(plan.search["bytes"], max(likely))], None, None
+        seen, best, beyond = [(plan.search["bytes"], max(likely))], None, self._fastest(choice).seconds
         for _ in range(NARROWER):
+            if best is not None and best.seconds <= (1 + WORTH) * beyond:
+                break
             room = rooms.next(seen)
             try:
                 found = self._small(choice, room, seen)
@@ -335,8 +339,10 @@ class Deciding:
             seen.append((found.search["bytes"], size if least <= self.limit else max(price.likely)))
             if size <= self.limit:
                 best = Priced(found, price.seconds, size)
-            elif best is None:
-                yield Priced(found, price.seconds, size)
+            else:
+                beyond = max(beyond, price.seconds)
+                if best is None:
+                    yield Priced(found, price.seconds, size)
         if best is not None:
             yield best
 
