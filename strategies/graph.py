@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 Kind = Literal["input", "parameter", "buffer", "constant"]
@@ -20,6 +20,12 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+
+
+@cache
+def modules_around(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths of the modules around an operator, outermost first, from their names."""
+    return tuple(".".join(path[: end + 1]) for end in range(len(path)))
 
 
 def wide(dtype: str) -> str:

@@ -51,7 +51,7 @@ class Layout:
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:
         """Slices per dim."""
-        return tuple(mesh.product(dim) for dim in self.dims)
+        return tuple([mesh.product(dim) if dim else 1 for dim in self.dims])
 
     def check_even(self, shape: Sequence[int], mesh: Mesh) -> None:
         """Raises StrategyError if a dim does not divide into equal slices."""
@@ -63,7 +63,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one slice, padding included."""
-        return tuple(-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True))
+        return tuple([-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True)])
 
     def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
         """The part of the tensor that `rank` holds, (start, stop) per dim, without padding."""

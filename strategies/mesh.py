@@ -52,7 +52,7 @@ class Mesh:
 
     def product(self, axes: Iterable[str]) -> int:
         """Number of slices that `axes` make together."""
-        return math.prod(self.sizes[axis] for axis in axes)
+        return math.prod(map(self.sizes.__getitem__, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.strides[axis] % self.sizes[axis]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
+from strategies.graph import modules_around
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 
@@ -36,6 +38,14 @@ class Recompute:
     kept: tuple[str, ...]
     keeps_communication: bool
     slices_inputs: bool
+
+    @cached_property
+    def _inside(self) -> frozenset[str]:
+        return frozenset(self.modules)
+
+    def region(self, path: tuple[str, ...]) -> str | None:
+        """The outermost of the modules that stands around an operator whose names of modules are `path`."""
+        return next((module for module in modules_around(path) if module in self._inside), None)
 
 
 @dataclass(frozen=True)

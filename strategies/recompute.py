@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from strategies.addressing import segments_match
 from strategies.errors import StrategyError, closest
-from strategies.graph import Operator, OperatorGraph
+from strategies.graph import Operator, OperatorGraph, modules_around
 from strategies.plan import Recompute
 from strategies.request import WantedRecompute
 from strategies.rules.sharding import Sharding
@@ -74,9 +74,9 @@ def _outermost(operator: Operator, found: set[str]) -> list[str]:
     return [path for path in around(operator) if path in found][:1]
 
 
-def around(operator: Operator) -> list[str]:
+def around(operator: Operator) -> tuple[str, ...]:
     """The paths of the modules around an operator, outermost first."""
-    return [".".join(operator.path[: i + 1]) for i in range(len(operator.path))]
+    return modules_around(operator.path)
 
 
 def _cheap(graph: OperatorGraph, operator: Operator, sharding: Sharding) -> bool:

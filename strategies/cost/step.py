@@ -162,7 +162,7 @@ def repeated(operator: Operator, recompute: Recompute) -> bool:
 
 
 def _inside(path: tuple[str, ...], recompute: Recompute) -> bool:
-    return any(".".join(path[: i + 1]) in recompute.modules for i in range(len(path)))
+    return recompute.region(path) is not None
 
 
 def _redistribution(

@@ -16,7 +16,6 @@ from strategies.cost.saved import PRODUCTS
 from strategies.graph import Operator, OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.plan import Plan
-from strategies.recompute import around
 from strategies.rules import rule_of
 
 SAVING = PRODUCTS | {"gelu", "layer_norm", "rms_norm", "scaled_dot_product_attention", "silu"}
@@ -109,11 +108,8 @@ class _Storing:
     @cached_property
     def regions(self) -> dict[str, str | None]:
         """The module that is computed again around every operator."""
-        modules = set[str]() if self.plan.recompute is None else {*self.plan.recompute.modules}
-        return {
-            operator.id: next((path for path in around(operator) if path in modules), None)
-            for operator in self.graph.operators
-        }
+        again = self.plan.recompute
+        return {one.id: None if again is None else again.region(one.path) for one in self.graph.operators}
 
     @cached_property
     def _kept(self) -> frozenset[str]:

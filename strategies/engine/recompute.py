@@ -59,11 +59,7 @@ class Hold:
 
 def region_of(instruction: Instruction, program: Program) -> str | None:
     """The module path of the recomputed module in which an instruction stands."""
-    chosen = program.recompute
-    if chosen is None:
-        return None
-    around = (".".join(instruction.path[: i + 1]) for i in range(len(instruction.path)))
-    return next((path for path in around if path in chosen.modules), None)
+    return None if program.recompute is None else program.recompute.region(instruction.path)
 
 
 @dataclass(frozen=True)
