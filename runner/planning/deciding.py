@@ -309,9 +309,8 @@ class Deciding:
     def _sizes(self, choice: Choice) -> Sizes:
         """What is known of the bytes of a choice's fastest plan without a trace for it. Stages of ZeRO have the same
         plan, and the same forward but where its parameters are gathered."""
-        price, plain = self._fastest(choice), replace(choice, zero=0)
-        other = self._fastest(plain) if plain in self.bounds else price
-        return price.told(other if other.counted else None)
+        known = (self._prices.get(replace(choice, zero=stage)) for stage in ZERO[:3])
+        return self._fastest(choice).told(next((one for one in known if one is not None and one.counted), None))
 
     def _narrower(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
         """Plans for less room than the fastest one, `plan`; the last one keeps the limit, if one does. Between it and
@@ -367,20 +366,24 @@ class Deciding:
         wanted, stored = plan.recompute, replace(choice, recompute="none")
         none, known = self._fastest(stored), self._sizes(stored)
         every = none.layers(wanted)
-        most = none.sizes if max(known.least) <= self.limit else known.likely or none.likely
-        if wanted is None or len(wanted.modules) < 2 or max(most) <= self.limit:
+        if wanted is None or len(wanted.modules) < 2:
             return
 
-        def told(least: Sequence[int]) -> Priced:
-            """What it takes where all of them need the least bytes."""
-            first = Fewest(self.limit, every, none.sizes if none.counted else known.least, least, sure=True)
+        def told(most: Sequence[int], least: Sequence[int]) -> Priced:
+            """What it takes where none need the most and all of them the least bytes."""
+            first = Fewest(self.limit, every, most, least, sure=True)
             return Priced(plan, none.again(replace(wanted, modules=tuple(first.at_least))), None)
 
-        yield told(known.bare)  # before anybody knows how much is computed again
+        if max(known.least) > self.limit:  # before anybody knows how much is computed again
+            yield told(known.least, known.bare)
         bare = self._sizes(choice)
         if max(bare.least) > self.limit:
             return
-        yield told(bare.least)
+        if not known.likely:
+            yield told(known.least, bare.least)
+        if max(most := known.likely or none.sizes) <= self.limit:
+            return
+        yield told(known.least if known.likely else most, bare.least)
         if max(least := bare.likely or self._fastest(choice).sizes) > self.limit:
             return
         fewest, few = Fewest(self.limit, every, most, least, sure=none.counted), None

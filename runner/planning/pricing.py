@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from runner.planning import pipelining
@@ -123,21 +123,20 @@ class Price:
     @cached_property
     def outlines(self) -> list[Outline]:
         """What is known of the bytes of every group without running anything."""
-        found = []
-        for group in range(self.groups):
-            own = [outline(part.program, self.updating) for part in self.of_group(group)]
-            found.append(Outline(*(sum(sizes) for sizes in zip(*map(astuple, own), strict=True))))
-        return found
+        groups = range(self.groups)
+        return [
+            Outline.together([outline(part.program, self.updating) for part in self.of_group(group)])
+            for group in groups
+        ]
 
     @property
     def bare(self) -> list[int]:
         """Bytes of every group at least, where all that backward needs is computed again."""
-        return [one.stands + max(one.gradients, one.update) for one in self.outlines]
+        return [one.least(0) for one in self.outlines]
 
     def with_stored(self, share: float) -> list[int]:
-        """Bytes of every group where `share` of the least is stored for backward."""
-        pairs = zip(self.outlines, self.stored, strict=True)
-        return [one.stands + max(one.gradients + int(share * stored), one.update) for one, stored in pairs]
+        """Bytes of every group at least, where `share` of the least is stored for backward."""
+        return [one.least(int(share * stored)) for one, stored in zip(self.outlines, self.stored, strict=True)]
 
     @cached_property
     def stored(self) -> list[int]:
@@ -192,7 +191,7 @@ class Price:
         least, likely = [], []
         for own, one in zip(self.outlines, other.memories, strict=True):
             forward = 0 if self.updating.accumulate > 1 else one.peaks["forward"] - one.held
-            least.append(own.stands + max(forward, own.gradients + one.activations, own.update))
+            least.append(max(own.stands + forward, own.least(one.activations)))
             likely.append(max(least[-1], own.stands + one.peak - one.held))
         return Sizes(least, likely, self.bare)
 

@@ -77,18 +77,33 @@ class Traces:
 @dataclass(frozen=True)
 class Outline:
     """Bytes that are known without running anything: what `stands` from step to step, and beside it what there is of
-    `gradients` between two micro-batches, at least, and in the `update`."""
+    `gradients` between two micro-batches, at least, at the end of the last backward, and in the `update`."""
 
     stands: int
     gradients: int
+    ending: int
     update: int
+
+    def least(self, stored: int) -> int:
+        """Bytes at the fullest moment, at least, where so many are stored for backward."""
+        return self.stands + max(self.gradients + stored, self.ending, self.update)
+
+    @classmethod
+    def together(cls, every: Sequence[Outline]) -> Outline:
+        """Of programs that one rank runs in turn."""
+        ending = max(one.ending for one in every)
+        stands, gradients, update = (sum(sizes) for sizes in zip(*map(cls._summed, every), strict=True))
+        return cls(stands, gradients, ending, update)
+
+    def _summed(self) -> tuple[int, int, int]:
+        return self.stands, self.gradients, self.update
 
 
 def outline(program: Program, updating: Updating) -> Outline:
     """Of a program that may learn nothing."""
     whole = _Whole(program, updating)
     added = whole.gradients if updating.accumulate > 1 else 0
-    return Outline(whole.standing.total, added, whole.update(whole.gradients))
+    return Outline(whole.standing.total, added, whole.ending, whole.update(whole.gradients))
 
 
 def _extrapolated(program: Program, updating: Updating, whole: _Whole, part: Repeated) -> Traced | None:
@@ -169,6 +184,13 @@ class _Whole:
         if self.updates is None:
             return self.added
         return self.added if self.updates.stage == 1 else 0
+
+    @property
+    def ending(self) -> int:
+        """Bytes at the end of backward: stage 1 of ZeRO copies all gradients at once."""
+        if self.updates is None or self.updates.stage > 1:
+            return 0
+        return int(self.bucket) * self.updates.dtype.itemsize + self.copied(self.learns)
 
     def update(self, gradients: int) -> int:
         """The most while the optimizer works."""
