@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from composing import compose_config
@@ -98,26 +99,29 @@ DEEP = (*GPT, "model.args.layers=6", "data.batch_size=8")
     ids=["ZeRO", "stages"],
 )
 def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
-    """Held to all numbers of layers, one by one."""
+    """Held to all numbers of layers of every group of ranks, one by one."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     free = Deciding(compose_config(*words), print)
     every = {one: free._fastest(one) for one in free.bounds if one.recompute == "full"}
     choice = min(every, key=lambda one: (every[one].seconds, one))
     none, full = free._fastest(replace(choice, recompute="none")).bytes(), every[choice].bytes()
     plan = free._plan(choice, None)
-    counts = range(1, 1 + len(plan.recompute.modules))
+    layers = every[choice].layers(plan.recompute)
     sizes = {}
-    for count in counts:
-        modules = plan.recompute.modules[:count]
+    for counts in product(*(range(1 + len(one)) for one in layers)):
+        modules = tuple(name for one, count in zip(layers, counts, strict=True) for name in one[:count])
+        if not modules:
+            continue
         request = request_of(with_choice(free.config, choice, modules), free.ranks // choice.stages)
         few = free._searches[free._rows(choice), choice.stages].again(plan, request)
-        sizes[count] = free._price(choice, few, modules).bytes()
-    assert len(sizes) == 6
+        sizes[modules] = free._price(choice, few, modules).bytes()
+    assert max(map(len, sizes)) == 6
     for share in (0.3, 0.7):
         limit = int(full + share * (none - full))
         one = Deciding(compose_config(*words, f"parallel.memory_limit={limit}"), print)
         found = [priced for priced in one.look(choice) if priced.bytes is not None and priced.bytes <= limit]
-        assert len(found[0].modules) == min(count for count in counts if sizes[count] <= limit)
+        assert len(found[0].modules) == min(len(modules) for modules in sizes if sizes[modules] <= limit)
+        assert sizes[found[0].modules] == found[0].bytes
         assert found[0].plan.recompute.modules == found[0].modules
 
 
@@ -184,23 +188,36 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     assert said in done.paragraphs[0]
 
 
-@pytest.mark.parametrize("search", ["sharding_propagation", "dynamic_programming"])
-def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search):
-    words = (*DEEP, "world_size=2", OPEN[0], "parallel.recompute=auto", "parallel.plan_cache=null")
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ("sharding_propagation", ()),
+        ("dynamic_programming", ()),
+        ("dynamic_programming", ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")),
+    ],
+    ids=["propagation", "dynamic", "stages"],
+)
+def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
+    words = (*DEEP, "world_size=4", OPEN[0], *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     one = Deciding(compose_config(*words, f"parallel.search={search}"), print)
-    plain = [choice for choice in one.bounds if not choice.zero]
-    for choice in plain:
-        assert one._size(choice) is None
-        one._fastest(choice).bytes()
-    told = {choice: one._size(choice) for choice in one.bounds}
-    bytes_of = {choice: one._fastest(choice).bytes() for choice in one.bounds}
-    for choice, size in told.items():
-        assert size.bare <= size.least <= bytes_of[choice]
-        assert size.least <= size.likely
-        assert size.likely == pytest.approx(bytes_of[choice], rel=0.2)
-        if choice.recompute == "none":
-            assert all(size.bare <= bytes_of[replace(choice, recompute=again)] for again in ("selective", "full"))
-    assert all(size.least < bytes_of[choice] for choice, size in told.items() if choice.zero)
+    before = {choice: one._sizes(choice) for choice in one.bounds}
+    assert all(told.likely is None for told in before.values())
+    for choice in one.bounds:
+        if not choice.zero:
+            one._fastest(choice).bytes()
+    behind = {choice: one._sizes(choice) for choice in one.bounds}
+    sizes = {choice: one._fastest(choice).sizes for choice in one.bounds}
+    assert len({choice.zero for choice in one.bounds}) >= 2
+    for choice, true in sizes.items():
+        none = sizes[replace(choice, recompute="none")]
+        for told in (before[choice], behind[choice]):
+            assert all(a <= b <= c for a, b, c in zip(told.bare, told.least, true, strict=True))
+            assert choice.recompute != "none" or all(a <= b for a, b in zip(told.bare, none, strict=True))
+        assert behind[choice].likely == pytest.approx(true, rel=0.2)
+        assert all(a <= b for a, b in zip(before[choice].least, behind[choice].least, strict=True))
+        price = one._fastest(choice)
+        assert price.likely == pytest.approx(true, rel=0.35)
+        assert price.within(2**40) == max(true) and price.within(max(true) - 1) > max(true) - 1
 
 
 def test_plans_that_compute_other_things_again_are_lowered_once():

@@ -1,0 +1,63 @@
+"""What is told of stored bytes from names and layouts is never more than a trace counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from composing import compose_config
+
+from runner.planning.deciding import Deciding
+from runner.planning.prepare import request_of
+from strategies.cost.activations import trace
+from strategies.cost.stored import least_stored
+from strategies.cost.updating import Updating
+from strategies.engine.lowering import lower
+from strategies.engine.program import Options
+from strategies.graph import OperatorGraph
+from strategies.planner import make_plan
+from strategies.recompute import recomputed, repeated_layers
+from strategies.request import WantedRecompute
+from strategies.rules import rule_of
+
+RECIPES = ("ffn_auto", "gpt", "llama", "mae_784", "megatron_sp", "megatron_tp", "moe", "resnet", "vit")
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def made(request):
+    """The graph of a recipe, its own plan and a searched one."""
+    found = []
+    for words in ((), ("parallel=auto", "parallel.search=dynamic_programming")):
+        config = compose_config(f"+recipe={request.param}", *words, "parallel.plan_cache=null")
+        one = Deciding(config, print)
+        graph = one._captured(one.rows)[1].graph
+        found.append((graph, make_plan(graph, replace(request_of(config, one.ranks), recompute=None))))
+    return found
+
+
+def stored(graph: OperatorGraph, plan) -> tuple[int, int]:
+    found = trace(lower(graph, plan, Options(partial_loss=True)), Updating())
+    return least_stored(graph, plan), min(found.activations, found.kept)
+
+
+@pytest.mark.parametrize("again", [None, "selective", "full"])
+def test_it_is_never_too_much(made, again):
+    for graph, plan in made:
+        if again is not None and repeated_layers(graph, None):
+            rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+            plan = replace(plan, recompute=recomputed(graph, rules, WantedRecompute(again)))
+        least, true = stored(graph, plan)
+        assert 0 <= least <= true
+
+
+def test_it_is_most_of_what_a_transformer_stores():
+    one = Deciding(compose_config("+recipe=llama"), print)
+    graph = one._captured(one.rows)[1].graph
+    plan = make_plan(graph, request_of(one.config, one.ranks))
+    rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+    for again in (None, "selective", "full"):
+        wanted = None if again is None else recomputed(graph, rules, WantedRecompute(again))
+        least, true = stored(graph, replace(plan, recompute=wanted))
+        assert least > (0.5 if again != "full" else 0.25) * true
+    sliced = replace(wanted, slices_inputs=True)
+    assert least_stored(graph, replace(plan, recompute=sliced)) < least
