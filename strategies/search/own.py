@@ -33,11 +33,15 @@ class Own:
     cluster: Cluster
 
     @cached_property
+    def learned(self) -> int:
+        """Bytes of all gradients."""
+        learned = [source.spec for source in self.problem.graph.sources if source.trainable]
+        return sum(spec.elements * max(spec.item_bytes, MASTER) for spec in learned)
+
+    @cached_property
     def bucket(self) -> int:
         """Bytes of a bucket of gradients."""
-        learned = [source.spec for source in self.problem.graph.sources if source.trainable]
-        total = sum(spec.elements * max(spec.item_bytes, MASTER) for spec in learned)
-        return min(max(total // PARTS, SMALLEST), LARGEST)
+        return min(max(self.learned // PARTS, SMALLEST), LARGEST)
 
     def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
         """Seconds of the update of a trained parameter, for one micro-batch: of adding its gradient, as part of a
@@ -55,8 +59,10 @@ class Own:
             return work
 
         def carried(kind: str, item_bytes: int) -> float:
-            whole = self.bucket * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
-            return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / self.bucket
+            """ZeRO sends all at once, but for what stage 3 gathers unit by unit."""
+            call = self.learned if problem.stage and (problem.stage < 3 or kind == REDUCE_SCATTER) else self.bucket
+            whole = call * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
+            return collective_seconds(kind, whole, axes, mesh, cluster) * elements * item_bytes / call
 
         if problem.stage == 0:
             hidden = cluster.overlap if problem.overlaps else 0.0
