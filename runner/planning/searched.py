@@ -2,8 +2,8 @@
 
 Invariant: what is taken from another search is what a search of its own would find: a plan that is the best for more
 room and keeps less is the best for less; and where nothing is small enough, nothing is at a lower stage or for less
-room. But without a limit of memory all stages of ZeRO share the plan without it: theirs would be up to a twentieth
-faster, and need more memory, so that less is found within a limit.
+room. But without a limit of memory all stages of ZeRO share the plan without it: theirs are within a hundredth, but for
+pipelines, where ZeRO 1 may lose a twentieth.
 """
 
 from __future__ import annotations
