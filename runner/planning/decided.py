@@ -21,7 +21,7 @@ def of_file(name: str) -> dict[str, Any]:
     if told is None:
         raise ConfigError(
             f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
-            "be auto here; give both as in the run that made it."
+            "be auto here, nor parallel.recompute of a pipeline; give all as in the run that made it."
         )
     return told
 

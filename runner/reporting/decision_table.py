@@ -57,4 +57,7 @@ def in_modules(choice: Mapping[str, Any]) -> str:
     modules = choice["modules"]
     if modules is None:
         return str(choice["recompute"])
-    return f"{choice['recompute']} in the first {len(modules)} layer{'s' * (len(modules) > 1)}"
+    layers = f"{len(modules)} layer{'s' * (len(modules) > 1)}"
+    if choice["stages"] > 1:
+        return f"{choice['recompute']} in {layers}, the first of every stage"
+    return f"{choice['recompute']} in the first {layers}"

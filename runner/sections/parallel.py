@@ -319,7 +319,8 @@ class Parallel(Section):
     @property
     def open(self) -> bool:
         """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
-        return self.zero.stage == "auto" or self.pipeline.open
+        staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs its own
+        return self.zero.stage == "auto" or self.pipeline.open or staged
 
     @property
     def _full_batch(self) -> bool:

@@ -143,6 +143,24 @@ def test_layers_that_are_computed_again_train_as_one_process(start):
     assert ended.plan["memory"]["peak"] <= 6e6
 
 
+def test_a_given_pipeline_computes_again_as_little_as_keeps_the_limit(start, command):
+    """Every stage as much as it needs."""
+    words = (*DEEP, "world_size=2", "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
+    free = start(*words, verb="plan", folder="free").plan["memory"]["peak"]
+    least = start(*words, "parallel.recompute=full", verb="plan", folder="least").plan["memory"]["peak"]
+    limit = (free + least) // 2
+    limited = (*words, "parallel.recompute=auto", f"parallel.memory_limit={limit}")
+    ended = start(*limited, "train.precision=fp32", verb="verify")
+    decided = ended.plan["search"]["decided"]
+    assert ended.verdict["passed"]
+    assert ended.plan["memory"]["peak"] <= limit
+    assert (decided["stages"], decided["micro_batches"], decided["recompute"]) == (2, 4, "full")
+    by_stage = [sum(int(name.rpartition(".")[2]) // 3 == stage for name in decided["modules"]) for stage in (0, 1)]
+    assert by_stage[0] > by_stage[1]
+    done = command("plan", *limited[:-1], f"parallel.memory_limit={least // 2}")
+    assert done.code == 2 and "the smallest need is" in done.paragraphs[0]
+
+
 def test_one_process_agrees_with_what_was_decided(start):
     ended = start(*AUTO, "train.precision=fp32", "verify.steps=2", verb="verify")
     assert ended.verdict["passed"]

@@ -23,7 +23,7 @@ def test_every_key_has_both_values():
         ("parallel.zero.stage", "1", "2"),
         ("parallel.pipeline.stages", "no pipeline", "2"),
         ("parallel.pipeline.micro_batches", "no pipeline", "4"),
-        ("parallel.recompute", "none", "full in the first 2 layers"),
+        ("parallel.recompute", "none", "full in 2 layers, the first of every stage"),
         ("seconds per step", "2.00 ms", "2.10 ms, 5.00% more"),
     ]
     assert decision_table(TOLD).endswith("3 choices priced, 4 left out because their bounds are no better, 1 too large "
