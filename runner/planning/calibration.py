@@ -44,6 +44,8 @@ SHORTEST = 1e-6
 """Seconds of a call whose time drowns in that of what computes beside it."""
 TOGETHER = 3
 """Calls that are timed at once, what is computed before them included."""
+FEWEST = 3
+"""Differences of which the middle is taken, however little time there is: any one may be below zero."""
 BATCHES = 3
 """The fastest batch of calls counts: what else runs on the machine only makes them slower."""
 
@@ -153,7 +155,7 @@ class _Bench:
         both()
         found: list[float] = []
         start = time.perf_counter()
-        while not found or self._agreed(time.perf_counter() - start) < share:
+        while len(found) < FEWEST or self._agreed(time.perf_counter() - start) < share:
             alone = self._time(computing, TOGETHER)
             found.append(self._time(both, TOGETHER) - alone)
         return max(median(found), SHORTEST)

@@ -16,7 +16,7 @@ from runner.planning.prepare import request_of
 from runner.planning.programs import Programs
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options
-from strategies.errors import StrategyError
+from strategies.errors import StrategyError, TooLarge
 from strategies.search.joint import Choice
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
@@ -236,6 +236,22 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
         price = one._fastest(choice)
         assert price.likely == pytest.approx(true, rel=0.35)
         assert price.within(2**40) == max(true) and price.within(max(true) - 1) > max(true) - 1
+
+
+def test_where_too_little_room_is_guessed_the_plan_that_keeps_least_is_tried():
+    words = (*AUTO, "world_size=4", "parallel.plan_cache=null")
+    one = Deciding(compose_config(*words), print)
+    choice = Choice(1, 0, 1, "none")
+    free = one._plan(choice, None).search["bytes"]
+    with pytest.raises(TooLarge) as refused:
+        one._plan(choice, 1)
+    least = refused.value.smallest
+    assert least < free
+    for room in (1, int(least) - 1, None):
+        assert one._small(choice, room, [(free, 2**40)]).search["bytes"] == pytest.approx(least)
+    assert one._small(choice, int(free) + 1, [(free, 2**40)]).search["bytes"] == free
+    one = Deciding(compose_config(*words, "parallel.memory_limit=1GB"), print)
+    assert one._small(choice, None, [(free, 2**20)]) is None  # near the limit
 
 
 def test_plans_that_compute_other_things_again_are_lowered_once():
