@@ -364,28 +364,28 @@ class Deciding:
         """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
         that takes none or all of them."""
         wanted, stored = plan.recompute, replace(choice, recompute="none")
-        none, known = self._fastest(stored), self._sizes(stored)
+        none = self._fastest(stored)
         every = none.layers(wanted)
         if wanted is None or len(wanted.modules) < 2:
             return
 
-        def told(most: Sequence[int], least: Sequence[int]) -> Priced:
-            """What it takes where none need the most and all of them the least bytes."""
-            first = Fewest(self.limit, every, most, least, sure=True)
+        def told(least: Sequence[int]) -> Priced:
+            """What it takes where all of them need the least bytes; of none, what is known by now."""
+            first = Fewest(self.limit, every, self._sizes(stored).least, least, sure=True)
             return Priced(plan, none.again(replace(wanted, modules=tuple(first.at_least))), None)
 
-        if max(known.least) > self.limit:  # before anybody knows how much is computed again
-            yield told(known.least, known.bare)
-        bare = self._sizes(choice)
-        if max(bare.least) > self.limit:
+        if max(self._sizes(stored).least) > self.limit:  # before anybody knows how much is computed again
+            yield told(self._sizes(stored).bare)
+        if max(self._sizes(choice).least) > self.limit:
             return
-        if not known.likely:
-            yield told(known.least, bare.least)
-        if max(most := known.likely or none.sizes) <= self.limit:
+        if not self._sizes(stored).likely:
+            yield told(self._sizes(choice).least)
+        if max(most := self._sizes(stored).likely or none.sizes) <= self.limit:
             return
-        yield told(known.least if known.likely else most, bare.least)
-        if max(least := bare.likely or self._fastest(choice).sizes) > self.limit:
+        yield told(self._sizes(choice).least)
+        if max(least := self._sizes(choice).likely or self._fastest(choice).sizes) > self.limit:
             return
+        yield told(self._sizes(choice).least)
         fewest, few = Fewest(self.limit, every, most, least, sure=none.counted), None
         while (layers := fewest.next()) is not None and layers != {*wanted.modules}:
             modules = tuple(name for name in wanted.modules if name in layers)
