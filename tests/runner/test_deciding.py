@@ -85,6 +85,7 @@ def test_what_memory_asks_for_is_decided(words, decided):
 
 
 DEEP = (*GPT, "model.args.layers=6", "data.batch_size=8")
+STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     [
         ("sharding_propagation", ()),
         ("dynamic_programming", ()),
-        ("dynamic_programming", ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")),
+        ("dynamic_programming", STAGED),
     ],
     ids=["propagation", "dynamic", "stages"],
 )
@@ -236,6 +237,32 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
         price = one._fastest(choice)
         assert price.likely == pytest.approx(true, rel=0.35)
         assert price.within(2**40) == max(true) and price.within(max(true) - 1) > max(true) - 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.offload.optimizer=host",),
+        ("parallel.offload.activations.to=host",),
+        ("train.precision=bf16", "train.accumulate=2"),
+        (*STAGED, "parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=2"),
+        (*STAGED, "parallel.pipeline.schedule=gpipe"),
+        ("parallel.comm_fusion.all_reduce.mode=none",),
+        ("parallel.zero.options={reduce_bucket_size: 2000}",),
+    ],
+    ids=["host", "activations", "accumulated", "virtual", "gpipe", "apart", "buckets"],
+)
+def test_what_is_known_of_bytes_holds_whatever_a_step_does(words):
+    words = (*DEEP, "world_size=4", OPEN[0], OPEN[2], *words, "parallel.memory_limit=1GB", "parallel.plan_cache=null")
+    one = Deciding(compose_config(*words), print)
+    for choice in one.bounds:
+        try:
+            price = one._fastest(choice)
+        except ConfigError:
+            continue  # a stage that does not go with what is asked for
+        told = replace(price, known={}).told(None)
+        assert all(a <= b <= c for a, b, c in zip(told.bare, told.least, price.sizes, strict=True))
+    assert len(one._prices) >= 6
 
 
 def test_where_too_little_room_is_guessed_the_plan_that_keeps_least_is_tried():
