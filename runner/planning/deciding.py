@@ -203,7 +203,7 @@ class Deciding:
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
             ranks, again = self.ranks // choice.stages, choice.recompute == "full"
-            updating = self._updating(with_choice(self.config, choice))
+            updating = self._updating(choice)
             bounds[choice] = Bound(
                 self.config.train.accumulate * found.seconds(
                     choice.stages, ranks, choice.micro_batches, self.rows // self._rows(choice),
@@ -223,9 +223,17 @@ class Deciding:
         """One for all choices, so that the optimizer is tried once."""
         return optimizer_factory(self.config.optimizer)
 
-    def _updating(self, config: Config) -> Updating:
-        found = updating_of(config, self._captured(self.rows)[1].graph, self.device)
-        return replace(found, factory=self._factory)
+    @cached_property
+    def _updatings(self) -> dict[Choice, Updating]:
+        """Of choices that compute nothing again, which changes nothing."""
+        return {}
+
+    def _updating(self, choice: Choice) -> Updating:
+        key = replace(choice, recompute="none")
+        if key not in self._updatings:
+            config, graph = with_choice(self.config, choice), self._captured(self.rows)[1].graph
+            self._updatings[key] = replace(updating_of(config, graph, self.device), factory=self._factory)
+        return self._updatings[key]
 
     @cached_property
     def _open(self) -> Request:
@@ -264,7 +272,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._updating(config), self.cluster, self._programs, self._traces)
+        return price_of(config, in_step, self._updating(choice), self.cluster, self._programs, self._traces)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
@@ -290,8 +298,7 @@ class Deciding:
         plan, floor = self._plan(choice, None), 0
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
-            updating = self._updating(with_choice(self.config, choice))
-            yield Priced(plan, self._fastest(plain).with_zero(updating), None)
+            yield Priced(plan, self._fastest(plain).with_zero(self._updating(choice)), None)
         if stored in self.bounds and stored != choice:
             floor = max(self._sizes(stored).bare)
             if floor <= self.limit:

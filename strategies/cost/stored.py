@@ -7,7 +7,8 @@ which it is handed on and used; of modules that are computed again, what comes i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,82 +25,102 @@ THROUGH = VIEWS | {"clone", "contiguous", "copy", "dropout", "to", "type_as"}
 """Operators that may return what they were given."""
 
 
+@dataclass(frozen=True)
+class _Use:
+    """By an operator that does more than to show a value; `saves`: autograd surely saves it there."""
+
+    user: Operator
+    position: int
+    saves: bool
+
+
+_uses: dict[int, dict[Ref, tuple[_Use, ...]]] = {}
+"""Of all results, by graph, as long as it lives."""
+
+
 def least_stored(graph: OperatorGraph, plan: Plan) -> int:
     """Of one forward of `graph` under `plan`, which may be a stage of a pipeline."""
-    return _Storing(graph, plan).total()
+    if id(graph) not in _uses:
+        _uses[id(graph)] = {
+            Ref(operator.id, index): tuple(_used(graph, Ref(operator.id, index)))
+            for operator in graph.operators
+            if operator.op not in THROUGH
+            for index in range(len(operator.results))
+        }
+        weakref.finalize(graph, _uses.pop, id(graph), None)
+    return _Storing(graph, plan, _uses[id(graph)]).total()
+
+
+def _used(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
+    for user, position in graph.users[ref]:
+        if user.op in THROUGH:
+            for index in range(len(user.results)):
+                yield from _used(graph, Ref(user.id, index))
+        else:
+            yield _Use(user, position, _saves(graph, user, position))
+
+
+def _saves(graph: OperatorGraph, user: Operator, position: int) -> bool:
+    if user.op not in SAVING or user.id not in graph.returning:
+        return False
+    others = (ref for at, ref in enumerate(user.operands) if at != position)
+    return user.op not in PRODUCTS or any(ref in graph.trained for ref in others)
 
 
 @dataclass(frozen=True)
 class _Storing:
     graph: OperatorGraph
     plan: Plan
+    uses: Mapping[Ref, tuple[_Use, ...]]
     seen: dict[Ref, bool] = field(default_factory=dict)
     """Whether the second run of its module needs a result."""
 
     def total(self) -> int:
-        found = 0.0
-        for operator in self.graph.operators:
-            if operator.op not in THROUGH:
-                for index, spec in enumerate(operator.results):
-                    if spec.floating:
-                        found += self._stored(Ref(operator.id, index), operator)
-        return int(found)
+        return int(sum(self._stored(ref, uses) for ref, uses in self.uses.items() if self.graph.specs[ref].floating))
 
-    def _stored(self, ref: Ref, operator: Operator) -> float:
+    def _stored(self, ref: Ref, uses: Sequence[_Use]) -> float:
         """Bytes of a result; 0 where it need not be stored."""
-        mine, uses = self.regions[operator.id], list(self._uses(ref))
+        operator, mine = self.graph.by_id[ref.id], self.regions[ref.id]
+        assert isinstance(operator, Operator)
         here = mine is None or operator.name in self._kept
-        if not any(self._stores(mine, here, *use) for use in uses):
+        if not any(self._stores(mine, here, use) for use in uses):
             return 0.0
         own = self.plan.operators[operator.name]
         given = own.outputs or rule_of(operator, self.graph).result_layouts(own.assignment)
-        return min(self._bytes(ref, given[ref.index]), *(self._bytes(ref, layout) for ref, layout in self._used(uses)))
+        return min(
+            self._bytes(ref, given[ref.index]), *(self._bytes(ref, layout) for ref, layout in self._layouts(uses))
+        )
 
-    def _stores(self, mine: str | None, here: bool, user: Operator, position: int) -> bool:
+    def _stores(self, mine: str | None, here: bool, use: _Use) -> bool:
         """Whether a use in a module keeps what one in another module, or in the same, has made; `here`: its module does
         not make it again."""
-        theirs = self.regions[user.id]
+        theirs = self.regions[use.user.id]
         if theirs not in (None, mine):
             return self.plan.recompute is not None and not self.plan.recompute.slices_inputs
         if theirs == mine and mine is not None:
-            return here and self._asks(user, position)
-        return self._saves(user, position)
+            return here and self._asks(use)
+        return use.saves
 
-    def _asks(self, user: Operator, position: int) -> bool:
+    def _asks(self, use: _Use) -> bool:
         """Whether the second run of a module needs an operand of one of its operators: for backward, or to make
         something again that is needed."""
-        if self._saves(user, position):
+        if use.saves:
             return True
-        again = user.name not in self._kept
-        return again and any(self._needed(Ref(user.id, index)) for index in range(len(user.results)))
+        again = use.user.name not in self._kept
+        return again and any(self._needed(Ref(use.user.id, index)) for index in range(len(use.user.results)))
 
     def _needed(self, ref: Ref) -> bool:
         if ref not in self.seen:
             mine = self.regions[ref.id]
-            inside = (use for use in self._uses(ref) if self.regions[use[0].id] == mine)
-            self.seen[ref] = any(self._asks(*use) for use in inside)
+            inside = (use for use in self.uses[ref] if self.regions[use.user.id] == mine)
+            self.seen[ref] = any(self._asks(use) for use in inside)
         return self.seen[ref]
 
-    def _saves(self, user: Operator, position: int) -> bool:
-        """Whether autograd surely saves an operand."""
-        if user.op not in SAVING or user.id not in self.graph.returning:
-            return False
-        others = (ref for at, ref in enumerate(user.operands) if at != position)
-        return user.op not in PRODUCTS or any(ref in self.graph.trained for ref in others)
-
-    def _uses(self, ref: Ref) -> Iterator[tuple[Operator, int]]:
-        """By operators that do more than to show it."""
-        for user, position in self.graph.users[ref]:
-            if user.op in THROUGH:
-                for index in range(len(user.results)):
-                    yield from self._uses(Ref(user.id, index))
-            else:
-                yield user, position
-
-    def _used(self, uses: list[tuple[Operator, int]]) -> Iterator[tuple[Ref, Layout]]:
-        for user, position in uses:
-            assignment = self.plan.operators[user.name].assignment
-            yield user.operands[position], rule_of(user, self.graph).operand_layouts(assignment)[position]
+    def _layouts(self, uses: Sequence[_Use]) -> Iterator[tuple[Ref, Layout]]:
+        for use in uses:
+            assignment = self.plan.operators[use.user.name].assignment
+            layouts = rule_of(use.user, self.graph).operand_layouts(assignment)
+            yield use.user.operands[use.position], layouts[use.position]
 
     def _bytes(self, ref: Ref, layout: Layout) -> float:
         spec = self.graph.specs[ref]
