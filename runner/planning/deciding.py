@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -73,6 +73,8 @@ class Deciding:
 
     config: Config
     say: Callable[[str], None]
+    programs: Programs = field(default_factory=Programs)
+    traces: Traces = field(default_factory=Traces)
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""
@@ -256,14 +258,6 @@ class Deciding:
         return self._searches[key].plan(request, room)
 
     @cached_property
-    def _programs(self) -> Programs:
-        return Programs()
-
-    @cached_property
-    def _traces(self) -> Traces:
-        return Traces()
-
-    @cached_property
     def _prices(self) -> dict[Choice, Price]:
         """Of the fastest plans."""
         return {}
@@ -272,7 +266,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._updating(choice), self.cluster, self._programs, self._traces)
+        return price_of(config, in_step, self._updating(choice), self.cluster, self.programs, self.traces)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
