@@ -12,21 +12,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import collective_seconds, joined_seconds
+from strategies.cost.collectives import collective_seconds
 from strategies.cost.operators import Work, operator_work
 from strategies.cost.optimizer import needed
 from strategies.cost.updating import Updating
+from strategies.cost.waiting import added_seconds
 from strategies.engine import zero_traffic
 from strategies.engine.buckets import Bucket, buckets, sent
-from strategies.engine.program import Fused, Program, Redistribute
+from strategies.engine.program import Program
 from strategies.engine.updates import local_elements, parameters
 from strategies.graph import ITEM_BYTES, Operator, OperatorGraph
 from strategies.plan import Plan, Recompute
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL
+from strategies.redistribution import ALL_GATHER, ALL_REDUCE
 from strategies.rules import rule_of
 
-COPIES = "copies"
-"""Where plan.json tells the seconds of steps that send nothing."""
 HOST_PER_STEP, HOST_PER_GRADIENT, HOST_PER_GATHER = 240, 15, 120
 """What DeepSpeed does on the host, in small operators: per step, per gradient of a micro-batch, per gather of stage 3.
 Measured on one rank with 10 and 30 layers of 16 columns."""
@@ -115,16 +114,13 @@ def step_cost(
     works = works_of(graph, plan, cluster) if works is None else works
     forward, backward = sum(work.forward for work in works), sum(work.backward for work in works)
     again = seconds_again(graph, works, plan.recompute)
-    redistributed: dict[str, float] = {}
-    weights: dict[str, float] = {}
-    names = {source.id for source in parameters(program)}
-    for instruction in program.instructions:
-        if isinstance(instruction, (Redistribute, Fused)):
-            repeats = plan.recompute is not None and _inside(instruction.path, plan.recompute)
-            own = not names.isdisjoint(ref.id for ref in instruction.operands)
-            for kind, seconds in _redistribution(instruction, program, cluster, repeats).items():
-                redistributed[kind] = redistributed.get(kind, 0.0) + parts * seconds
-                weights[kind] = weights.get(kind, 0.0) + parts * seconds * own
+    by_name = dict(zip((operator.name for operator in graph.operators), works, strict=True))
+    redistributed = {kind: parts * one for kind, one in added_seconds(program, by_name, cluster).items()}
+    weights = dict[str, float]()
+    names = frozenset(source.id for source in parameters(program))
+    if any(one.value.id in names and (one.forward or one.backward) for one in program.redistributions):
+        others = added_seconds(program, by_name, cluster, without=names)
+        weights = {kind: seconds - parts * others.get(kind, 0.0) for kind, seconds in redistributed.items()}
     if program.loss_axes:
         size = 8 * sent([1], mesh.product(program.loss_axes))
         seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
@@ -163,26 +159,6 @@ def repeated(operator: Operator, recompute: Recompute) -> bool:
 
 def _inside(path: tuple[str, ...], recompute: Recompute) -> bool:
     return recompute.region(path) is not None
-
-
-def _redistribution(
-    instruction: Redistribute | Fused, program: Program, cluster: Cluster, repeats: bool
-) -> dict[str, float]:
-    """Seconds by collective for one micro-batch; local steps are `copies`. Fused ones are one call."""
-    parts = instruction.parts if isinstance(instruction, Fused) else (instruction,)
-    recompute, mesh = program.recompute, program.mesh
-    ways = [[part.forward for part in parts]]
-    if instruction.differentiable:
-        ways.append([part.backward for part in parts])
-    if repeats and recompute is not None and not recompute.keeps_communication:
-        ways.append([part.forward for part in parts])
-    found: dict[str, float] = {}
-    for chains in ways:
-        for steps in zip(*chains, strict=True):
-            sized = [(step, part.spec.item_bytes) for step, part in zip(steps, parts, strict=True)]
-            kind = COPIES if steps[0].kind in LOCAL else steps[0].kind
-            found[kind] = found.get(kind, 0.0) + joined_seconds(sized, mesh, cluster)
-    return found
 
 
 def _gradients(
