@@ -30,7 +30,8 @@ from strategies.search.solving import SOLVERS, Solved, Solving
 def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
     """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Raises
     StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
-    return Planning(graph, request, cluster or one_level(request.world_size)).plan(request.stage, request.memory_limit)
+    planning = Planning(graph, request, cluster or one_level(request.world_size))
+    return planning.plan(request.stage, request.memory_limit, proven=True)
 
 
 class Planning:
@@ -74,8 +75,9 @@ class Planning:
             self.solving[stage] = SOLVERS[self.request.search](problem, self.cluster, self._axes())
         return self.solving[stage](memory)
 
-    def plan(self, stage: int, memory: float | None) -> Plan:
-        """The plan at this stage of ZeRO within so many bytes of a rank. Raises StrategyError as `make_plan` does."""
+    def plan(self, stage: int, memory: float | None, *, proven: bool = False) -> Plan:
+        """The plan at this stage of ZeRO within so many bytes of a rank; `proven` with the best bound that can be had.
+        Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
         problem = replace(self.problem, stage=stage, memory=memory)
         certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
@@ -84,7 +86,7 @@ class Planning:
             solved = self._solve(stage, memory)
             searched = {id: (assignment, True) for id, assignment in solved.assignments.items()}
             shared = solved.tensors
-            certificate |= solved.told
+            certificate |= solved.proven() if proven and solved.proven is not None else solved.told
         elif self.request.mode == "auto":
             propagation = propagated(problem, self.meshing, self.cluster)
             searched, certificate["propagation"] = propagation.found, propagation.to_json()

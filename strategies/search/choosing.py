@@ -21,7 +21,7 @@ from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes
 from strategies.search.coarse import shared
-from strategies.search.exact import on_mesh
+from strategies.search.exact import CERTAIN, MOST_PRIMES, on_mesh
 from strategies.search.finding import Found
 from strategies.search.halved import halved
 from strategies.search.joining import least as least_of_all
@@ -30,13 +30,9 @@ from strategies.search.kept import too_large
 from strategies.search.meshes import Factors, factorisations, finest, joined, least, refines, told_apart
 from strategies.search.problem import Problem
 
-CERTAIN = 0.01
-"""A plan that costs at most so much more than the bound of all plans, relative to it, is the best there is."""
-
-MOST_PRIMES = 12
-"""Prime axes up to which the finest factorisation is searched exactly."""
 MOST_SHARED = 7
-"""The same, where a parameter has several uses."""
+"""Prime axes up to which the finest factorisation is searched exactly, where a parameter has several uses; without such
+parameters it is as many as classes are compared on."""
 
 
 @dataclass(frozen=True)

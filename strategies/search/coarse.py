@@ -39,6 +39,8 @@ PRECISE = 1e-3
 """Of a plan of a few layouts: how much more than their best one it costs at most."""
 EXACT = 1e-9
 """Of the bound: a plan that costs so much more is the best one."""
+BOUNDING, MOST_BOUNDS = 3e8, 32
+"""Of a bound alone: what is looked at (see `networks.MOST`), and of how many networks; more hardly raise it."""
 NEGLIGIBLE = 0.02
 """Of what a plan may cost more than the bound: what a pair of classes may be told too low."""
 
@@ -88,6 +90,25 @@ class Coarse:
                     break
                 if near or tired or not building.renew():
                     return replace(best, lower_bound=min(lower, least))
+
+    def least(self, enough: float) -> float:
+        """Seconds below those of any plan, also where parameters have several uses: the bound of one network after the
+        other, until it is `enough` or more would hardly raise it."""
+        lower, networks = 0.0, Networks(self.problem, self.groups, 0.0, BOUNDING)
+        networks.build(frozenset())
+        for _ in range(MOST_BOUNDS):
+            picks, bound = networks.solve()
+            lower = max(lower, bound)
+            if lower >= enough or networks.tired:
+                break
+            raised = networks.building.settle(picks)
+            if networks.look(picks):
+                networks.build(frozenset())
+            elif not raised:
+                price_pairs(networks.building, self.alike, picks, NEGLIGIBLE * self.tolerance * lower)
+                if not networks.building.renew():
+                    break
+        return lower
 
     @cached_property
     def free(self) -> Found:

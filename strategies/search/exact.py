@@ -4,7 +4,7 @@ problem -> network of tables -> repeated layers folded -> elimination -> assignm
 too wide for that are narrowed first. On meshes of more than `MOST_AXES` axes the search goes from classes of layouts to
 layouts (`coarse`). A parameter with several uses has no class: up to `MOST_SHARED` axes its layouts are compared one by
 one, and beyond neighbouring axes are joined: the best plan of all joined meshes is taken, and the gap is that to what
-work alone takes on the whole mesh.
+work alone takes on the whole mesh, or to the bound of classes (`proven`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from strategies.search.coarse import Coarse, shared
 from strategies.search.finding import Finding, Found
 from strategies.search.frontier import Frontier
 from strategies.search.joining import Joined, joinings, least, on_runs
-from strategies.search.meshes import Factors
+from strategies.search.meshes import Factors, finest
 from strategies.search.options import Menu
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
+from strategies.uncollected import uncollected
 
 MOST_AXES = 3
 """Axes up to which every layout is an option from the beginning."""
 MOST_SHARED = 4
 """The same, where a parameter has several uses."""
+MOST_PRIMES = 12
+"""Prime axes up to which classes of layouts are compared."""
+CERTAIN = 0.01
+"""A plan that costs at most so much more than the bound of all plans, relative to it, is the best there is."""
 
 
 class Exact:
@@ -92,6 +97,17 @@ class Exact:
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:
     """The plan within the problem's memory, see `Exact`."""
     return Exact(problem, cluster, tolerance).within(problem.memory)
+
+
+def proven(problem: Problem, cluster: Cluster, found: Found) -> Found:
+    """`found` with a better bound, where joined axes gave it and it is not certain: that of classes, for which a
+    parameter with several uses is wherever each of them needs it. Takes up to seconds."""
+    axes = len(finest(problem.mesh))
+    if not (MOST_SHARED < axes <= MOST_PRIMES and shared(problem)) or found.gap <= CERTAIN:
+        return found
+    with uncollected():
+        bound = Coarse(problem, Transfers(problem.mesh, cluster), CERTAIN).least(found.cost / (1 + CERTAIN))
+    return replace(found, lower_bound=max(found.lower_bound, min(bound, found.cost)))
 
 
 def on_mesh(problem: Problem, cluster: Cluster, factors: Factors) -> Callable[[float | None], Found] | None:

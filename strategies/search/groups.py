@@ -6,17 +6,17 @@ Invariant: a group's own seconds, bytes and prices are not above those of any of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from strategies.graph import Operator
+from strategies.graph import Operator, Ref, Source
 from strategies.rules.sharding import Sharding
 from strategies.search.alike import Alike
 from strategies.search.counted import Counted, canonical, members
-from strategies.search.options import Choices, Placed, Side
+from strategies.search.options import Assignments, Choices, Placed, Side
 from strategies.search.problem import Problem
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 
@@ -27,7 +27,8 @@ Name = tuple[int, bytes]
 
 
 class Classes(Counted):
-    """One option per class of assignments."""
+    """One option per class of assignments. A parameter with several uses lies nowhere here: each use takes what it must
+    of it, so solutions bound plans, but are none."""
 
     def __init__(self, problem: Problem, transfers: Transfers, alike: Alike) -> None:
         super().__init__(problem, transfers, alike)
@@ -43,6 +44,29 @@ class Classes(Counted):
         found = super()._choices(operator)
         self.placed[id(found)] = self._last
         return found
+
+    def _own(
+        self,
+        operator: Operator,
+        sharding: Sharding,
+        work: Seconds,
+        assignments: Assignments,
+        returned: Sequence[Side],
+    ) -> Seconds:
+        found = super()._own(operator, sharding, work, assignments, returned)
+        graph = self.problem.graph
+        for side, ref in zip(returned, operator.operands, strict=True):
+            if (uses := self._learning(ref)) > 1 and operator.id in graph.returning:
+                least = self.own.least_of_use(graph.specs[ref], uses)
+                found = found + least * self.elements(side.rows, graph.specs[ref])[side.of_option]
+        return found
+
+    def _learning(self, ref: Ref) -> int:
+        """How many uses of a parameter have a gradient, if there are several uses; else 0."""
+        graph, source = self.problem.graph, self.problem.graph.by_id[ref.id]
+        if not isinstance(source, Source) or source.kind != "parameter" or ref in self.lone or ref not in graph.trained:
+            return 0
+        return sum(user.id in graph.returning for user, _ in graph.users[ref])
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,8 @@ class Building:
         if isinstance(source, Source) and source.kind == "parameter":
             key = ("parameter", source.trainable, self.graph.specs[ref], *map(self._kind, self._uses(ref)))
             menu = self.menu
-            assert isinstance(menu, Menu)  # classes of layouts do not say how a parameter lies
+            if not isinstance(menu, Menu):
+                return  # classes of layouts do not say how a parameter lies: its uses have what they take at least
             shared = self._remember(key, lambda: SharedParameter(menu, source, self._uses(ref), self.choices))
             self.parameters[ref] = self.network.add(len(shared.layouts)), shared
         elif ref in self.split and not self.wide:

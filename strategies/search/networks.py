@@ -20,17 +20,18 @@ from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
 from strategies.uncollected import uncollected
 
-MOST = 5e9
+MOST = 2e9
 """Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""
 AGAIN = 8
 """Solutions of the best options of one network between two looks at all of its options."""
 
 
 class Networks:
-    """Of one problem, where a byte of memory costs `pressure` seconds."""
+    """Of one problem, where a byte of memory costs `pressure` seconds; after `most` of what `MOST` counts they are
+    `tired`."""
 
-    def __init__(self, problem: Problem, groups: Groups, pressure: float) -> None:
-        self.problem, self.groups, self.pressure = problem, groups, pressure
+    def __init__(self, problem: Problem, groups: Groups, pressure: float, most: float = MOST) -> None:
+        self.problem, self.groups, self.pressure, self.most = problem, groups, pressure, most
         self.grouped: list[Grouped] = []
         self.split: frozenset[Ref] = frozenset()
         self.solver: Folded | Narrowed | None = None
@@ -68,7 +69,7 @@ class Networks:
         """Whether enough was looked at."""
         ways = self.groups.alike.ways.values()
         sent = 0.0 if self.last is None else self.last.messages.effort
-        return sent + sum(one.effort for one in ways) > MOST
+        return sent + sum(one.effort for one in ways) > self.most
 
     def look(self, picks: Sequence[int]) -> bool:
         """Looks into what a solution picks; whether anything is new."""

@@ -72,6 +72,19 @@ class Own:
         added = carried(ALL_REDUCE, MASTER) / (problem.turns if problem.stage == 1 else 1)
         return work + added + carried(ALL_GATHER, spec.item_bytes) / problem.turns
 
+    def least_of_use(self, spec: TensorSpec, uses: int) -> float:
+        """Seconds per element of a rank's slice of a trained parameter that one of its `uses` takes at least, wherever
+        the parameter lies: a rank holds the element, and updates it for all of them, or receives it."""
+        problem, cluster = self.problem, self.cluster
+        touched = ZERO_COPIES if problem.stage else problem.moved / MASTER / problem.turns
+        updated = touched * max(spec.item_bytes, MASTER) / cluster.memory_bandwidth / uses
+        inside, rings, peers = 1, 0.0, 0.0
+        for level in reversed(cluster.levels):
+            fastest = max(link.bandwidth for link in (level.link, *level.kinds.values()))
+            rings, peers = max(rings, fastest * inside), peers + fastest
+            inside *= level.size
+        return min(updated, spec.item_bytes / max(rings, peers))
+
     def talks(self, operator: Operator, sharding: Sharding) -> bool:
         """Whether the rule's local program communicates where some factor is sliced."""
         return bool(self.talking(operator, sharding))

@@ -16,7 +16,7 @@ from strategies.layout import Layout
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.choosing import Exactly, Halving, choose, searchable
-from strategies.search.exact import Exact, on_mesh
+from strategies.search.exact import Exact, on_mesh, proven
 from strategies.search.finding import Found
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
@@ -27,11 +27,12 @@ from strategies.uncollected import uncollected
 @dataclass(frozen=True)
 class Solved:
     """Assignments by operator id, layouts of parameters with several uses (others lie as their first use wants them),
-    and what a plan's `search` tells."""
+    and what a plan's `search` tells; `proven` is the same with a bound that takes longer to find."""
 
     assignments: Mapping[str, Assignment]
     tensors: Mapping[Ref, Layout] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
+    proven: Callable[[], Mapping[str, Any]] | None = None
 
 
 Solving = Callable[[float | None], Solved]
@@ -50,21 +51,24 @@ def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> 
     if within is None and axes is not None and searchable(problem):
         within = Exact(problem, cluster).within
     if within is not None:
-        return lambda memory: _certified(within(memory), {})
+        return lambda memory: _certified(problem, cluster, within(memory), {})
 
     def chosen(memory: float | None) -> Solved:
         asked = replace(problem, memory=memory)
         best = choose(asked, cluster, Exactly(asked, cluster))
         one = best.answer
         found = Found(one.assignments, one.tensors, one.seconds, best.bound, one.bytes)
-        return _certified(found, best.to_json())
+        return _certified(problem, cluster, found, best.to_json())
 
     return chosen
 
 
-def _certified(found: Found, meshes: Mapping[str, Any]) -> Solved:
-    told = {"cost": found.cost, "lower_bound": found.lower_bound, "gap": found.gap, "bytes": found.bytes}
-    return Solved(found.assignments, found.tensors, told | dict(meshes))
+def _certified(problem: Problem, cluster: Cluster, found: Found, meshes: Mapping[str, Any]) -> Solved:
+    def told(one: Found) -> dict[str, Any]:
+        certificate = {"cost": one.cost, "lower_bound": one.lower_bound, "gap": one.gap, "bytes": one.bytes}
+        return certificate | dict(meshes)
+
+    return Solved(found.assignments, found.tensors, told(found), lambda: told(proven(problem, cluster, found)))
 
 
 def halving(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
