@@ -7,6 +7,7 @@ example of each kind against the Hydra that is installed. A text that is not kno
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from yaml import YAMLError
@@ -16,6 +17,12 @@ from runner.errors import ConfigError, allowed
 from runner.origins import Origins
 
 QUOTING = "a value that holds = , & # or spaces needs quotes inside quotes: 'key=\"a b\"'"
+
+OWN = {
+    "cluster": " One of your own is named by its file: cluster.file=PATH.",
+    "recipe": " One of your own is found in the folder recipes: recipes/NAME.yaml is +recipe=NAME.",
+}
+"""Where what the package does not have is looked for, by group of configs."""
 
 
 def reword(error: Exception, overrides: list[str]) -> ConfigError:
@@ -32,10 +39,10 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if isinstance(error, YAMLError):
         return ConfigError(f"a config file is not valid YAML: {_one_line(str(error))}.")
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return ConfigError(
-            f"{group} = {name!r} does not exist.{allowed(name, error.options)}{origins.sentence([group])}"
-        )
+        group, name = _chosen(str(error.missing_cfg_file), overrides)
+        right = allowed(name, error.options)
+        own = "" if "Did you mean" in right else OWN.get(group, "")
+        return ConfigError(f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
     if isinstance(error, MissingConfigException):
         return ConfigError(f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
     if found := re.search(r"Could not override '([^'@]+)", text):
@@ -56,6 +63,16 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if found := re.search(r"Multiple values for (\S+?)\.", text):
         return ConfigError(f"{found[1]} is chosen twice; give it once, or several at once as '+{found[1]}=[a,b]'.")
     return ConfigError(_fallback(text))
+
+
+def _chosen(missing: str, overrides: Sequence[str]) -> tuple[str, str]:
+    """The group of configs and the name in it that was asked for; a name may be a path."""
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if f"{key}/{value}" == missing:
+            return key, value
+    group, _, name = missing.rpartition("/")
+    return group, name
 
 
 def _override(key: str, origins: Origins) -> str:

@@ -103,6 +103,9 @@ BAD = [
     ([QUICK, "train.steps=range(1,3)"], "add -m"),
     (["-m", QUICK, "train.steps=3,-1"], "job #1 (+recipe=quickstart train.steps=-1): train.steps = -1"),
     (["-m", "+recipe=quickstart,quikstart"], "job #1 (+recipe=quikstart): recipe = 'quikstart' does not exist"),
+    (["+recipe=/tmp/mine.yaml"], "recipes/NAME.yaml is +recipe=NAME. (from the command line: +recipe=/tmp/mine.yaml)"),
+    (["plan", QUICK, "cluster=/tmp/mine.yaml"], "cluster = '/tmp/mine.yaml' does not exist. Allowed: a100, auto"),
+    (["plan", QUICK, "cluster=mine"], "named by its file: cluster.file=PATH."),
     (["recipes", "quikstart"], "Did you mean 'quickstart'?"),
     (["doctor", "now"], "doctor = 'now': this folder does not exist"),
 ]
