@@ -166,7 +166,7 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
     elif kind == "missing":
         text, concerned = _missing(dotted), []
     elif kind == "literal_error":
-        options = re.findall(r"[\w-]+", context["expected"].replace(" or ", ", "))
+        options = _words(context["expected"])
         text = f"{dotted} = {_shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
     elif kind == "value_error":
         text = f"{dotted} = {_shown(value)} {context['error']}".rstrip(".") + "."
@@ -175,8 +175,13 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
     else:
         text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
     if kind != "refusal" and "words" in error:
-        text += allowed(str(value), re.findall(r"[\w-]+", error["words"])).replace(" Allowed:", " Allowed too:")
+        text += allowed(str(value), _words(error["words"])).replace(" Allowed:", " Allowed too:")
     return text + origins.sentence(concerned)
+
+
+def _words(expected: str) -> list[str]:
+    """The values in the list of a message such as `'none', 'full' or 'auto'`."""
+    return re.findall(r"[\w-]+", expected.replace(" or ", ", "))
 
 
 def _missing(dotted: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
 
 from runner.errors import allowed
 from runner.forms import AxisName, OperandForm, Place, StrategyForm, check_layouts, read_operands, read_strategies
@@ -20,6 +20,15 @@ Search = Literal["sharding_propagation", "dynamic_programming", "recursive_progr
 DATASETS = ("data_parallel", "full_batch")
 NOTHING = {"set_data_parallel": "[]", "place": "{}"}
 """How to drop a key that is not dropped by null."""
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "recompute": ("operators", {"modules": None, "communication": None, "slice_inputs": False}),
+    "zero": ("stage", {"options": {}}),
+    "pipeline": (
+        "stages",
+        {"virtual_stages": None, "micro_batches": None, "schedule": "1f1b", "cuts": "auto"},
+    ),
+}
+"""Sections that may be one value: of which of their keys, and what the others are then."""
 
 
 class NamedMatrix(Section):
@@ -74,13 +83,13 @@ class Parallel(Section):
             )
         return mode
 
-    @field_validator("recompute", mode="before")
+    @field_validator(*SHORT, mode="before")
     @classmethod
-    def _recompute_in_short(cls, value: Any) -> Any:
-        """`recompute=full` says all there is to say."""
-        if not isinstance(value, str):
-            return value
-        return {"operators": value, "modules": None, "communication": None, "slice_inputs": False}
+    def _in_short(cls, value: Any, info: ValidationInfo) -> Any:
+        """`recompute=full`, `zero=2` or `pipeline=auto` say all there is to say."""
+        key, others = SHORT[info.field_name or ""]
+        short = isinstance(value, str | int) and not isinstance(value, bool)
+        return {key: value} | others if short else value
 
     @field_validator("strategies", mode="before")
     @classmethod

@@ -65,6 +65,20 @@ def test_mode_as_group_and_as_key_are_the_same(mode):
     assert compose(*MINIMAL, f"parallel={mode}").parallel.mode == mode
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("parallel.zero=2", "parallel.zero.stage=2"),
+        ("parallel.zero=auto", "parallel.zero.stage=auto"),
+        ("parallel.pipeline=auto", "parallel.pipeline.stages=auto"),
+        ("parallel.recompute=full", "parallel.recompute.operators=full"),
+    ],
+)
+def test_a_section_in_short_is_its_key_and_the_defaults_of_the_others(short, long):
+    both = [compose("+recipe=ffn_auto", "parallel.memory_limit=1GB", one) for one in (short, long)]
+    assert both[0] == both[1] != compose("+recipe=ffn_auto", "parallel.memory_limit=1GB")
+
+
 def test_config_is_frozen():
     checked = compose(*MINIMAL)
     with pytest.raises(ValueError, match="frozen"):

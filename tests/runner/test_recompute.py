@@ -12,6 +12,7 @@ GPT = "+recipe=gpt"
     [
         (["parallel.recompute=auto"], "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none"),
         (["parallel.recompute=ful"], "parallel.recompute.operators = 'ful' is not allowed."),
+        (["parallel.recompute=2"], "must be a list. Allowed too: none, full, selective, auto."),
         (["parallel.recompute.slice_inputs=true"], "parallel.recompute.operators = 'none' would ignore it"),
         (
             ["parallel.recompute=full", "train.compile=true"],
