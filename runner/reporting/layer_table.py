@@ -67,10 +67,18 @@ def next_better(content: Mapping[str, Any]) -> list[str]:
         ]
         asked = {word.partition("=")[0] for keys in told["shrunk"] for word in keys.split()}
         auto = " ".join(f"{key}=auto" for key in sorted(asked, reverse=True))
+        if auto and min(told["shrunk"].values()) <= told["memory_limit"]:
+            options.append(f"{auto} finds the fastest that fits")
+        else:
+            options.append(
+                "take more ranks, smaller micro-batches (train.accumulate), sliced parameters (parallel.mode=auto), or "
+                "keep less on a device (parallel.offload)"
+            )
+            if auto and told["ranks"] > 1:
+                options.append(f"{auto} finds out what fits without that, if anything")
         lines.append(
             f"it does not fit: {shown_bytes(told['memory'])} per rank, and a device has "
-            f"{shown_bytes(told['memory_limit'])}; {', '.join(options) or 'take more ranks, or slice parameters'}"
-            f"{f'; {auto} finds the fastest that fits' if auto else ''}"
+            f"{shown_bytes(told['memory_limit'])}; {'; '.join(options)}"
         )
     elif told["seconds"]:
         gains = sorted(told["speedups"].items(), key=lambda entry: -entry[1])

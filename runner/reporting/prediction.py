@@ -154,7 +154,7 @@ def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
     sizes = [(math.prod(one["local_shape"]), one["replica_group_size"]) for one in content["parameters"].values()]
     share = 1 - sum(size / replicas for size, replicas in sizes) / sum(size for size, _ in sizes)
     found, freed, zero = {}, 0, ""
-    for stage in range(part.updating.stage + 1, 4):
+    for stage in range(part.updating.stage + 1, 4) if share else ():
         freed += int(share * memory_now[("optimizer", "gradients", "parameters")[stage - 1]])
         zero = f"parallel.zero.stage={stage}"
         found[zero] = memory_now["peak"] - freed

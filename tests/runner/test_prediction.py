@@ -14,6 +14,7 @@ from runner.reporting.layer_table import layer_table, promise, shown_bytes, show
 from runner.reporting.prediction import doubled
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
+NOTHING = tuple(f"parallel.{key}" for key in ("mesh=null", "strategies=null", "dataset_strategy=data_parallel"))
 WINDOWS = ("data.args={length: 512, train: true}", "data.batch_size=16", "train.precision=bf16")
 PARAMETERS = 2 * 4096 * 1024 + 4 * (1024 * 1024 * 3 + 3 * 1024 * 4096)
 
@@ -51,20 +52,29 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
     assert plan["prediction"]["binding"] == "memory"
     out = capsys.readouterr().out
     assert "it does not fit: " in out and "and a device has 95.4 MiB; parallel.zero.stage=1 would need " in out
-    assert "; parallel.zero.stage=auto parallel.recompute=auto finds the fastest that fits\n" in out
+    assert "; take more ranks, smaller micro-batches (train.accumulate), sliced parameters" in out
+    assert "; parallel.zero.stage=auto parallel.recompute=auto finds out what fits without that, if anything\n" in out
     shrunk = plan["prediction"]["shrunk"]
     zero = [shrunk[f"parallel.zero.stage={stage}"] for stage in (1, 2, 3)]
     assert plan["prediction"]["memory"] > zero[0] > zero[1] > zero[2]
     assert shrunk["parallel.recompute=full parallel.zero.stage=3"] < shrunk["parallel.recompute=full"]
 
 
-def test_what_would_fit_is_what_it_takes(start):
+def test_what_would_fit_is_what_it_takes(start, capsys):
     limit = "cluster.machine.memory=6.0e8"
     told = plan_of(start, limit)["prediction"]
+    assert "; parallel.zero.stage=auto parallel.recompute=auto finds the fastest that fits\n" in capsys.readouterr().out
     assert told["memory"] > 6e8 > told["shrunk"]["parallel.recompute=full"]
     recomputed = plan_of(start, limit, "parallel.recompute=full")["prediction"]
     assert recomputed["memory"] == told["shrunk"]["parallel.recompute=full"]
     assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
+
+
+def test_one_rank_has_nothing_to_divide(start, capsys):
+    alone = "world_size=1", "parallel.mode=data_parallel", *NOTHING
+    told = plan_of(start, *alone, "cluster.machine.memory=1.0e8")["prediction"]
+    assert list(told["shrunk"]) == ["parallel.recompute=full"]
+    assert capsys.readouterr().out.split("it does not fit: ")[1].splitlines()[0].endswith("(parallel.offload)")
 
 
 def test_slow_links_bind_and_faster_ones_help(start, capsys):
