@@ -153,7 +153,7 @@ def direct_seconds(
             )
         dims = tuple(tuple(axis for axis in dim if axis not in after.partial) for dim in before.dims)
         before, after = Layout(dims, before.partial - after.partial), Layout(after.dims)
-    for kind, axes, sent, copied in _shares(before, after, mesh):
+    for kind, axes, sent, copied in shares(before, after, mesh):
         if copied:
             seconds += cluster.launch + 2 * copied * size / cluster.memory_bandwidth
         if sent:
@@ -162,8 +162,9 @@ def direct_seconds(
 
 
 @cache
-def _shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], float, float], ...]:
-    """Of every step: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its shape is."""
+def shares(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...], float, float], ...]:
+    """Of every step of that chain: kind, axes, and the shares of the tensor that a rank sends and copies, whatever its
+    shape is."""
     shape = (mesh.size,) * len(before.dims)
     whole = math.prod(shape)
     found = []

@@ -26,10 +26,13 @@ from strategies.meshing import Meshing
 from strategies.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.defaults import batch_parallel
+from strategies.search.direct import shares
 from strategies.search.problem import Problem
 
 EQUAL = 1e-9
 """Relative difference below which seconds are equal."""
+SEARCHED_AXES = 5
+"""Axes up to which chains are searched for: a search takes 1 ms on few axes, and 50 on nine."""
 MOST_CANDIDATES = 256
 """Above this many placements of single axes only contiguous runs of axes in mesh order are tried."""
 
@@ -190,22 +193,34 @@ class Edge:
 
 class Wire:
     """Seconds on the links of a cluster: the bytes of a chain's collectives over the slowest link that each crosses,
-    without what every call costs: calls would decide between slicings that send the same, by how many ranks talk."""
+    without what every call costs: calls would decide between slicings that send the same, by how many ranks talk. On
+    more than `SEARCHED_AXES` axes the chains are those that a rule writes down (`direct`)."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
+        self.searched = len(mesh.sorted(mesh.names)) <= SEARCHED_AXES
         self._known: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
 
     def seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
         key = before, after, spec.shape, spec.item_bytes
         if key not in self._known:
-            steps = chain(before, after, spec.shape, self.mesh)
-            self._known[key] = sum(
-                step.busiest(self.mesh) * spec.item_bytes / self.cluster.link(self.mesh, step.axes).bandwidth
-                for step in steps
-                if step.kind not in LOCAL
-            )
+            if self.searched or after.partial:
+                sent = self._searched(before, after, spec)
+            else:
+                sent = self._direct(before, after, spec)
+            self._known[key] = sum(size / self.cluster.link(self.mesh, axes).bandwidth for axes, size in sent)
         return self._known[key]
+
+    def _searched(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Axes and bytes of every collective."""
+        for step in chain(before, after, spec.shape, self.mesh):
+            if step.kind not in LOCAL:
+                yield step.axes, step.busiest(self.mesh) * spec.item_bytes
+
+    def _direct(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+        for kind, axes, sent, _ in shares(before, after, self.mesh) if before != after else ():
+            if kind not in LOCAL:
+                yield axes, sent * spec.elements * spec.item_bytes
 
     def own(
         self,

@@ -15,14 +15,17 @@ from models.quickstart import Net as Quickstart
 from strategies.capture import Objective, capture
 from strategies.engine.lowering import lower
 from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
+from strategies.graph import OperatorGraph, TensorSpec
+from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import OperatorPlan, Plan
 from strategies.planner import make_plan
 from strategies.request import Operand, Request, Wanted
 from strategies.rules import rule_of
+from strategies.search import propagation
 from strategies.search.problem import Problem
-from strategies.search.propagation import MOST_CANDIDATES, candidates
+from strategies.search.propagation import MOST_CANDIDATES, Wire, candidates
+from tests.strategies.search.problems import all_layouts, node
 from tests.strategies.whole_model import TOLERANCE, Model
 
 
@@ -264,6 +267,26 @@ def test_candidates_use_as_many_devices_as_the_dims_allow_and_are_all_legal() ->
         assert len({tuple(sorted(one.items())) for one in found}) == len(found) <= MOST_CANDIDATES
         for assignment in found:
             assert all(sharding.sizes[factor] % mesh.product(axes) == 0 for factor, axes in assignment.items())
+
+
+def test_chains_of_many_axes_are_written_down_and_send_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one kind of link: what is searched for on few axes sends least, and mostly no less."""
+    spec, machine = TensorSpec((64, 64), "float32"), node(16)
+    mesh = Mesh((("a", 2), ("b", 2), ("c", 4)))
+    searched, written = Wire(mesh, machine), Wire(mesh, machine)
+    assert searched.searched
+    written.searched = False
+    same = 0
+    for before in all_layouts(2, "abc", True):
+        for after in all_layouts(2, "abc", False):
+            least, found = (wire.seconds(before, after, spec) for wire in (searched, written))
+            assert least <= found * (1 + 1e-9)
+            same += found <= least * (1 + 1e-9)
+    assert same > 0.6 * len(all_layouts(2, "abc", True)) * len(all_layouts(2, "abc", False))
+    many = Wire(Mesh(tuple((f"x{i}", 2) for i in range(9))), node(512))
+    monkeypatch.setattr(propagation, "chain", None)
+    assert many.seconds(Layout((("x0",), ())), Layout(((), ("x0",))), spec) > 0
+    assert many.seconds(Layout((("x0",), ())), Layout((("x0", "x1"), ())), spec) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

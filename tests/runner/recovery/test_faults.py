@@ -104,7 +104,10 @@ def test_several_failures_under_other_plans(start, undisturbed, words):
     )
     ended = start(*words, *RESTARTS, faults(*wanted))
     assert stored(ended.folder) == expected
-    assert len((ended.folder / "restarts.jsonl").read_text().splitlines()) == 3
+    assert len(list((ended.folder / "faults").iterdir())) == 3
+    restarts = len((ended.folder / "restarts.jsonl").read_text().splitlines())
+    together = "checkpoint.background=true" in words  # what is saved behind step 5 may fail with it
+    assert restarts == 3 or (together and restarts == 2)
 
 
 def test_it_ends_after_the_last_restart(start):
