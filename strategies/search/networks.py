@@ -22,6 +22,8 @@ from strategies.uncollected import uncollected
 
 MOST = 2e9
 """Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""
+TABLE = 3e4
+"""Entries that take as long as it does to solve a network once more, by its tables."""
 AGAIN = 8
 """Solutions of the best options of one network between two looks at all of its options."""
 
@@ -36,6 +38,8 @@ class Networks:
         self.split: frozenset[Ref] = frozenset()
         self.solver: Folded | Narrowed | None = None
         self.last: Narrowed | None = None
+        self.solved = 0.0
+        """Tables of all networks that were solved."""
 
     def build(self, split: frozenset[Ref]) -> None:
         """The network of the groups as they are now; the uses of `split` values pay together."""
@@ -58,6 +62,7 @@ class Networks:
     def solve(self) -> tuple[list[int], float]:
         """The option of every variable in the best solution found, and what any solution costs at least."""
         assert self.solver is not None
+        self.solved += len(self.building.network.tables)
         try:
             return self.solver.solve()
         except TooWide:
@@ -69,7 +74,7 @@ class Networks:
         """Whether enough was looked at."""
         ways = self.groups.alike.ways.values()
         sent = 0.0 if self.last is None else self.last.messages.effort
-        return sent + sum(one.effort for one in ways) > self.most
+        return sent + TABLE * self.solved + sum(one.effort for one in ways) > self.most
 
     def look(self, picks: Sequence[int]) -> bool:
         """Looks into what a solution picks; whether anything is new."""
@@ -86,6 +91,7 @@ class Networks:
         solver = self._narrow(short.network)
         since = 0  # solutions since the messages were sent
         while True:
+            self.solved += len(short.network.tables)
             picks = short.expanded((solver.again() if since else solver.solve())[0])
             raised = self.building.settle(picks)
             if self.tired:
