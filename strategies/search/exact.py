@@ -18,7 +18,9 @@ from strategies.errors import StrategyError
 from strategies.search.coarse import Coarse, shared
 from strategies.search.finding import Finding, Found
 from strategies.search.frontier import Frontier
+from strategies.search.halved import halved
 from strategies.search.joining import Joined, joinings, least, on_runs
+from strategies.search.kept import too_large
 from strategies.search.meshes import Factors, finest
 from strategies.search.options import Menu
 from strategies.search.prices import Pricing
@@ -50,7 +52,7 @@ class Exact:
         self.tolerance = (0.01 if self.axes > 2 else 1e-12) if tolerance is None else tolerance
 
     def within(self, memory: float | None) -> Found:
-        """The plan for so many bytes of a rank. Raises StrategyError where none is found, or layouts are too many."""
+        """The plan for so many bytes of a rank. Raises StrategyError where none is found."""
         if self.axes > MOST_AXES and not shared(self.problem):
             free = self._coarse.free
             return free if memory is None or free.bytes <= memory else self._coarse.within(memory)
@@ -73,7 +75,8 @@ class Exact:
         return [(one, Exact(one.problem, self.cluster, self.tolerance)) for one in found]
 
     def _on_joined(self, memory: float | None) -> Found:
-        """The best plan of the joined meshes, and its seconds on the whole one."""
+        """The best plan of the joined meshes, and its seconds on the whole one; that of rounds, where configured
+        layouts tell the axes of every joined mesh apart."""
         best: Found | None = None
         refused: StrategyError | None = None
         for joined, exact in self._joined:
@@ -84,14 +87,20 @@ class Exact:
                 continue
             if best is None or found.cost < best.cost:
                 best = joined.whole(found)
+        if best is None and refused is not None:
+            raise refused
         if best is None:
-            raise refused or StrategyError(
-                f"parallel.search = dynamic_programming has too many layouts to compare on a mesh of {self.axes} axes "
-                "where a parameter has several uses and configured layouts tell neighbouring axes apart. Use "
-                "parallel.search=recursive_programming, or a mesh of fewer axes."
-            )
+            best = rounds(replace(self.problem, memory=memory), self.cluster)
         cost = Pricing(self.problem, self.cluster).total(best.assignments, best.tensors)
         return replace(best, cost=cost, lower_bound=min(least(self.problem, self.cluster), cost))
+
+
+def rounds(problem: Problem, cluster: Cluster) -> Found:
+    """The plan of recursive programming. Raises StrategyError where it does not keep the problem's memory."""
+    found = halved(problem, cluster)
+    if problem.memory is not None and found.bytes > problem.memory:
+        raise too_large(problem.memory, found.bytes)
+    return found
 
 
 def search(problem: Problem, cluster: Cluster, tolerance: float | None = None) -> Found:

@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.cost.cluster import Cluster
+from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
 from strategies.planner import Planning
 from strategies.request import Request
+from strategies.rules.sharding import Assignment
 from strategies.search.coarse import Coarse
 from strategies.search.exact import Exact, proven
+from strategies.search.halved import halved
+from strategies.search.joining import joinings
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
 from tests.strategies.search.problems import node, nodes, prime_mesh, problem, shaped, tokens
@@ -73,6 +77,21 @@ def test_on_many_axes_it_proves_what_joined_axes_gave() -> None:
         better = proven(made, machine, found)
         assert better.assignments == found.assignments and better.cost == found.cost
         assert better.gap < found.gap / 3 and better.gap < 0.15
+
+
+def test_where_no_axes_can_be_joined_rounds_give_the_plan() -> None:
+    """A configured layout has an axis between two that lie together."""
+    graph = tied(256, 64, batch=64)
+    names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
+    apart: Assignment = {"batch0": ("d0", "d2")}
+    made, machine = problem(graph, prime_mesh(48), dict.fromkeys(names, apart)), nodes(6)
+    assert not list(joinings(made, machine))
+    exact, other = Exact(made, machine), halved(made, machine)
+    found = exact.within(None)
+    assert found.assignments == other.assignments and found.cost == pytest.approx(other.cost)
+    assert 0 < found.lower_bound < proven(made, machine, found).lower_bound <= found.cost
+    with pytest.raises(StrategyError, match="the smallest"):
+        exact.within(1000.0)
 
 
 def test_a_plan_has_the_better_bound_and_a_joint_decision_does_not_wait_for_it() -> None:
