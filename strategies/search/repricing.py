@@ -4,8 +4,8 @@ configured operators.
 A model with repeated layers, many products or large ones takes the cheapest of what was followed, of that with single
 operators decided again, and of what rounds find: what propagation met once it decided for all layers, so a neighbour
 that it left dearer than need be is paid as often. A small net keeps what can be followed by hand, on all devices,
-unless its products are all configured, so that nothing is left to follow, or that costs `DEARER` times the cheapest, as
-on very many devices. Either way both prices are told.
+unless its products are all configured, so that nothing is left to follow, or that costs `DEARER` times the cheapest on
+more than `FEW_RANKS` devices. Either way both prices are told.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ FOLLOWED = 8
 """Products of a net that can be followed by hand."""
 LIGHT = 1e9
 """Flops of all products of a net whose plan hardly matters."""
-DEARER = 2.0
-"""Times the seconds of the cheapest plan that what can be followed by hand may cost."""
+FEW_RANKS, DEARER = 16, 2.0
+"""Ranks on which what can be followed by hand is; on more it may cost so many times the seconds of the cheapest plan:
+slices for all of them are then smaller than what it takes to call for them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def propagated(problem: Problem, meshing: Meshing, cluster: Cluster) -> Propagat
         for axes in (meshing.fixed, (problem.mesh.names,))  # from all axes as one, too
     ]
     best = min((followed, refined, *around), key=lambda one: (max(one.bytes, limit), one.seconds))
-    by_hand = _small(problem) and not _settled(problem) and followed.seconds <= DEARER * best.seconds
+    near = problem.mesh.size <= FEW_RANKS or followed.seconds <= DEARER * best.seconds
+    by_hand = near and _small(problem) and not _settled(problem)
     by_price = best is not followed and not by_hand
     taken = best.assignments if by_price else chosen
     found = {id: (taken[id], arrived) for id, (_, arrived) in reached.items()}
