@@ -13,7 +13,6 @@ from torch import Tensor
 from runner.errors import ConfigError
 from runner.schema import Config
 from strategies.capture import Objective, run_once
-from strategies.engine.zero_options import takes_fp16
 from strategies.errors import StrategyError
 
 DTYPES = {
@@ -34,15 +33,9 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], device: str) -> None:
-    """Raises ConfigError where this device, or an operator of the model on it, has no fp16."""
+    """Raises ConfigError where an operator of the model has no fp16 on this device."""
     if config.train.precision != "fp16" or device != "cpu":
         return
-    if config.parallel.zero.known and not takes_fp16(device):
-        raise ConfigError(
-            f"train.precision = fp16 with parallel.zero.stage = {config.parallel.zero.known}: DeepSpeed does not train "
-            "in fp16 on this CPU, which has no fast products of that dtype. Use train.precision=bf16, or "
-            "parallel.zero.stage=0."
-        )
     try:
         run_once(step, tensors, backward=True)
     except StrategyError as error:

@@ -161,11 +161,6 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
         )
 
 
-def takes_fp16(device: str) -> bool:
-    """Whether DeepSpeed trains in fp16 on such a device: on a CPU only where torch has fast products of that dtype."""
-    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
 def check_parameters(
     found: Mapping[str, nn.Parameter], learns: frozenset[str], stage: int, precision: Precision
 ) -> None:

@@ -39,22 +39,18 @@ def backend() -> Any:
 
 @contextmanager
 def swapping_to(files: SwapFiles | None) -> Iterator[None]:
-    """Let DeepSpeed write to `files` where it would compile its own writer, and keep parameters in their own dtype,
-    which it mistakes for bf16 on a CPU."""
+    """Let DeepSpeed write to `files` where it would compile its own writer."""
     if files is None:
         yield
         return
     names = ("partitioned_optimizer_swapper", "partitioned_param_swapper")
     modules: list[Any] = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in names]
-    init: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters").Init
-    builders, chooser = [module.AsyncIOBuilder for module in modules], init._set_dtype
+    builders = [module.AsyncIOBuilder for module in modules]
     for module in modules:
         module.AsyncIOBuilder = files.builder
-    init._set_dtype = lambda self, _, dtype: setattr(self, "dtype", dtype)
     try:
         yield
     finally:
-        init._set_dtype = chooser
         for module, builder in zip(modules, builders, strict=True):
             module.AsyncIOBuilder = builder
 
@@ -73,6 +69,10 @@ def deepspeed_for(device: torch.device) -> Any:
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
         with _without_compiler():  # else each rank imports torch's whole compiler, for seconds
             importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    if device.type == "cpu":
+        # It asks whether the processor has fast fp16 products (AVX512-FP16). Without, it refuses fp16, which torch
+        # computes on every processor, and stage 3 turns fp32 parameters on a disk into bf16.
+        module.accelerator.get_accelerator().is_fp16_supported = lambda: True
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"deepspeed(\.|$)")
     # Its calls of older names of torch, which are then blamed on torch itself.
