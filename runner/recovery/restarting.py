@@ -49,14 +49,18 @@ def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) 
             cause = str(failed).partition("\n")[0].rstrip(".")
             newest = _newest(config, run_dir) or given
             gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
-            before, fewer = (failed.rank, newest), None
+            before, fewer = (failed.rank, newest), False
             if gone and config.launch.min_ranks is not None:
-                fewer = smaller(config, _left(ready, config, failed), failed.hosts, run_dir, Path(payload["folder"]))
-            config, ready = fewer or (config, ready)
+                try:
+                    left = _left(ready, config, failed)
+                    config, ready = smaller(config, left, failed.hosts, run_dir, Path(payload["folder"]))
+                    fewer = True
+                except ConfigError as refused:
+                    print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
             ready = replace(ready, resume=newest)
             payload = payload | {"marks": ()}  # how long it took to the first step is told once
             _note(run_dir, {"restart": count, "cause": cause, "resume": ready.resume, "ranks": ready.world_size})
-            going_on = _going_on(ready, fewer is not None, time.monotonic() - began)
+            going_on = _going_on(ready, fewer, time.monotonic() - began)
             print(f"restart {count} of {most}: {cause}. {going_on}", flush=True)
 
 
@@ -86,7 +90,8 @@ def _newest(config: Config, run_dir: Path) -> str | None:
 
 
 def _going_on(ready: Ready, fewer: bool, seconds: float) -> str:
-    who = f"With {ready.world_size} ranks, and a plan searched anew, it" if fewer else "It"
+    ranks = f"{ready.world_size} rank{'s' if ready.world_size > 1 else ''}"
+    who = f"With {ranks}, and a plan searched anew, it" if fewer else "It"
     if ready.resume is None:
         return f"There is no checkpoint yet. {who} starts from the beginning."
     return f"{who} goes on from {Path(ready.resume).name}, found in {seconds:.1f} s."

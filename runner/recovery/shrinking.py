@@ -14,28 +14,39 @@ from pydantic import ValidationError
 
 from runner.errors import ConfigError
 from runner.schema import Config
+from runner.sections.parallel import SHORT
 from runner.start import Ready, make_ready
 from strategies.errors import StrategyError
 
 
-def smaller(
-    config: Config, ranks: int, lost: Collection[str], run_dir: Path, folder: Path
-) -> tuple[Config, Ready] | None:
+def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, folder: Path) -> tuple[Config, Ready]:
     """The largest run of at most `ranks` ranks, and no fewer than launch.min_ranks, that can be prepared without the
-    hosts `lost`: its config and its preparation, which goes to `folder`. None if there is none."""
+    hosts `lost`: its config and its preparation, which goes to `folder`.
+
+    Raises ConfigError, with the reason for each number of ranks, if there is none, and RunFailed as `make_ready`.
+    """
     least = config.launch.min_ranks
     assert least is not None
+    refused = []
     for count in range(ranks, least - 1, -1):
-        for found in _configs(config, count, lost):
+        why = ""
+        for values in candidates(config, count, lost):
             try:
+                found = Config.model_validate(values)
                 return found, make_ready(found, run_dir, folder)
-            except (ConfigError, StrategyError):
-                continue  # it does not fit this number
-    return None
+            except ValidationError as error:
+                why = "; ".join(
+                    str(one.get("ctx", {}).get("text") or f"{one['loc']}: {one['msg']}") for one in error.errors()
+                )
+            except (ConfigError, StrategyError) as error:
+                why = str(error)
+        refused.append(f"With {count} ranks: {why}")
+    raise ConfigError(" ".join(refused) or f"launch.min_ranks = {least}, but {ranks} are left.")
 
 
-def _configs(config: Config, count: int, lost: Collection[str]) -> Iterator[Config]:
-    """`config` for `count` ranks: with its own strategies, then with those that a search finds."""
+def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Values of a `Config` for `count` ranks, the closest to `config` first: with its own strategies or with those that
+    a search finds, each with its pipeline and then without."""
     own = config.model_dump(mode="json")
     own["world_size"] = count
     own["train"]["resume"] = "auto"
@@ -46,13 +57,31 @@ def _configs(config: Config, count: int, lost: Collection[str]) -> Iterator[Conf
         "rank_table": None,
         "faults": [fault for fault in own["launch"]["faults"] if fault["rank"] < count],
     }
-    searched = {"mode": "auto", "search": "recursive_programming", "strategies": {}, "set_data_parallel": []}
-    one_stage = own["parallel"]["pipeline"] | {"stages": None, "cuts": None}
-    for parallel in (own["parallel"], own["parallel"] | searched, own["parallel"] | searched | {"pipeline": one_stage}):
-        try:
-            yield Config.model_validate(own | {"parallel": parallel})
-        except ValidationError:
-            continue  # what belongs together does not fit this number
+    searched = {
+        "mode": "auto",
+        "search": "recursive_programming",
+        "strategies": {},
+        "layouts": {},
+        "set_data_parallel": [],
+        "dataset_strategy": "data_parallel",
+    }
+    plans = [own["parallel"]]
+    if config.parallel.mode != "hybrid":  # such a module communicates by itself: nothing can be searched for it
+        plans.append(own["parallel"] | searched)
+    pipelines: list[dict[str, Any]] = [{}]
+    if config.parallel.pipeline.stages is not None:
+        pipelines.append({"pipeline": _in_full("pipeline", None)})
+        if config.parallel.recompute.operators == "auto" and config.parallel.memory_limit is None:
+            pipelines[-1]["recompute"] = _in_full("recompute", "none")  # auto was a decision about the stages
+    for pipeline in pipelines:
+        for plan in plans:
+            yield own | {"parallel": plan | pipeline}
+
+
+def _in_full(section: str, value: str | None) -> dict[str, Any]:
+    """A section that may be one value, key by key."""
+    key, others = SHORT[section]
+    return {key: value, **others}
 
 
 def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:

@@ -1,6 +1,19 @@
 """Which hosts and ranks a run goes on with when some are gone."""
 
-from runner.recovery.shrinking import hosts_left
+import json
+import re
+
+import pytest
+from composing import compose_config
+from disturbed import RESTARTS, faults
+from pydantic import ValidationError
+from small import MODES, SMALL
+
+from runner.command import recipes
+from runner.errors import ConfigError
+from runner.recovery import shrinking
+from runner.recovery.shrinking import candidates, hosts_left
+from runner.schema import Config
 
 HOSTS = [
     {"name": name, "ranks": ranks, "devices": [0, 1]} for name, ranks in (("a", [0, 3]), ("b", [1, 4]), ("c", [2, 5]))
@@ -17,3 +30,74 @@ def test_ranks_keep_their_order():
 def test_what_is_too_many_is_left_out():
     assert hosts_left(HOSTS, 1, ["a"]) == [{"name": "b", "ranks": (0,), "devices": (0,)}]
     assert hosts_left(HOSTS, 2, ["b", "c"]) == [{"name": "a", "ranks": (0, 1), "devices": (0, 1)}]
+
+
+PIPELINES = {
+    "as it is": (),
+    "a number": ("parallel.pipeline=2",),
+    "cuts": ("parallel.pipeline={stages: 2, cuts: {outer: 1}}",),
+    "virtual": ("parallel.pipeline={stages: 2, virtual_stages: 2, schedule: interleaved_1f1b}",),
+    "zero bubble": ("parallel.pipeline={stages: 2, micro_batches: 4, schedule: zero_bubble}",),
+    "auto": ("parallel.pipeline=auto",),
+    "micro-batches auto": ("parallel.pipeline={stages: 2, micro_batches: auto}",),
+    "recomputed": ("parallel.pipeline=2", "parallel.recompute=auto"),
+    "ZeRO 1": ("parallel.pipeline=2", "parallel.zero=1"),
+}
+
+
+def fitting(made, count):
+    """The candidates for `count` ranks that are valid; whatever is wrong with the others is a rule that they break."""
+    found = []
+    for values in candidates(made, count):
+        try:
+            found.append(Config.model_validate(values))
+        except ValidationError as error:
+            assert {one["type"] for one in error.errors()} == {"refusal"}, error
+    return found
+
+
+@pytest.mark.parametrize("name", [*recipes.catalogue()])
+def test_every_recipe_has_a_valid_smaller_one(name):
+    made = compose_config(f"+recipe={name}", "launch.max_restarts=1", "launch.min_ranks=1")
+    for count in range(1, made.world_size or 4):
+        found = fitting(made, count)
+        assert found or made.parallel.mode == "hybrid"
+        assert all(one.world_size == count for one in found)
+
+
+@pytest.mark.parametrize("form", PIPELINES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_form_of_pipeline_has_a_valid_smaller_one(form, count):
+    made = compose_config(*SMALL, *MODES["data_parallel"], *PIPELINES[form], "data.batch_size=24")
+    first = fitting(made, count)[0].parallel.pipeline
+    assert first.stages == (made.parallel.pipeline.stages if form == "auto" or count == 2 else None)
+
+
+def test_why_no_smaller_run_fits_is_reported(monkeypatch, tmp_path):
+    monkeypatch.setattr(shrinking, "candidates", lambda config, count, lost: [{"world_size": "many"}])
+    made = compose_config(*SMALL, *MODES["data_parallel"], "launch.max_restarts=1", "launch.min_ranks=2")
+    with pytest.raises(ConfigError, match=r"With 3 ranks: .*world_size.*With 2 ranks: "):
+        shrinking.smaller(made, 3, (), tmp_path, tmp_path)
+
+
+PIPELINE = (*SMALL, *MODES["data_parallel"], "checkpoint.every=2", "train.log_every=1", "data.batch_size=24")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (("world_size=2", "parallel.pipeline={stages: 2, cuts: {outer: 1}}"), 1),
+        pytest.param(("parallel.pipeline=2", "parallel.zero=1"), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipeline_that_loses_a_rank_for_good_goes_on(start, capfd, words, ranks):
+    expected = start(*PIPELINE, *words, folder="whole").losses
+    capfd.readouterr()
+    twice = [f"{{kind: kill, rank: {ranks}, step: 4, phase: data}}"] * 2
+    ended = start(*PIPELINE, *words, *RESTARTS, faults(*twice), "launch.min_ranks=1")
+    said = capfd.readouterr().out
+    assert re.search(f"With {ranks} ranks?, and a plan searched anew, it goes on from step-00000002", said)
+    assert ended.losses == pytest.approx(expected, rel=1e-5)
+    assert [json.loads(line)["ranks"] for line in (ended.folder / "restarts.jsonl").read_text().splitlines()][1:] == [
+        ranks
+    ]
