@@ -128,6 +128,7 @@ class ZeroUpdates:
         with unrecognised(optimizer), swapping_to(self._files):
             self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
         self._zero = self._engine.optimizer
+        follows = frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads)
         self._state = ZeroState(
             self._zero,
             stage,
@@ -135,13 +136,12 @@ class ZeroUpdates:
             communicator.rank,
             self._parameters,
             [members for members, _ in cut],
-            follows=frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads),
+            follows=follows,
             on_disk=offload.optimizer == "disk",
         )
         self._stop_counting = count_on(backend(), communicator)
         if peers is not None:
-            follows = frozenset(id(self._parameters[name]) for name in peers.copies.keys() - peers.leads)
-            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, peers, follows)
+            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, self._state, peers, follows)
         self._check_swapped()
         if offload.optimizer == "disk":
             swapper = self._zero.optimizer_swapper

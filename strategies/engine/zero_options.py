@@ -28,6 +28,7 @@ REFUSED = {
     "compute_grad_norm": "cannot be changed: the norm of the gradient is reported and used for clipping",
     "legacy_stage1": "is not supported by DeepSpeed any more",
     "elastic_checkpoint": "is replaced by this project's own checkpoints",
+    "parameter_alignment": "pads parameters where checkpoints expect elements",
     "zero_hpz_partition_size": "does not know parameters with different replica groups",
     "zero_quantized_weights": OTHER_NUMBERS,
     "zero_quantized_nontrainable_weights": OTHER_NUMBERS,

@@ -6,7 +6,7 @@ counts every slice of every parameter once, and is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strategies.engine.communicator import Communicator
 from strategies.engine.peers import Peers
+from strategies.engine.zero_state import ZeroState
 
 
 class Group:
@@ -56,25 +57,32 @@ class Group:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
-def norm_over_groups(zero: Any, peers: Peers, follows: frozenset[int]) -> Tensor:
+def norm_over_groups(zero: Any, state: ZeroState, peers: Peers, follows: frozenset[str]) -> Tensor:
     """The 2-norm of the global gradient for `zero`, DeepSpeed's optimizer of stage 1, which calls it in place of its
     own (that one talks once per parameter group, of which every stage has another number); -1, as there, if it is no
-    number. `follows` are the ids of the parameters that an earlier group counts."""
+    number. `follows` are the parameters that an earlier group counts."""
     total = torch.zeros((), dtype=torch.float64, device=zero.device)
-    for number, members in enumerate(zero.params_in_partition):
-        for norm, parameter in zip(_norms(zero, number, members), members, strict=True):
-            if id(parameter) not in follows:
-                total += norm.double().square()
+    for index in range(len(state.masters())):
+        for name, gradient in _gradients(zero, state, index):
+            if name not in follows:
+                norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+                total += norm.square().to(total.device)
     peers.add_over_all(total)
     norm = total.sqrt().float()
     return norm if torch.isfinite(norm) else torch.full_like(norm, -1.0)
 
 
-def _norms(zero: Any, number: int, members: Sequence[Tensor]) -> list[Tensor]:
-    """Of this rank's piece of the gradient of every member of a parameter group; it is on the host already where the
-    optimizer is."""
+def _gradients(zero: Any, state: ZeroState, index: int) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds of the gradient of every parameter in a flat tensor, without padding: on the host in one
+    piece where the optimizer is, else in pieces that DeepSpeed joins later, of which not all padding is marked."""
+    ranges = state.ranges(index)
     if zero.cpu_offload:
-        found = zero.norm_for_param_grads
-        return [torch.as_tensor(found.get(zero.get_param_id(one), 0.0), device=zero.device) for one in members]
-    pieces = [one for one in zero.averaged_gradients[number] if not getattr(one, "_zero_padding", False)]
-    return [torch.linalg.vector_norm(piece.detach(), dtype=torch.float64) for piece in pieces]
+        flat = state.masters()[index].grad
+        assert flat is not None
+        yield from ((name, flat[one.position : one.position + one.count]) for name, one in ranges)
+        return
+    begins, position = {one.position: name for name, one in ranges}, 0
+    for piece in zero.averaged_gradients[index]:
+        if position in begins:
+            yield begins[position], piece
+        position += piece.numel()

@@ -48,6 +48,17 @@ class Classifier(nn.Module):
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
 
 
+class Scaled(nn.Module):
+    """A classifier of points that are scaled by one learned number, which is all of a first stage."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.scale, self.net = nn.Parameter(torch.tensor([0.5])), Classifier(hidden=hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * self.scale)
+
+
 class Renormed(Classifier):
     """A classifier with an operator in it that no rule covers."""
 
@@ -139,12 +150,14 @@ class Tied(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight."""
+    """Four layers x [rows, 12] -> [rows, 12], of which [rows, 4] are returned; the outer two have one weight. `width`
+    is that of the values in the middle."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = FEATURES) -> None:
         super().__init__()
+        sizes = ((FEATURES, FEATURES), (FEATURES, width), (width, FEATURES), (FEATURES, FEATURES))
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(dropout), nn.Tanh()) for _ in range(4))
+            *(nn.Sequential(nn.Linear(*size), nn.Dropout(dropout), nn.Tanh()) for size in sizes)
         )
         self.layers[3][0].weight = self.layers[0][0].weight
 

@@ -54,6 +54,34 @@ def test_zero_in_every_stage(start, words, precision):
     assert max(ended.verdict["weight_max_rel_diff"].values()) <= (1e-6 if precision == "fp32" else 1e-2)
 
 
+NOTHING = (
+    *(*SMALL, "parallel=data_parallel", "model.target=networks.Scaled", "model.args.hidden=15"),
+    *("parallel.pipeline.stages=2", "parallel.pipeline.cuts={net: 1}"),
+)
+UNEVEN = {
+    "padding": (*TWO, "model.args.hidden=15"),
+    "nothing on a rank": NOTHING,
+    "nothing on a rank, accumulated, offloaded": (
+        *(*NOTHING, "train.accumulate=2", "data.batch_size=32", "parallel.offload.optimizer=host"),
+    ),
+    "virtual stages": (*INTERLEAVED, "model.args.width=5"),
+    "slices": (
+        *(*SMALL, "parallel=auto", "parallel.strategies.inner.matmul=[[1,1],[1,2]]", "world_size=8"),
+        *("parallel.pipeline=2", "parallel.mesh={dp: 2, tp: 2}", "model.args.hidden=18"),
+    ),
+}
+"""What a stage holds does not divide by its ranks, of which some hold nothing of a parameter."""
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_zero_of_a_stage_that_does_not_divide(start, kind):
+    """With plain descent a wrong norm is a wrong step; the norms are well above what is clipped at."""
+    sgd = ("optimizer.target=torch.optim.SGD", "optimizer.args={lr: 10.0}", "train.clip=0.01")
+    ended = start(*UNEVEN[kind], *sgd, "parallel.zero.stage=1", "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+    assert max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
+
+
 def test_low_precision_is_updated_from_masters(start):
     ended = start(*TIED, "parallel.pipeline.cuts={leave: 1}", "train.precision=bf16", "verify.steps=2", verb="verify")
     assert ended.verdict["passed"]

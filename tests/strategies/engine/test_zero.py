@@ -60,6 +60,7 @@ def refusals(training):
         (case(stage=3, options={"stage": 2}), "is given by parallel.zero.stage"),
         (case(stage=2, options={"overlap_com": True}), "Did you mean 'overlap_comm'?"),
         (case(stage=2, options={"reduce_scatter": False}), "it must stay true"),
+        (case(stage=1, options={"parameter_alignment": True}), "pads parameters where checkpoints expect elements"),
         (case(stage=2, options={"zero_quantized_weights": True}), "changes the numbers"),
         (case(stage=3, options={"offload_param": {"device": "nvme"}}), "Use device: cpu"),
         (case(stage=2, options={"reduce_bucket_size": "many"}), "DeepSpeed refuses {'reduce_bucket_size': 'many'}"),
