@@ -85,12 +85,16 @@ def load(composed: DictConfig, origins: Origins) -> Config:
 
 def read(file: Path) -> Config:
     """The config of a run folder's `config.json`. Raises ConfigError if it is missing or does not validate."""
+    from strategies.bounded import read_bytes  # no part of the front end needs it
+
     try:
-        return Config.model_validate_json(file.read_text(encoding="utf-8"))
+        return Config.model_validate_json(read_bytes(file))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         raise ConfigError(*(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}.") from None
 
 
 def keys(parent: str) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from strategies.bounded import read_json
 from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 
@@ -33,13 +34,13 @@ def load(folder: Path, key: str, warn: Callable[[str], None]) -> Plan | None:
     """The plan of an entry; None where there is none or it is damaged, of which `warn` is told."""
     file = folder / f"{key}.json"
     try:
-        entry = json.loads(file.read_bytes())
+        entry = read_json(file)
         if entry["sha256"] != _hash(entry["plan"]):
             raise ValueError("its content is not what was written")
         return Plan.from_json(entry["plan"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError) as error:
         warn(f"plan cache: {file} cannot be used ({_words(error)}), so the plan is searched anew.")
         return None
 

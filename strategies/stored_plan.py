@@ -25,7 +25,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
         plan = Plan.from_json(content)
         told = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
         parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise StrategyError(f"{name} is not a plan.json ({type(error).__name__}: {error}).") from None
     if plan.mesh.size != ranks:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)

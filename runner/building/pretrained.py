@@ -51,6 +51,8 @@ def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
         files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
     except StrategyError as error:
         raise ConfigError(f"{where}: {error}") from error
+    for file in {one.file for one in files.values() if not one.parts}:
+        checkpoints.check_file(Path(file))
     held = _renamed(files, model.rename, where)
     wanted = list(_wanted(module))
     missing, unexpected = _unmatched(wanted, held, module)

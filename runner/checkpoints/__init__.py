@@ -24,8 +24,8 @@ from __future__ import annotations
 from runner.checkpoints.committing import SaveFailed, Wanted
 from runner.checkpoints.content import Content
 from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
-from runner.checkpoints.loading import Restored, check, check_model, load, to_continue, verify
-from runner.checkpoints.reading import Checkpoint, is_one, read, weights
+from runner.checkpoints.loading import Restored, check, check_file, check_model, load, to_continue, verify, weights
+from runner.checkpoints.reading import Checkpoint, is_one, read
 from runner.checkpoints.saving import Saver, save
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Saver",
     "Wanted",
     "check",
+    "check_file",
     "check_model",
     "clean",
     "is_one",

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runner.errors import ConfigError
@@ -31,10 +32,14 @@ def hidden(path: Path) -> Path:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, fewest steps first."""
+    return [path for path in named(folder) if (path / HEADER).is_file()]
+
+
+def named(folder: Path) -> list[Path]:
+    """The folders in `folder` that have the name of a checkpoint, fewest steps first."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / HEADER).is_file())
-    return sorted(found, key=number)
+    return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()), key=number)
 
 
 def number(path: Path) -> int:
@@ -68,11 +73,21 @@ def clean(folder: Path) -> None:
     for left in sorted(folder.glob(".step-*.replaced")):
         place = folder / left.name.removeprefix(".").removesuffix(".replaced")
         if place.exists():
-            shutil.rmtree(left)
+            erase(left)
         else:  # interrupted between the two renames of `put`
             left.rename(place)
     for left in folder.glob(".step-*.partial"):
-        shutil.rmtree(left)
+        erase(left)
+
+
+def erase(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there. Raises OSError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError:  # a folder: IsADirectoryError on Linux, PermissionError elsewhere
+        shutil.rmtree(path)
 
 
 def put(partial: Path, path: Path) -> None:
@@ -82,14 +97,15 @@ def put(partial: Path, path: Path) -> None:
         path.rename(replaced)
     partial.rename(path)
     sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # `clean` removes it later
+        erase(replaced)
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint; hidden first, so that none is ever seen half removed."""
     gone = hidden(path)
     path.rename(gone)
-    shutil.rmtree(gone)
+    erase(gone)
 
 
 def drop(path: Path, step: int, keep: int | None, better: Callable[[float, float], bool] | None) -> None:

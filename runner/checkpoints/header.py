@@ -9,20 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoints import folder
 from runner.checkpoints.folder import HEADER
 from runner.errors import ConfigError
+from strategies.bounded import is_count, is_inner_name, parse, read_bytes, read_json
+from strategies.engine import stored
 from strategies.errors import StrategyError
 
 VERSION = 2
 DAMAGED = "damaged.json"
-READING = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError)
+READING = (*stored.READING, pickle.UnpicklingError)
 """What torch and python raise when they read a damaged file."""
 BLOCK = 2**22
 
@@ -61,26 +66,43 @@ def to_text(header: Header) -> str:
 
 def read_header(path: Path) -> Header:
     """The header of the checkpoint `path`. Raises ConfigError if there is none, or a damaged one."""
-    if not (path / HEADER).is_file():
+    if not (path / HEADER).exists():
         raise ConfigError(f"{path} is not a checkpoint: it has no {HEADER}. Give a folder that is called step-... .")
     with damaged(path):
-        text = (path / HEADER).read_text(encoding="utf-8")
-        if (version := json.loads(text).get("version", 1)) != VERSION:
+        text = read_bytes(path / HEADER)
+        if (version := parse(text).get("version", 1)) != VERSION:
             raise ConfigError(
                 f"The checkpoint {path} is of version {version}; this program reads version "
                 f"{VERSION}. Load it with the program that wrote it."
             )
-        return from_text(text)
+        found = from_text(text)
+        if folder.NAME.fullmatch(path.name) and folder.number(path) != found.step:
+            raise ConfigError(
+                f"The checkpoint {path} was saved after step {found.step}, so this is not its name; rename the folder "
+                f"to {folder.target(path.parent, found.step).name}."
+            )
+        return found
 
 
-def from_text(text: str) -> Header:
+def from_text(text: str | bytes) -> Header:
     """What `to_text` has written. Raises ValueError where it was changed."""
-    content = json.loads(text)
+    content = parse(text)
     if content.pop("checksum", None) != _sum_of(content):
         raise ValueError(f"the checksum of {HEADER} is another")
     files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
     read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
-    return Header(**content | read)
+    found = Header(**content | read)
+    for name, one in found.files.items():
+        if not is_inner_name(name):
+            raise ValueError(f"{HEADER} names a file outside of the checkpoint: {name!r}")
+        if not is_count(one.bytes) or not re.fullmatch("[0-9a-f]{64}", one.sha256):
+            raise ValueError(f"{HEADER} has no size and checksum of {name}")
+    counts = len(found.position) == 2 and all(map(is_count, (found.step, *found.position)))
+    if not counts or not is_count(found.world_size, 1) or not {*chain(*found.plain)} <= found.files.keys():
+        raise ValueError(f"{HEADER} has no step, position, world_size or files that could be right")
+    if not isinstance(found.plan, dict) or not isinstance(found.config, dict):
+        raise ValueError(f"{HEADER} has no plan or config")
+    return found
 
 
 def stamp(file: Path) -> Stamp:
@@ -93,41 +115,49 @@ def stamp(file: Path) -> Stamp:
     return Stamp(size, found.hexdigest())
 
 
-def faults(path: Path, header: Header) -> dict[str, str]:
-    """What is wrong with the files of a checkpoint, by name: nothing if all are as they were written. Reads all."""
-    found = missing(path, header)
-    for name, wanted in header.files.items():
+def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
+    """What is wrong with `files` of a checkpoint, by name: nothing if all are as they were written. Reads all."""
+    found = missing(path, files)
+    for name, wanted in files.items():
         if name not in found and (now := stamp(path / name)) != wanted:
             found[name] = f"its checksum is {now.sha256[:12]}... and was {wanted.sha256[:12]}... when it was written"
     return found
 
 
-def missing(path: Path, header: Header) -> dict[str, str]:
+def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
     """As `faults`, as far as the sizes of the files tell."""
     found = {}
-    for name, wanted in header.files.items():
-        file = path / name
-        if not file.is_file():
+    for name, wanted in files.items():
+        try:
+            file = (path / name).lstat()
+        except FileNotFoundError:
             found[name] = "it is missing"
-        elif (size := file.stat().st_size) != wanted.bytes:
-            found[name] = f"it has {size:,} bytes and had {wanted.bytes:,} when it was written"
+            continue
+        if not stat.S_ISREG(file.st_mode):  # a link would lead outside of the checkpoint
+            found[name] = "it is not a regular file"
+        elif file.st_size != wanted.bytes:
+            found[name] = f"it has {file.st_size:,} bytes and had {wanted.bytes:,} when it was written"
     return found
 
 
 def mark(path: Path, found: Mapping[str, str]) -> None:
     """Note in a checkpoint which of its files are damaged although their sizes are right, for all who read it."""
+    unmark(path)
     folder.write_text(path / DAMAGED, json.dumps(dict(found)))
 
 
 def unmark(path: Path) -> None:
-    """Forget what `mark` noted."""
-    (path / DAMAGED).unlink(missing_ok=True)
+    """Forget what `mark` noted, and remove whatever else has that name."""
+    folder.erase(path / DAMAGED)
 
 
 def marked(path: Path) -> dict[str, str]:
-    """What `mark` noted."""
-    found: dict[str, str] = json.loads((path / DAMAGED).read_text()) if (path / DAMAGED).is_file() else {}
-    return found
+    """What `mark` noted; nothing where that cannot be read."""
+    try:
+        found = read_json(path / DAMAGED)
+    except (OSError, ValueError):
+        return {}
+    return {name: str(what) for name, what in found.items()} if isinstance(found, dict) else {}
 
 
 @contextmanager

@@ -7,10 +7,14 @@ of them is chosen, from the files that are there.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+from strategies.bounded import is_count
+from strategies.engine.stored import SIZES
 from strategies.layout import Block
 
 
@@ -42,6 +46,9 @@ class Entry:
 
 Index = Mapping[str, Entry]
 """Tensors by key."""
+
+MOST_CUT = 10
+"""Dims along which a tensor may be cut."""
 
 
 def volume(block: Block) -> int:
@@ -75,7 +82,7 @@ def joined(indices: Iterable[Index]) -> dict[str, Entry]:
 def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, Entry]:
     """`index` without parts in the files `lost` and with every element once.
 
-    Raises ValueError, naming a tensor, where an element is in no other file.
+    Raises ValueError, naming a tensor, where an element is in no other file, or where blocks overlap.
     """
     found = {}
     for key, entry in index.items():
@@ -83,12 +90,35 @@ def chosen(index: Index, lost: Collection[str] = ()) -> dict[str, Entry]:
         for part in entry.parts:
             if part.file not in lost:
                 kept.setdefault(part.block, part)
-        if sum(map(volume, kept)) != entry.elements:
+        if not partitions(kept, entry.shape):
+            if sum(map(volume, kept)) >= entry.elements:
+                raise ValueError(f"the blocks of {key} overlap")
             gone = sorted({part.file for part in entry.parts if part.file in lost})
             where = f"was in {', '.join(gone)}, which is lost or damaged" if gone else "was never stored"
             raise ValueError(f"a part of {key} {where}, and is in no other file")
         found[key] = Entry(entry.shape, entry.dtype, tuple(kept.values()))
     return found
+
+
+def partitions(blocks: Collection[Block], shape: tuple[int, ...]) -> bool:
+    """Whether `blocks` within a tensor of `shape` hold every element exactly once.
+
+    A sum of indicator functions of boxes follows from its jumps at their corners, so it is that of the tensor exactly
+    where the jumps are. Dims that no block cuts are left out.
+    """
+    if 0 in shape:
+        return True
+    cut = [dim for dim, size in enumerate(shape) if any(block[dim] != (0, size) for block in blocks)]
+    if not cut:
+        return len(blocks) == 1
+    if len(cut) > MOST_CUT:
+        raise ValueError(f"a tensor is cut along {len(cut)} dims; at most {MOST_CUT} are read")
+    jumps: Counter[tuple[int, ...]] = Counter()
+    whole = tuple((0, size) for size in shape)
+    for sign, block in ((-1, whole), *((1, block) for block in blocks)):
+        for corner in product(*(((block[dim][0], 1), (block[dim][1], -1)) for dim in cut)):
+            jumps[tuple(at for at, _ in corner)] += sign * math.prod(jump for _, jump in corner)
+    return not any(jumps.values())
 
 
 def with_copies(index: Index, copies: Mapping[str, str]) -> dict[str, Entry]:
@@ -129,13 +159,41 @@ def to_json(index: Index) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> dict[str, Entry]:
-    """The inverse of `to_json`. Raises KeyError, TypeError and ValueError for anything else."""
+    """The inverse of `to_json`. Raises IndexError, KeyError, TypeError and ValueError for anything else."""
     files = content["files"]
     found = {}
     for key, (shape, dtype, parts) in content["tensors"].items():
-        read = tuple(
-            Part(files[number], offset, tuple(zip(starts, stops, strict=True)))
-            for number, offset, starts, stops in parts
-        )
-        found[key] = Entry(tuple(shape), dtype, read)
+        if not all(map(is_count, shape)) or math.prod(max(size, 1) for size in shape) >= 2**63:
+            raise ValueError(f"{key} cannot have the shape {shape}")
+        if dtype not in SIZES:
+            raise ValueError(f"{key} has the unknown dtype {dtype!r}")
+        read = []
+        for number, offset, starts, stops in parts:
+            block = tuple(zip(starts, stops, strict=True))
+            if not is_count(number) or not is_count(offset):
+                raise ValueError(f"a part of {key} has no file or no offset")
+            if not all(
+                is_count(start) and is_count(stop) and start <= stop <= size
+                for (start, stop), size in zip(block, shape, strict=True)
+            ):
+                raise ValueError(f"a part of {key} is outside of its shape {shape}")
+            read.append(Part(files[number], offset, block))
+        found[key] = Entry(tuple(shape), dtype, tuple(read))
     return found
+
+
+def check_files(index: Index, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless the parts of `index` are disjoint byte ranges in files of these `sizes` (by name)."""
+    ranges: dict[str, list[tuple[int, int, str]]] = {}
+    for key, entry in index.items():
+        for part in entry.parts:
+            if part.file not in sizes:
+                raise ValueError(f"a part of {key} is in {part.file!r}, which is not a file of the checkpoint")
+            end = part.offset + part.elements * SIZES[entry.dtype]
+            ranges.setdefault(part.file, []).append((part.offset, end, key))
+    for file, held in ranges.items():
+        last = 0
+        for start, end, key in sorted(held):
+            if start < last or end > sizes[file]:
+                raise ValueError(f"a part of {key} overlaps another one in {file}, or ends behind it")
+            last = max(end, last)

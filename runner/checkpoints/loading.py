@@ -6,7 +6,10 @@ bit for bit; under another one weights and states are the same numbers, cast whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,15 @@ import torch
 from runner.checkpoints import chance, folder
 from runner.checkpoints.content import Content, name_of
 from runner.checkpoints.continuation import Continuation, compare
-from runner.checkpoints.header import faults, mark, read_header, unmark
+from runner.checkpoints.folder import HEADER
+from runner.checkpoints.header import READING, faults, mark, read_header, unmark
 from runner.checkpoints.reading import Checkpoint, read
 from runner.checkpoints.schedules import regrouped
 from runner.errors import ConfigError
-from strategies.engine.optimizer_state import Plain, States, Stored
+from strategies.engine import optimizer_state
+from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.pieces import MODEL, OPTIMIZER
+from strategies.engine.stored import Stored
 from strategies.errors import StrategyError
 from strategies.graph import Source
 
@@ -93,7 +99,8 @@ def check(path: Path, *, plan: Mapping[str, Any], config: Mapping[str, Any], fin
 
 def to_continue(resume: str | None, place: Path) -> Path | None:
     """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
-    start afresh. All of its files are read: with auto, a damaged one is passed over with a warning.
+    start afresh. All of its files are read: with auto, a damaged one is passed over with a warning, and one
+    that has lost random states is taken only where no older one is sound.
 
     Raises ConfigError for a path that leads to none or to a damaged one, and where all of `place` are damaged.
     """
@@ -104,14 +111,22 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
         path = folder.locate(Path(resume))
         verify(path)
         return path
-    candidates = folder.complete(place)[::-1]
+    candidates, spare = folder.named(place)[::-1], None
     for path in candidates:
         try:
-            verify(path)
+            found = examined(path)
         except ConfigError as error:
             print(f"warning: {error}", flush=True)
-        else:
+            continue
+        if not (ranks := _without_random_states(found)):
+            _note(path, found)
             return path
+        spare = spare or (path, found)
+        what = f"({_listed(found)}), and no other file holds the random states of {ranks}"
+        print(f"warning: the checkpoint {path} is damaged {what}; an older one is preferred", flush=True)
+    if spare is not None:
+        _note(*spare)
+        return spare[0]
     if candidates:
         listed = ", ".join(path.name for path in candidates)
         raise ConfigError(
@@ -124,28 +139,104 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
 def verify(path: Path) -> Mapping[str, str]:
     """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
     printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
-    unmark(path)  # what was noted may have been repaired
-    found = faults(path, read_header(path))
-    if not found:
-        return {}
-    told = "; ".join(f"{name}: {what}" for name, what in found.items())
+    found = examined(path)
+    _note(path, found)
+    return found
+
+
+def examined(path: Path) -> Mapping[str, str]:
+    """As `verify`, but nothing is printed or noted."""
+    with suppress(OSError):  # what was noted may have been repaired
+        unmark(path)
+    header = read_header(path)
+    found = faults(path, header.files)
+    for name in header.files:
+        if name.endswith(".pt") and name not in found and (what := _fault_of_plain(path / name)):
+            found[name] = what
     try:
         read(path, found)
     except ConfigError as error:
+        if not found:
+            raise
         others = str(error).partition("). ")[2]
-        raise ConfigError(f"The checkpoint {path} is damaged: {told}. {others}") from error
-    mark(path, found)
-    print(f"warning: the checkpoint {path} is damaged ({told}), but other files hold the same", flush=True)
+        raise ConfigError(f"The checkpoint {path} is damaged: {_listed(found)}. {others}") from error
+    return found
+
+
+def _note(path: Path, found: Mapping[str, str]) -> None:
+    """Print what `examined` found, and note it in the checkpoint for all ranks. Raises ConfigError where it cannot be
+    noted."""
+    if not found:
+        return
+    try:
+        mark(path, found)
+    except OSError as error:
+        raise ConfigError(
+            f"The checkpoint {path} is damaged: {_listed(found)}. It cannot be noted there which files to do without "
+            f"({error.strerror}); copy the checkpoint to a folder that can be written."
+        ) from error
+    ranks = _without_random_states(found)
+    but = f", except the random states of {ranks}, which begin anew" if ranks else ""
+    print(
+        f"warning: the checkpoint {path} is damaged ({_listed(found)}), but other files hold the same{but}", flush=True
+    )
+
+
+def _fault_of_plain(file: Path) -> str | None:
+    """What is wrong with the content of a torch file whose checksum is right."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch wonders about in a foreign file
+            content = torch.load(file, weights_only=True, map_location="cpu")
+    except READING as error:
+        return f"it holds more than plain data ({type(error).__name__})"
+    return None if isinstance(content, dict) and "random" in content else "it does not hold the states of a rank"
+
+
+def _without_random_states(lost: Collection[str]) -> str:
+    """The ranks whose random states are in one of the `lost` files, as text."""
+    ranks = sorted(int(found[1]) for name in lost if (found := re.fullmatch(r"rank-(\d+)\.pt", name)))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {what}" for name, what in found.items())
+
+
+def check_file(file: Path) -> None:
+    """Raise ConfigError where `file` is one of a checkpoint, and not as it was written."""
+    if (file.parent / HEADER).exists():
+        path = file.parent
+        wanted = read_header(path).files.get(file.name)
+        if wanted is not None and (what := faults(path, {file.name: wanted}).get(file.name)):
+            raise ConfigError(f"The checkpoint {path} is damaged: {file.name}: {what}.")
+    elif folder.NAME.fullmatch(file.parent.name):
+        print(f"warning: {file.parent} has no {HEADER}, so the checksum of {file.name} is not known", flush=True)
+
+
+def weights(path: Path) -> dict[str, Stored]:
+    """Where the model's parameters and buffers are in the checkpoint that `path` means, by name. What belongs to a loss
+    is left out. Every file is read, to compare checksums. Raises ConfigError for a damaged one."""
+    place = folder.locate(path.absolute(), "model.weights")
+    verify(place)
+    opened = read(place)
+    found = {}
+    for name in opened.names:
+        if not name.startswith("loss."):
+            entry = opened.tensors[MODEL + name]
+            parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
+            found[name] = Stored(str(opened.path), name, entry.shape, entry.dtype, None, parts)
     return found
 
 
 def _states(checkpoint: Checkpoint) -> States:
-    found: dict[str, dict[str, Stored]] = {}
+    found: dict[str, dict[str, optimizer_state.Stored]] = {}
     for key, entry in checkpoint.tensors.items():
         if key.startswith(OPTIMIZER):
             state, name = key.split("/", 2)[1], name_of(key)
             like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
-            found.setdefault(state, {})[name] = Stored(entry.shape, getattr(torch, entry.dtype), like)
+            dtype = getattr(torch, entry.dtype)
+            found.setdefault(state, {})[name] = optimizer_state.Stored(entry.shape, dtype, like)
     return found
 
 

@@ -6,7 +6,6 @@ under whichever plan it was stored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,12 +18,15 @@ import torch
 from torch import Tensor
 
 from runner.checkpoints import index as indices
-from runner.checkpoints.folder import HEADER, INDEX, locate, newest
+from runner.checkpoints.folder import HEADER, INDEX, newest
 from runner.checkpoints.header import Header, damaged, marked, missing, read_header, stamp
 from runner.checkpoints.index import Entry, Index, chosen
+from strategies.bounded import read_json
 from strategies.engine.pieces import MODEL, OPTIMIZER, Piece, Pieces
-from strategies.engine.stored import Stored
 from strategies.layout import Block
+
+MOST_INDEX = 2**28
+"""Bytes of an index: it has a line per tensor and rank."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,29 @@ def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Check
     """
     header = read_header(path)
     with damaged(path):
-        lost = marked(path) | missing(path, header) | dict(without)
+        lost = marked(path) | missing(path, header.files) | dict(without)
         if INDEX in lost:
             raise ValueError(f"{INDEX}: {lost[INDEX]}")
-        if stamp(path / INDEX) != header.files[INDEX]:
-            raise ValueError(f"the checksum of {INDEX} is another")
-        content = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        tensors = _available([indices.from_json(one) for one in content], lost)
+        tensors = _available(forms(path, header), lost)
         if gone := [names[0] for names in header.plain if lost.keys() >= set(names)]:
             raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
         return Checkpoint(path, header, tensors, lost)
+
+
+def forms(path: Path, header: Header) -> list[Index]:
+    """What `index.json` of a checkpoint tells: the same tensors in each of its forms. Raises what reading a damaged
+    file raises."""
+    if INDEX not in header.files:
+        raise ValueError(f"{HEADER} does not name {INDEX}")
+    if stamp(path / INDEX) != header.files[INDEX]:
+        raise ValueError(f"the checksum of {INDEX} is another")
+    found: list[Index] = [indices.from_json(one) for one in read_json(path / INDEX, MOST_INDEX)]
+    if not found:
+        raise ValueError(f"{INDEX} is empty")
+    sizes = {name: one.bytes for name, one in header.files.items()}
+    for form in found:
+        indices.check_files(form, sizes)
+    return found
 
 
 def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry]:
@@ -127,16 +142,3 @@ def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry
 def is_one(path: Path) -> bool:
     """Whether `path` means a checkpoint: itself, or the newest of a run."""
     return (path / HEADER).is_file() or any(newest(place) for place in (path, path / "checkpoints"))
-
-
-def weights(path: Path) -> dict[str, Stored]:
-    """Where the model's parameters and buffers lie in the checkpoint that `path` means, by name. What belongs to a loss
-    is left out. Raises ConfigError for a damaged one."""
-    opened = read(locate(path.absolute(), "model.weights"))
-    found = {}
-    for name in opened.names:
-        if not name.startswith("loss."):
-            entry = opened.tensors[MODEL + name]
-            parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
-            found[name] = Stored(str(opened.path), name, entry.shape, entry.dtype, None, parts)
-    return found

@@ -19,6 +19,8 @@ from runner.planning.stored import read_content
 from strategies.layout import Block, Layout
 from strategies.plan import Plan
 
+MOST_RANKS = 2**20
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -63,7 +65,10 @@ def cut_of(path: Path, tensors: Mapping[str, Entry]) -> Cut:
         groups = int(content["pipeline"]["stages"]) if content.get("pipeline") else 1
         group = {name: int(entry["stages"][0]) for name, entry in parameters.items() if "stages" in entry}
         shapes = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        axes = {axis for layout in plan.tensors.values() for dim in layout.dims for axis in dim}
+        if groups < 1 or plan.mesh.size * groups > MOST_RANKS or not axes <= set(plan.mesh.names):
+            raise ValueError(f"{groups} stages on the mesh {dict(plan.mesh.axes)}")
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"{where} is not a plan.json ({type(error).__name__}: {error}).") from None
     for key, entry in tensors.items():
         name = name_of(key)

@@ -61,13 +61,15 @@ def opened(path: Path) -> tuple[Holding, str]:
     """
     found = _checkpoint(path)
     if found is not None:
-        checkpoints.verify(found.path)
         return found, f"the {found.header.form} checkpoint {found.path}"
     if (folder := deepspeed_files.folder_of(path)) is not None:
         taken = deepspeed_files.read(folder)
         return taken, f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
     try:
-        return Files(index(path)), f"the weights in {path}"
+        files = index(path)
+        for file in {one.file for one in files.values()}:
+            checkpoints.check_file(Path(file))
+        return Files(files), f"the weights in {path}"
     except StrategyError as error:
         raise ConfigError(f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
 
@@ -79,4 +81,6 @@ def _checkpoint(path: Path) -> Checkpoint | None:
     candidates = (path, path / "checkpoints")
     if not (path / checkpoints.HEADER).is_file() and all(checkpoints.newest(one) is None for one in candidates):
         return None
-    return checkpoints.read(checkpoints.locate(path, "convert"))
+    place = checkpoints.locate(path, "convert")
+    checkpoints.verify(place)
+    return checkpoints.read(place)

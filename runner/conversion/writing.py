@@ -27,6 +27,7 @@ from runner.checkpoints.writing import Tensors
 from runner.conversion.cutting import Cut
 from runner.conversion.describing import described
 from runner.conversion.holding import Holding
+from runner.errors import ConfigError
 from strategies.engine.pieces import MODEL
 from strategies.layout import Block
 
@@ -36,12 +37,17 @@ Written = tuple[dict[str, Stamp], dict[str, Entry]]
 
 def write(source: Holding, target: Path, cut: Cut | None) -> None:
     """Write all that `source` holds as the checkpoint `target`, merged, or as `cut` says. Raises OSError (a full
-    disk); then nothing is left."""
+    disk); then nothing is left. Raises ConfigError where `target` has the name of another step."""
+    header = source.header if isinstance(source, Checkpoint) else Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
+    if folder.NAME.fullmatch(target.name) and folder.number(target) != header.step:
+        raise ConfigError(
+            f"convert: {target} is the name of another checkpoint than one of step {header.step}; call it "
+            f"{folder.target(target.parent, header.step).name}, or anything that is not step-NUMBER."
+        )
     hidden = folder.hidden(target)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     try:
-        header = source.header if isinstance(source, Checkpoint) else Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
         if cut is None:
             description, published = described(header.config)
             files, index = _merged(source, hidden, _outside(source, published))
@@ -138,8 +144,10 @@ def _divided(block: Block, most: int) -> Iterator[Block]:
 
 
 def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> dict[str, Stamp]:
-    """The small files beside the tensors: what is no tensor, and the model's own config."""
-    wanted = [name for name in source.header.files if name.endswith(".pt") or name == DESCRIPTION]
+    """The small files beside the tensors: what is no tensor, and the model's own config. Nothing else that the header
+    names is carried along."""
+    ranks = (f"rank-{rank:05d}.pt" for rank in range(source.header.world_size))
+    wanted = [name for name in (*ranks, DESCRIPTION) if name in source.header.files]
     there = [name for name in wanted if name not in without and name not in source.lost]
     return {name: writing.write_bytes(target / name, (source.path / name).read_bytes()) for name in there}
 

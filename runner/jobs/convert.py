@@ -52,6 +52,6 @@ def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None]:
     source, target = Path(paths[0]).expanduser(), Path(paths[1]).expanduser()
     if not source.exists():
         raise ConfigError(f"convert: {source} does not exist.")
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"convert: {target} exists already; give a new folder, which becomes the checkpoint.")
     return source, target, form, None if plan is None else Path(plan).expanduser()

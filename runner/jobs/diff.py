@@ -20,7 +20,7 @@ def run(words: Sequence[str]) -> int:
     one, other = (read_content(Path(word)) for word in words)
     try:
         print(differences(one, other))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"{words[0]!r} and {words[1]!r} are not both a plan.json ({type(error).__name__}: {error})."
         ) from None

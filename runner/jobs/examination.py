@@ -6,18 +6,18 @@ What could be lost is found by taking the files away in thought: all parts must 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints import folder, header, index
+from runner.checkpoints import folder, header, index, reading
 from runner.checkpoints.header import Header
 from runner.checkpoints.index import Index
 from runner.command.folders import CONFIG_FILE
 from runner.errors import ConfigError
 from runner.planning.stored import PLAN, read_content
+from strategies.bounded import read_json
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.recoverable import recoverable
@@ -36,12 +36,13 @@ def run(path: Path) -> int:
         print(f"failed  {error}", flush=True)
         return 1
     print(f"checkpoint {path}: {described(found)}", flush=True)
-    wrong = header.faults(path, found)
+    wrong = header.faults(path, found.files)
     for name, stamp in found.files.items():
         said = wrong.get(name, f"{stamp.bytes:,} bytes, sha256 {stamp.sha256[:12]}...")
         print(f"{'failed' if name in wrong else 'ok':<6}  {name:<24}  {said}", flush=True)
     if folder.INDEX not in wrong:
-        forms = [index.from_json(one) for one in json.loads((path / folder.INDEX).read_text(encoding="utf-8"))]
+        with header.damaged(path):
+            forms = reading.forms(path, found)
         for line in losses(found, forms, wrong):
             print(line, flush=True)
     return 1 if wrong else 0
@@ -79,11 +80,11 @@ def _planned(path: Path) -> str | None:
     if not file.is_file() or (path.is_dir() and (folder.newest(path) or folder.newest(path / "checkpoints"))):
         return None
     plan, settings = read_content(file), file.parent / CONFIG_FILE
-    parallel = json.loads(settings.read_bytes())["parallel"] if settings.is_file() else {}
     try:
+        parallel = read_json(settings)["parallel"] if settings.is_file() else {}
         world_size = math.prod(plan["mesh"].values()) * plan.get("pipeline", {}).get("stages", 1)
         groups = replicas(plan, world_size, split=bool(parallel.get("zero", {}).get("stage")))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({told}).") from None
     mesh = " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from runner.errors import ConfigError
+from strategies.bounded import read_json
 
 PLAN = "plan.json"
 
@@ -15,7 +15,7 @@ def read_content(file: Path) -> Any:
     """What a plan.json, or the one in a run folder, holds. Raises ConfigError."""
     file = file / PLAN if file.is_dir() else file
     try:
-        return json.loads(file.read_bytes())
+        return read_json(file)
     except OSError as error:
         raise ConfigError(f"the plan {str(file)!r} cannot be read: {error.strerror}.") from None
     except ValueError as error:

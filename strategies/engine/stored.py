@@ -7,12 +7,12 @@ and the tensors, each row by row.
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strategies.bounded import is_count, parse, read_json
 from strategies.errors import StrategyError
 from strategies.layout import Block
 
@@ -34,6 +35,12 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
+SIZES = {name: getattr(torch, name).itemsize for name in DTYPES.values()}
+"""Bytes of an element, by torch's name of the dtype."""
+READING = (OSError, RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, EOFError)
+"""What torch and python raise when they read a damaged file."""
+MOST_HEADER = 100_000_000
+"""Bytes of a safetensors header, as in the library of that name."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +148,14 @@ def _in_folder(folder: Path) -> Path:
 
 def _sharded(path: Path) -> dict[str, Stored]:
     with _told(str(path)):
-        named: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        named: Mapping[str, str] = read_json(path)["weight_map"]
+        files = dict.fromkeys(named.values())
     found: dict[str, Stored] = {}
-    for file in dict.fromkeys(named.values()):
+    for file in files:
+        if not isinstance(file, str) or ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
+            raise StrategyError(f"{path}: it names {file!r}, which is not a file beside it.")
+        if Path(file).suffix not in (SAFETENSORS, *TORCH):
+            raise StrategyError(f"{path}: it names {file!r}, which is not a file of weights.")
         if not (path.parent / file).is_file():
             raise StrategyError(f"{path}: the file {file} that it names is not beside it; the download is incomplete?")
         found |= {name: one for name, one in _entries(str(path.parent / file)) if named.get(name) == file}
@@ -159,25 +171,33 @@ def _entries(file: str) -> Iterator[tuple[str, Stored]]:
                 yield name, Stored(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             return
         header, start = _header(file)
+        held: list[tuple[int, int]] = []
         for name, entry in header.items():
             kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not all(map(is_count, (begin, end, *shape))) or math.prod(max(one, 1) for one in shape) >= 2**63:
+                raise ValueError(f"its header gives {name} a shape or a place that cannot be")
             if kind not in DTYPES:
                 raise StrategyError(
                     f"{file}: {name} is stored as {kind}; quantised weights are not read, only {', '.join(DTYPES)}."
                 )
-            size = math.prod(shape) * getattr(torch, DTYPES[kind]).itemsize
+            size = math.prod(shape) * SIZES[DTYPES[kind]]
+            held.append((begin, end))
             if end - begin != size or start + end > Path(file).stat().st_size:
                 raise ValueError(f"it is cut off, or {name} is not where its header says")
             yield name, Stored(file, name, shape, DTYPES[kind], start + begin)
+        if any(end > begin for (_, end), (begin, _) in pairwise(sorted(held))):
+            raise ValueError("tensors overlap in it")
 
 
 def _header(file: str) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and the position of the first byte after it."""
     with open(file, "rb") as content:
         length = int.from_bytes(content.read(8), "little")
-        if length > Path(file).stat().st_size:
+        if length > Path(file).stat().st_size - 8 or length > MOST_HEADER:
             raise ValueError("it does not begin with the length of a header")
-        header: dict[str, Any] = json.loads(content.read(length))
+        header: dict[str, Any] = parse(content.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     return header, 8 + length
 
@@ -208,7 +228,7 @@ def _told(file: str) -> Iterator[None]:
             f"{file}: holds more than tensors and plain data, and is not read because that could run code from it; "
             "save the weights alone, with torch.save(model.state_dict(), FILE)."
         ) from error
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except READING as error:
         text = " ".join(str(error).split())[:200].rstrip(".")
         cure = "; store it anew with a current torch.save" if "mmap can only be used" in text else ""
         raise StrategyError(f"{file}: cannot be read as weights ({type(error).__name__}: {text}){cure}.") from error

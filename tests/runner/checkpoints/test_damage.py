@@ -65,6 +65,20 @@ def test_copies_make_good_what_one_rank_loses(tmp_path, capsys, rank):
     assert equal(weights(path), expected())
 
 
+def test_an_older_one_is_better_than_lost_random_states(tmp_path, capsys):
+    """Copies of tensors are no copies of what only the rank itself has drawn."""
+    older, path = (save(tmp_path, step, copies=2, seed=step) for step in (1, 2))
+    flip(path / "rank-00004.pt")
+    assert checkpoints.to_continue("auto", tmp_path) == older
+    said = capsys.readouterr().out
+    assert "random states of rank 4" in said and "hold the same" not in said
+    flip(largest(older))  # made good by its copy
+    assert checkpoints.to_continue("auto", tmp_path) == older
+    flip(older / "rank-00003.pt")
+    assert checkpoints.to_continue("auto", tmp_path) == path
+    assert "except the random states of rank 4, which begin anew" in capsys.readouterr().out
+
+
 def test_a_flipped_bit_is_not_loaded_where_a_copy_is_good(tmp_path):
     path = save(tmp_path, 1, copies=2)
     victim = largest(path)
@@ -160,7 +174,8 @@ def test_no_code_runs_from_a_file(tmp_path):
     found = header.read_header(path)
     files = {**found.files, "rank-00000.pt": header.stamp(path / "rank-00000.pt")}
     (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
-    assert loading.verify(path) == {}
+    with pytest.raises(ConfigError, match=r"is damaged: rank-00000\.pt: it holds more than plain data .Unpickling"):
+        loading.verify(path)
     with pytest.raises(ConfigError, match=r"is damaged .UnpicklingError: Weights only load failed"):
         weights(path)
     assert not (tmp_path / "ran").exists()
