@@ -4,6 +4,7 @@
 package imports neither torch nor anything of the project that does.
 """
 
-from runner.launch.local import PRELOAD, run_ranks, warm
+from runner.launch.forks import PRELOAD, warm
+from runner.launch.local import run_ranks
 
 __all__ = ["PRELOAD", "run_ranks", "warm"]

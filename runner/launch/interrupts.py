@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -63,16 +62,3 @@ class Interrupts:
 
 def _kind(number: int) -> type[KeyboardInterrupt]:
     return Terminated if number == signal.SIGTERM else KeyboardInterrupt
-
-
-@contextmanager
-def ignoring(number: signal.Signals) -> Iterator[None]:
-    """Ignore a signal inside the block, and in every process that is started there."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

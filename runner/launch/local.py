@@ -1,60 +1,36 @@
-"""The ranks of one run on this machine: started through a fork server, watched until the last one has ended.
+"""The ranks of one run on this machine: forks of the fork server, watched until the last one has ended.
 
-Importing torch costs a second or more per process. A fork server imports it once, in the background while the parent
-reads its config (`warm`), and every rank is a fork of it: eight ranks are ready in about one second. Invariants:
-however `run_ranks` ends (result, failure, Ctrl-C, SIGTERM), no rank and nothing that a rank started is alive
-afterwards; and should the parent be killed, every rank notices that its connection is closed and ends itself.
+Invariant: however `run_ranks` ends (result, failure, Ctrl-C, SIGTERM), no rank and nothing that a rank started is alive
+afterwards; should the parent be killed, the fork server ends them.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from multiprocessing import (
-    connection,
-    forkserver,
-    get_all_start_methods,
-    get_context,
-    get_start_method,
-    set_start_method,
-)
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing import connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from runner.errors import RunFailed, Terminated
 from runner.launch import failure
 from runner.launch.failure import Failure, Order
+from runner.launch.forks import Fork, fork, warm
 from runner.launch.hangs import Stall
-from runner.launch.interrupts import Interrupts, ignoring
+from runner.launch.interrupts import Interrupts
 from runner.launch.rank import STOP as STOP_ORDER
-from runner.launch.rank import Descriptor, Done, Orders, enter, log_of, whereabouts_of
+from runner.launch.rank import Done, Orders, enter, log_of, whereabouts_of
+from runner.launch.server import Descriptor
 from runner.launch.telling import tell
 from runner.launchers import network
 from runner.launchers.placing import Part
 from runner.logs import read_since
-
-PRELOAD: tuple[str, ...] = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.export._trace",
-    "runner.worker",
-    "runner.entries",
-)
-"""What every rank imports; the fork server imports it once for all of them."""
-
-SERVER_ENVIRONMENT = {
-    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads at import, and threads do not survive a fork
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks at import whether there is a GPU must not open it
-}
 
 # Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
 CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
@@ -62,61 +38,6 @@ ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 STOP = 1.0  # between asking a rank to end and killing it
 RESCUE = 10.0  # for the others to write what they have in memory
 LOOK = 1.0  # between two looks at where the ranks are
-
-_context = get_context("forkserver")
-
-
-def warm(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the fork server, which imports `preload` in the background, unless it is running. Returns at once.
-
-    Call it early, from the main thread. Modules that start threads or open a GPU must not be named: every rank is a
-    fork of that process. A module that cannot be found is left to the rank that needs it, which then says so.
-    """
-    _context.set_forkserver_preload(list(preload))
-    folder = os.open(".", os.O_RDONLY)
-    before = {name: os.environ.get(name) for name in SERVER_ENVIRONMENT}
-    try:
-        with ignoring(signal.SIGINT):  # inherited: Ctrl-C during its imports is for the parent alone
-            # Started from another folder, the server does not take a user's json.py or queue.py for the library.
-            os.chdir("/")
-            os.environ.update(SERVER_ENVIRONMENT)
-            forkserver.ensure_running()
-        atexit.unregister(_end_server)
-        atexit.register(_end_server, os.getpid())
-    finally:
-        os.fchdir(folder)
-        os.close(folder)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _end_server(owner: int) -> None:
-    """End the fork server with its owner; by itself it would first finish its imports, a second after the parent."""
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if pid is not None and os.getpid() == owner:
-        try:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            return  # it has ended before
-
-
-def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Any:
-    """A new process of the fork server that calls `function`. Raises RunFailed if the server has ended."""
-    # Not daemonic: a daemonic process may not have children, such as the workers of a data loader.
-    process = _context.Process(target=function, args=arguments, name=name, daemon=False)
-    try:
-        with _without_main():
-            process.start()
-    except (EOFError, ConnectionError) as error:
-        raise RunFailed(
-            f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
-            "words are above."
-        ) from error
-    return process
 
 
 def run_ranks(
@@ -155,7 +76,7 @@ def run_ranks(
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
-    warm(PRELOAD)
+    warm()
     ranks = [_Rank(rank, run_dir) for rank in part.ranks]
 
     def stop() -> None:
@@ -223,8 +144,8 @@ class _Rank:
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.report: Done | Failure | None = None
         self.ended = False
-        self.connection, self.far_end = _context.Pipe()
-        self._process: Any = None
+        self.connection, self.far_end = connection.Pipe()
+        self._process: Fork | None = None
 
     def start(self, orders: Orders) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
@@ -234,20 +155,22 @@ class _Rank:
     @property
     def sources(self) -> list[Any]:
         """What to wait for: a report while there is none, and the end of the process."""
-        end = [] if self.ended else [self._process.sentinel]
+        end = [] if self.ended or self._process is None else [self._process.sentinel]
         return [self.connection, *end] if self.report is None else end
 
     def listen(self) -> None:
         """Take in what has arrived, without waiting."""
+        assert self._process is not None
         if self.report is None:
             try:
                 if self.connection.poll(0):
                     self.report = self.connection.recv()
             except (EOFError, ConnectionError):
                 self._process.join(STOP)  # the end of the connection is a little ahead of the exit code
-        self.ended = self._process.exitcode is not None
-        if self.report is None and self.ended:
-            self.report = failure.from_exit(self.number, self._process.exitcode, self.said())
+        code = self._process.exitcode
+        self.ended = code is not None
+        if self.report is None and code is not None:
+            self.report = failure.from_exit(self.number, code, self.said())
 
     def said(self) -> str:
         """What this rank has written to its log since it was started."""
@@ -326,6 +249,7 @@ def _let_rescue(ranks: Sequence[_Rank], hung: Sequence[int]) -> None:
 
 def _stop(ranks: Sequence[_Rank]) -> None:
     """End every rank that is alive, and everything that any of them started."""
+    warm().wake()
     if not all(rank.wait(0) for rank in ranks):
         for rank in ranks:
             rank.send_signal_to_all(signal.SIGTERM)
@@ -339,21 +263,3 @@ def _stop(ranks: Sequence[_Rank]) -> None:
     deadline = time.monotonic() + STOP
     for rank in ranks:
         rank.wait(deadline - time.monotonic())
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the parent's script from multiprocessing, which would run it again in every rank, and a start method that
-    only the parent knows, as workers of joblib have one.
-
-    Ranks find their function by its dotted name; running the command's own file would only import the front end.
-    """
-    main, method = sys.modules["__main__"], get_start_method()
-    methods = get_all_start_methods()
-    sys.modules["__main__"] = ModuleType("__main__")
-    set_start_method(method if method in methods else methods[0], force=True)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        set_start_method(method, force=True)

@@ -15,33 +15,18 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from runner import logs
 from runner.launch.failure import from_exception
+from runner.launch.server import Descriptor
 from runner.recovery import stopping
 
 STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""
 WHERE = "where"
 """What a command sends to ranks of any host that shall write their stack into their log."""
-
-
-class Descriptor:
-    """A file descriptor that reaches a rank as the same open file when it is sent along with the rank's orders."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.number),)
-
-
-def _received(duplicate: Any) -> Descriptor:
-    return Descriptor(duplicate.detach())
 
 
 @dataclass(frozen=True)

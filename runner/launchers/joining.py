@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import local
-from runner.launch.rank import STOP, Descriptor, Orders, enter
+from runner.launch.forks import fork, warm
+from runner.launch.rank import STOP, Orders, enter
+from runner.launch.server import Descriptor
 from runner.launchers import network
 from runner.launchers.identity import Identity, identity
 from runner.launchers.line import PAYLOAD_FILE, SECRET_FILE, Hello, Task, call, own_address, silence_of
@@ -49,8 +50,8 @@ def host(folder: Path, task: Task, name: str) -> int:
         for number, (where, place, count, _) in enumerate(task.seats)
         if where == name
     ]
-    local.warm()
-    processes = [local.fork(rank, (folder, one), f"rank {one.rank}") for one in mine]
+    warm()
+    processes = [fork(rank, (folder, one), f"rank {one.rank}") for one in mine]
     for process in processes:
         process.join()
     return int(any(process.exitcode for process in processes))

@@ -80,16 +80,22 @@ def fail_in_torch(rank: RankContext, payload: None) -> None:
 
 
 def wait_forever(rank: RankContext, payload: None) -> None:
-    """Note the pids of this rank and of a process that it starts, then wait until somebody ends them."""
-    child = subprocess.Popen(["sleep", "1000"])
-    (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid))
+    """Note the pids of this rank and of processes that it starts, then wait until somebody ends them."""
+    start_children(rank)
     note_pid(rank)
     hang()
 
 
 def leave_a_child(rank: RankContext, payload: None) -> None:
+    start_children(rank)
+
+
+def start_children(rank: RankContext) -> None:
+    """One in the process group of the rank, and one in a session of its own, whose parent has ended."""
     child = subprocess.Popen(["sleep", "1000"])
     (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid))
+    orphan = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >&- 2>&- & echo $!"])
+    (rank.run_dir / f"pid.orphan{rank.rank}").write_text(orphan.decode())
 
 
 def count_the_server(rank: RankContext, payload: None) -> tuple[int, int]:

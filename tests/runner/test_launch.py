@@ -227,16 +227,36 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code", "stopped"),
+    [
+        (signal.SIGINT, 130, False),
+        (signal.SIGTERM, 130, True),
+        (signal.SIGKILL, -signal.SIGKILL, False),
+        (signal.SIGKILL, -signal.SIGKILL, True),
+    ],
 )
 def test_the_parent_is_ended(
-    parent: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals, code: int
+    parent: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    code: int,
+    stopped: bool,
 ) -> None:
+    """`stopped`: the ranks, and the server of which they are forks, are stopped before."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    semaphores = set(Path("/dev/shm").glob("sem.mp-*"))
     process = parent("wait_forever", None, tmp_path)
     until = time.monotonic() + 30
     while len(list(tmp_path.glob("pid.?"))) < 2:
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.02)
+    if stopped:
+        ranks = [int(path.read_text()) for path in tmp_path.glob("pid.[01]")]
+        for pid in [*ranks, parent_of(ranks[0])]:
+            os.kill(pid, signal.SIGSTOP)
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal sends it: to everything in the foreground
     else:
@@ -244,6 +264,12 @@ def test_the_parent_is_ended(
     _, err = process.communicate(timeout=5)  # waits for everyone who holds its streams, the fork server too
     assert (process.returncode, err) == (code, "")
     assert alive(tmp_path) == []
+    assert list(temporary.glob("pymp-*")) == []
+    assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_ctrl_c_while_the_fork_server_imports(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -257,10 +283,7 @@ def test_ctrl_c_while_the_fork_server_imports(parent: Callable[..., subprocess.P
 
 
 def test_the_fork_server_ends_with_its_parent() -> None:
-    code = (
-        "from runner.launch import warm; from multiprocessing import forkserver; "
-        "warm(); warm(); print(forkserver._forkserver._forkserver_pid)"
-    )
+    code = "from runner.launch import warm; first = warm().pid; assert warm().pid == first; print(first)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not exists(int(ended.stdout))
     assert ended.stderr == ""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from small import HYBRID, MODES, SMALL
 
-from runner import launch
 from runner.data import mnist
+from runner.launch import forks
 
 QUICK = ("+recipe=quickstart",)
 DIGITS = ("+recipe=ffn_auto", "train.steps=1")
@@ -282,7 +282,7 @@ SEED = seed_that_begins_well()
 
 def ranks_of_this_process():
     """The processes that the fork server of this process has started."""
-    server = launch.local.forkserver._forkserver._forkserver_pid
+    server = forks.warm().pid
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,0 +1,176 @@
+"""The command's end of the fork server: `warm` starts it, `fork` has it make processes.
+
+Importing torch costs a second or more per process; the server does it once, in the background while the command reads
+its config, and every fork of it is ready within moments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from runner.errors import RunFailed
+from runner.launch.server import NUMBER, OF_THE_COMMAND, Pickler, send
+
+PRELOAD: tuple[str, ...] = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.export._trace",
+    "runner.worker",
+    "runner.entries",
+)
+"""What every rank imports; the fork server imports it once for all of them."""
+SERVER_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads at import, and threads do not survive a fork
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks at import whether there is a GPU must not open it
+}
+_MAIN = "import sys; sys.path[:] = {path!r}; from runner.launch.server import main; main({control}, {preload!r})"
+END = 2.0
+"""Seconds for a server to end what its forks have started."""
+LOST = 255
+"""The exit code of a fork of which nothing is known, because the server has ended before it."""
+
+
+class Server:
+    """A running fork server. `pid` is its process id; `owner` is the process that has started it."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self.owner = os.getpid()
+        self.control, far = socket.socketpair()
+        # Behind everything else, and the server is in another folder: a user's json.py is not taken for the library's.
+        here = os.getcwd()
+        path = [*(folder for folder in sys.path if folder not in ("", here)), here]
+        code = _MAIN.format(path=path, control=far.fileno(), preload=tuple(preload))
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        # Ctrl-C is for this process alone: the server has signals blocked until it ignores them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_COMMAND)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", code],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | SERVER_ENVIRONMENT,
+                cwd="/",
+                pass_fds=[far.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            far.close()
+        self.pid = self._process.pid
+        self.used = False
+        """Whether it has been asked for a fork."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process can still use it."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def wake(self) -> None:
+        """Let it go on where it was stopped (SIGSTOP): only it knows how its forks end."""
+        if self.alive:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """End it: at once where it may still be importing, else when it has ended what its forks have left."""
+        self.wake()
+        self.control.close()
+        if self.owner == os.getpid():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END if self.used else 0)
+            self._process.kill()
+            self._process.wait()
+
+
+server: Server | None = None
+"""That of this process, since `warm` was called."""
+
+
+def warm(preload: Sequence[str] = PRELOAD) -> Server:
+    """The fork server, which imports `preload` in the background; it is started unless it is running. Returns at once.
+
+    Call it early. Modules that start threads or open a GPU must not be named: every rank is a fork of that process. A
+    module that cannot be found is left to the rank that needs it, which then says so.
+    """
+    global server
+    if server is None or not server.alive:
+        if server is not None:
+            atexit.unregister(server.end)
+        server = Server(preload)
+        atexit.register(server.end)
+    return server
+
+
+class Fork:
+    """A process that the server has made. `sentinel` becomes readable when it ends."""
+
+    def __init__(self, pid: int, sentinel: int) -> None:
+        self.pid, self.sentinel = pid, sentinel
+        self._code: int | None = None
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it lives; the negative number of a signal that has ended it; LOST where the server has ended."""
+        self.join(0)
+        return self._code
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until it has ended, `seconds` at most."""
+        if self._code is None and _readable(self.sentinel, seconds):
+            code = _number(self.sentinel)
+            self._code = LOST if code is None else code
+            os.close(self.sentinel)
+
+
+def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Fork:
+    """A new process of the server that calls `function`; open files in `arguments` (Descriptor, Connection) go along.
+
+    Raises RunFailed if the server has ended, or the system starts no more processes.
+    """
+    content = io.BytesIO()
+    pickler = Pickler(content)
+    pickler.dump((function, arguments))
+    call = pickle.dumps((sys.argv, sys.path, os.getcwd(), content.getvalue()))
+    sentinel, status = os.pipe()
+    try:
+        running = warm()
+        running.used = True
+        send(running.control, call, [status, *pickler.descriptors])
+        os.close(status)
+        status = -1
+        pid = _number(sentinel)
+    except OSError:
+        pid = None
+    finally:
+        if status >= 0:
+            os.close(status)
+    if pid is not None and pid > 0:
+        return Fork(pid, sentinel)
+    os.close(sentinel)
+    if pid is not None:
+        raise RunFailed(f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)}).")
+    raise RunFailed(
+        f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
+        "words are above."
+    )
+
+
+def _number(pipe: int) -> int | None:
+    """The next number from the server, None where it has ended."""
+    content = os.read(pipe, NUMBER)
+    return int.from_bytes(content, "little", signed=True) if len(content) == NUMBER else None
+
+
+def _readable(pipe: int, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))

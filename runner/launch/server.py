@@ -1,0 +1,263 @@
+"""The fork server: a process that imports torch once and of which every rank is a fork.
+
+It hears its command through one of a pair of sockets. They have no name, so nobody else reaches the server and nothing
+remains in any folder, however both end. Invariants, on Linux also for processes that are stopped (SIGSTOP):
+
+* the server ends with its command, and a fork of it with the server;
+* what a fork has started, in whatever session, ends with the last fork: orphans become children of the server.
+
+Only where command and server are killed in the same moment is nobody left to end what a rank had started. Before the
+modules to preload, this imports nothing but small parts of the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+GRACE = 0.3
+"""Seconds for what a rank has started to end by itself, such as a process that removes semaphores."""
+NUMBER = 8
+"""Bytes of a number on the way between command and server."""
+OF_THE_COMMAND = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
+"""Signals that a terminal or a scheduler sends to a command and all around it, and that are for the command."""
+_CHILD_SUBREAPER, _PARENT_DEATH = 36, 1  # of prctl, on Linux
+
+
+class Descriptor:
+    """A file descriptor that is sent along with a call and reaches the fork as the same open file."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def fileno(self) -> int:
+        return self.number
+
+
+KINDS: dict[str, Callable[[int], Any]] = {"Descriptor": Descriptor, "Connection": Connection}
+
+
+class Pickler(pickle.Pickler):
+    """Leaves open files out of the pickle; `descriptors` are theirs, in order."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.descriptors: list[int] = []
+
+    def persistent_id(self, found: Any) -> Any:
+        if isinstance(found, Descriptor | Connection):
+            self.descriptors.append(found.fileno())
+            return type(found).__name__, len(self.descriptors) - 1
+        return None
+
+
+class Unpickler(pickle.Unpickler):
+    """Puts the open files back."""
+
+    def __init__(self, file: Any, descriptors: Sequence[int]) -> None:
+        super().__init__(file)
+        self._descriptors = descriptors
+
+    def persistent_load(self, found: Any) -> Any:
+        kind, place = found
+        return KINDS[kind](self._descriptors[place])
+
+
+def main(control: int, preload: Sequence[str]) -> NoReturn:
+    """Serve the command at the other end of the socket `control` until that is closed."""
+    parent = os.getppid()
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    for number in OF_THE_COMMAND:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_COMMAND)  # the command had blocked them for the time before this
+    # A server that is stopped goes on when its command has ended, and then reads so.
+    tie_to_parent(signal.SIGCONT)
+    _prctl(_CHILD_SUBREAPER, 1)
+    for name in preload:
+        with suppress(ImportError):  # left to the rank that needs it, which then says so
+            importlib.import_module(name)
+    Server(socket.socket(fileno=control), parent).serve()
+
+
+def tie_to_parent(number: signal.Signals, parent: int | None = None) -> None:
+    """Send this process `number` when the thread that has made it ends. Ends the process if that is no longer `parent`
+    already. Nothing but Linux can do it."""
+    _prctl(_PARENT_DEATH, number)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Server:
+    """Forks on demand; tells the command, through a pipe for each fork, its process id and later its exit code."""
+
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control, self._parent = control, parent
+        self._forks: dict[int, int] = {}
+        near, far = socket.socketpair()
+        for end in (near, far):
+            end.setblocking(False)
+        self._woken, self._wakes = near, far
+        signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGCONT):
+            signal.signal(number, lambda number, frame: None)
+
+    def serve(self) -> NoReturn:
+        while os.getppid() == self._parent:
+            self._reap()
+            ready, _, _ = select.select([self._control, self._woken], [], [])
+            if self._woken in ready:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            if self._control in ready:
+                try:
+                    call = receive(self._control)
+                except (OSError, EOFError):  # the command has ended, whoever else holds its end
+                    break
+                self._fork(*call)
+        for pid in self._forks:
+            os.kill(pid, signal.SIGKILL)
+        _end_descendants()
+        os._exit(0)
+
+    def _fork(self, content: bytes, descriptors: list[int]) -> None:
+        """The first of the descriptors is the pipe to the command."""
+        status, *others = descriptors
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            tie_to_parent(signal.SIGKILL, server)
+            self._become(content, status, others)
+        _put(status, pid)
+        for number in others:
+            os.close(number)
+        if pid > 0:
+            self._forks[pid] = status
+        else:
+            os.close(status)
+
+    def _become(self, content: bytes, status: int, descriptors: list[int]) -> NoReturn:
+        """Be the fork, to the end."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (*OF_THE_COMMAND, signal.SIGCHLD, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
+            for one in (self._control, self._woken, self._wakes):
+                one.close()
+            for pipe in (status, *self._forks.values()):
+                os.close(pipe)
+            sys.argv, sys.path[:], folder, inner = pickle.loads(content)
+            os.chdir(folder)
+            function, arguments = Unpickler(io.BytesIO(inner), descriptors).load()
+            function(*arguments)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Without the usual farewells: what libraries do there could wait for ranks that do not answer.
+            os._exit(code)
+
+    def _reap(self) -> None:
+        """Take note of children that have ended. Before the last fork is told to have ended, its orphans are."""
+        for pid, status in _ended():
+            if pid in self._forks:
+                pipe = self._forks.pop(pid)
+                if not self._forks:
+                    _end_descendants()
+                _put(pipe, os.waitstatus_to_exitcode(status))
+                os.close(pipe)
+
+
+def receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """One message with its open files. Raises EOFError when the other end is closed."""
+    head, descriptors, _, _ = socket.recv_fds(control, NUMBER, 16, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    head += _exactly(control, NUMBER - len(head)) if head else b""
+    if not head:
+        raise EOFError
+    return _exactly(control, int.from_bytes(head, "little")), list(descriptors)
+
+
+def send(control: socket.socket, content: bytes, descriptors: Sequence[int]) -> None:
+    """The other side of `receive`. Raises OSError when the other end is closed."""
+    socket.send_fds(control, [len(content).to_bytes(NUMBER, "little")], list(descriptors))
+    control.sendall(content)
+
+
+def _exactly(control: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = control.recv(min(count, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _put(pipe: int, number: int) -> None:
+    with suppress(OSError):  # nobody waits for it any more
+        os.write(pipe, number.to_bytes(NUMBER, "little", signed=True))
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Every child that has ended since, with its status."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
+
+
+def _end_descendants() -> None:
+    """End everything that this process's forks have started: asked first, then killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline, asked = time.monotonic() + GRACE, set[int]()
+        while time.monotonic() < deadline:
+            for _ in _ended():
+                continue
+            left = _descendants()
+            if not left:
+                return
+            for pid in left - asked:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            asked |= left
+            time.sleep(0.005)
+
+
+def _descendants() -> set[int]:
+    """The processes below this one; none where the system does not list them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            _, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found: set[int] = set()
+    new = [os.getpid()]
+    while new:
+        new = [child for pid in new for child in children.get(pid, ())]
+        found.update(new)
+    return found
