@@ -11,6 +11,7 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from runner.data.description import described
+from runner.data.loader import Collate, MapDataset
 from runner.planning.prepare import WEIGHTS, Prepared
 
 
@@ -36,6 +39,22 @@ def agree_on_program(prepared: Prepared, folder: Path) -> None:
         with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
     agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
+
+
+def agree_on_data(
+    prepared: Prepared, training: MapDataset, evaluating: MapDataset | None, collate: Collate | None
+) -> None:
+    """All ranks found the same data, which is that of the preparation (collective). Raises RuntimeError."""
+    expected, seed = prepared.data, prepared.config.train.seed
+    found = described(training, evaluating, collate, row=expected.row, shapes=prepared.shapes, seed=seed)
+    if expected.sample is None:
+        found = replace(found, sample=None)
+    otherwise = "Every rank must read the same data: the same files, on whatever host and at whatever time."
+    agree(found.facts, otherwise)
+    for name, fact in found.facts.items():
+        if fact != expected.facts[name]:
+            was = expected.facts[name]
+            raise RuntimeError(f"The ranks find {fact} as {name}, the run was prepared for {was}. {otherwise}")
 
 
 def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -30,7 +30,8 @@ from strategies.graph import Source
 class Content:
     """What is saved and restored. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
-    holds (None: everything), `described` is the config.json of a model of transformers."""
+    holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
+    the training data has."""
 
     program: Program
     communicator: Communicator
@@ -42,6 +43,7 @@ class Content:
     fingerprint: str = ""
     published: frozenset[str] | None = None
     described: str | None = None
+    samples: int | None = None
 
     @property
     def rank(self) -> int:

@@ -24,7 +24,10 @@ PROGRAM = ("world_size", "parallel.mode", "parallel.zero.stage", "train.precisio
 DECIDES = ("mesh", "inputs", "tensors", "assignments")
 """Entries of a plan that determine the program; who chose them and how does not matter."""
 
-DATA = ("data.batch_size", "train.seed", "data.target", "data.args")
+SOURCE = ("data.target", "data.args", "data.path")
+"""Config keys from which the rows of the data follow."""
+
+DATA = ("data.batch_size", "train.seed", *SOURCE)
 """Config keys from which the rows of a step follow."""
 
 MODEL = ("model", "loss", "data", "train.accumulate", "train.random", "parallel")
@@ -56,9 +59,16 @@ class Continuation:
 
 
 def compare(
-    path: Path, saved: Mapping[str, Any], *, plan: Mapping[str, Any], config: Mapping[str, Any], fingerprint: str
+    path: Path,
+    saved: Mapping[str, Any],
+    *,
+    plan: Mapping[str, Any],
+    config: Mapping[str, Any],
+    fingerprint: str,
+    samples: int | None = None,
 ) -> Continuation:
-    """`saved` has "plan", "config" and "fingerprint" of the checkpoint `path`; the others are those of this run.
+    """`saved` has "plan", "config", "fingerprint" and "samples" (rows of the training data) of the checkpoint `path`;
+    the others are those of this run.
 
     Raises StrategyError, naming the first difference that cannot be carried over.
     """
@@ -77,6 +87,15 @@ def compare(
             "parameters and the optimizer must be those of the checkpoint."
         )
     data = [one for key in DATA for one in differences(_at(before, key), _at(after, key), key)]
+    had = saved.get("samples")
+    if None not in (had, samples) and had != samples:
+        if not any(key.startswith(SOURCE) for key, _, _ in data):
+            raise StrategyError(
+                f"The checkpoint {path} cannot be continued by this run: the training data had {had} rows and has "
+                f"{samples} now, although the config names the same data. Give the data of that run; for other data "
+                "change data.target, data.args or data.path, or start anew from its weights with model.weights."
+            )
+        data.append(("the number of training rows", had, samples))
     return Continuation(tuple(programs), tuple(data))
 
 

@@ -44,7 +44,7 @@ class Stamp:
 class Header:
     """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files that hold what
     is no tensor, for each group of a pipeline all that hold the same. `metric` is the value by which the best
-    checkpoint is chosen, where there is one."""
+    checkpoint is chosen, where there is one; `samples` counts the rows of the training data."""
 
     step: int
     position: tuple[int, int]
@@ -56,6 +56,7 @@ class Header:
     files: Mapping[str, Stamp]
     plain: tuple[tuple[str, ...], ...]
     metric: float | None = None
+    samples: int | None = None
     version: int = field(default=VERSION)
 
 

@@ -57,7 +57,9 @@ def load(path: Path, content: Content) -> Restored:
     Raises StrategyError if this run cannot continue the one that was saved (naming what differs), ConfigError if `path`
     is no checkpoint or a damaged one.
     """
-    continuation = check(path, plan=content.plan, config=content.config, fingerprint=content.fingerprint)
+    continuation = check(
+        path, plan=content.plan, config=content.config, fingerprint=content.fingerprint, samples=content.samples
+    )
     checkpoint = read(path)
     parts = list(checkpoint.plain())
     check_model(checkpoint, content.sources, content.published)
@@ -91,10 +93,10 @@ def load(path: Path, content: Content) -> Restored:
     )
 
 
-def check(path: Path, *, plan: Mapping[str, Any], config: Mapping[str, Any], fingerprint: str) -> Continuation:
-    """What is other than it was, if the run with this plan, config and fingerprint may continue the checkpoint `path`;
-    nothing but the header is read. Raises as `load`."""
-    return compare(path, asdict(read_header(path)), plan=plan, config=config, fingerprint=fingerprint)
+def check(path: Path, **identity: Any) -> Continuation:
+    """What is other than it was, if the run with this `identity` (the keyword arguments of `compare`) may continue the
+    checkpoint `path`; nothing but the header is read. Raises as `load`."""
+    return compare(path, asdict(read_header(path)), **identity)
 
 
 def to_continue(resume: str | None, place: Path) -> Path | None:

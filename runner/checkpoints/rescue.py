@@ -47,7 +47,8 @@ class Intact:
         world, stages = own.communicator.world, own.communicator.stages
         partial = _folder(place, self.step)
         partial.mkdir(parents=True, exist_ok=True)
-        made = Header(self.step, position, committing.SHARDED, world, own.plan, own.config, own.fingerprint, {}, ())
+        identity = own.plan, own.config, own.fingerprint
+        made = Header(self.step, position, committing.SHARDED, world, *identity, {}, (), samples=own.samples)
         appearing = partial / f".{RESCUED}.{own.rank}"
         folder.write_text(appearing, json.dumps({"header": header.to_text(made), "stages": stages}))
         os.replace(appearing, partial / RESCUED)

@@ -180,8 +180,9 @@ def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -
 
 
 def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
-    world = given.communicator.world
-    return Header(step, position, wanted.form, world, given.plan, given.config, given.fingerprint, {}, (), metric)
+    world, form = given.communicator.world, wanted.form
+    identity = given.plan, given.config, given.fingerprint
+    return Header(step, position, form, world, *identity, {}, (), metric, given.samples)
 
 
 def _barrier(given: Content) -> None:

@@ -1,8 +1,9 @@
 """Loading exactly what one rank needs.
 
 A dataset is anything with `len()` and `dataset[i]` whose samples are flat: a dict (its keys are the keyword arguments
-of `forward`), a tuple (positional arguments), or a single tensor. Reading a row must give the same sample on every
-rank, because ranks that hold the same slice of a batch read it independently.
+of `forward`, in any order), a tuple (positional arguments), or a single tensor. Reading a row must give the same sample
+on every rank, because ranks that hold the same slice of a batch read it independently; what a dataset draws from the
+global generators is the same by itself (`runner.data.row_seeds`).
 
 The invariant: what `LocalBatches.load` returns equals the blocks cut out of `whole_batch`, while only the rows inside
 the blocks are read, and only the slice of each row where the dataset offers `read(index, slices)`.
@@ -19,6 +20,7 @@ from torch.utils.data import default_collate
 
 from runner.building import targets
 from runner.data.order import Order, epoch_order, eval_rows, padded
+from runner.data.row_seeds import EVALUATION, row_seeds, states
 from runner.errors import ConfigError
 
 __all__ = [
@@ -43,7 +45,8 @@ Collate = Callable[[list[Any]], Any]
 """From samples to a batch: a dict, tuple or list of tensors, or one tensor, each with the samples along dim 0.
 
 A rank calls it with its own rows only. So row r of every result may depend on sample r alone, and the sizes of the
-other dims must not depend on which rows come together: pad to a fixed length, not to the longest of the batch.
+other dims must not depend on which rows come together: pad to a fixed length, not to the longest of the batch. One that
+draws random numbers is called with all rows on every rank.
 """
 
 
@@ -58,13 +61,13 @@ class MapDataset(Protocol):
 class Sliced(MapDataset, Protocol):
     """What a dataset with large rows can offer, so that a rank reads only its slice of each row."""
 
-    def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> Any:
+    def read(self, index: int, slices: tuple[tuple[slice, ...], ...], /) -> Any:
         """Sample `index`, of the same structure as `self[index]`, with each tensor cut down to its slices.
 
-        `slices` has one entry per value of the sample, in the order of the sample; an entry has one
+        `slices` has one entry per value of the sample, in the order of the first row of training; an entry has one
         `slice(start, stop)` per dim of that value, 0 <= start <= stop <= size, and none for a scalar. Where a value
         is not needed from this row, its slices are empty. Used only without a custom collate, and recognised by
-        the names of the two parameters.
+        taking two arguments, whatever their names.
         """
 
 
@@ -100,31 +103,43 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
     return checked
 
 
-def whole_batch(dataset: MapDataset, collate: Collate | None, rows: Sequence[int]) -> Any:
+def whole_batch(
+    dataset: MapDataset, collate: Collate | None, rows: Sequence[int], seed: int = 0, epoch: int = EVALUATION
+) -> Any:
     """The batch of `rows` as one device would load it: `collate`, or torch's default stacking.
 
-    Raises ConfigError for anything that goes wrong in the dataset or in the collate.
+    Raises ConfigError for anything that goes wrong in the dataset or in the collate, rows with different entries, and
+    a collate that returns another number of rows.
     """
-    samples = []
-    for row in rows:
+    samples: list[Any] = []
+    with row_seeds(seed, epoch) as begin:
+        for row in rows:
+            begin(row)
+            try:
+                samples.append(dataset[row])
+            except Exception as error:
+                raise ConfigError(f"data: row {row} cannot be read: {targets.describe(error)}.") from error
+            if collate is None:
+                _ordered(*fields(samples[-1]), fields(samples[0])[0], f"data: row {row}")
+        begin(rows[0], len(rows))
         try:
-            samples.append(dataset[row])
+            batch = (collate or default_collate)(samples)
         except Exception as error:
-            raise ConfigError(f"data: row {row} cannot be read: {targets.describe(error)}.") from error
-    try:
-        return (collate or default_collate)(samples)
-    except Exception as error:
-        function = "data.collate" if collate else "stacking"
-        raise ConfigError(f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.") from error
+            function = "data.collate" if collate else "stacking"
+            raise ConfigError(f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.") from error
+    if collate is not None:
+        _check_rows(*flatten_batch(batch), len(rows))
+    return batch
 
 
-def flatten_batch(batch: Any) -> tuple[tuple[str, ...], list[Tensor]]:
-    """The names and tensors of a batch, in its own order; names are the keys of a dict, else "0", "1", ...
+def flatten_batch(batch: Any, order: Sequence[str] | None = None) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The names and tensors of a batch, in its own order or that of the names `order`; names are the keys of a dict,
+    else "0", "1", ...
 
-    Raises ConfigError: no tensors at all, something that is not a tensor, a tensor without a dim for the rows, or
-    a key that cannot be the name of an argument.
+    Raises ConfigError: no tensors at all, something that is not a tensor, a tensor without a dim for the rows, a key
+    that cannot be the name of an argument, or other names than those of `order`.
     """
-    names, values = _fields(batch)
+    names, values = fields(batch)
     if not values:
         raise ConfigError("data: a batch without tensors; samples must be a dict or a tuple of tensors or numbers.")
     for name, value in zip(names, values, strict=True):
@@ -140,7 +155,7 @@ def flatten_batch(batch: Any) -> tuple[tuple[str, ...], list[Tensor]]:
         for name in names:
             if not (isinstance(name, str) and name.isidentifier()):
                 raise ConfigError(f"data: the key {name!r} of a batch cannot be the name of an argument of forward.")
-    return names, values
+    return names if order is None else tuple(order), _ordered(names, values, order or names, "data: a batch")
 
 
 class LocalBatches:
@@ -148,7 +163,7 @@ class LocalBatches:
 
     `blocks` has one entry per tensor of the batch, in the order of `flatten_batch`. `names` and `shapes` are those
     of the global micro-batch; every row is checked against them. Where they are left out, the first row that this
-    rank reads sets them, and only changes from there on are noticed.
+    rank reads sets them, and only changes from there on are noticed. `seed` is that of random augmentation.
     """
 
     def __init__(
@@ -159,25 +174,33 @@ class LocalBatches:
         *,
         names: Sequence[str] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
     ) -> None:
         self._dataset = dataset
+        self._seed = seed
         self._collate = collate
         self._blocks = tuple(blocks)
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
-        self._read = None if collate else _reader(dataset)
+        self._read = None if collate else reader(dataset)
+        self._draws: bool | None = None
+        """Whether the collate draws random numbers, once it is known."""
         # Positions in the micro-batch whose rows some block needs, in order.
         self._needed = sorted({position for block in blocks for position in range(*block[0])})
 
-    def load(self, rows: Sequence[int]) -> list[Tensor]:
+    def load(self, rows: Sequence[int], epoch: int = EVALUATION) -> list[Tensor]:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
 
         Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. What the dataset
         or the collate itself raises comes through unchanged.
         """
-        if self._collate is not None:
-            return self._collated([self._dataset[rows[position]] for position in self._needed], self._collate)
-        values = {position: self._row(rows[position], position) for position in self._needed}
+        with row_seeds(self._seed, epoch) as begin:
+            if self._collate is not None:
+                return self._collated(rows, begin, self._collate)
+            values: dict[int, list[Any]] = {}
+            for position in self._needed:
+                begin(rows[position])
+                values[position] = self._row(rows[position], position)
         return [
             _stack([values[position][number] for position in range(*block[0])], number)
             for number, block in enumerate(self._blocks)
@@ -187,31 +210,38 @@ class LocalBatches:
         """The values of one row, each cut to its block."""
         where = f"data: row {row}"
         if self._read is None:
-            names, values = _fields(self._dataset[row])
-            self._check(names, [tuple(getattr(value, "shape", ())) for value in values], where)
+            values = self._named(*fields(self._dataset[row]), where)
+            self._check([tuple(getattr(value, "shape", ())) for value in values], where)
             cuts = [tuple(slice(*span) for span in block[1:]) for block in self._blocks]
             return [value[cut] if cut else value for value, cut in zip(values, cuts, strict=True)]
         slices = tuple(
             tuple(slice(*span) if block[0][0] <= position < block[0][1] else slice(0, 0) for span in block[1:])
             for block in self._blocks
         )
-        names, values = _fields(self._read(row, slices))
-        self._check(names, None, where)
-        for name, value, cut in zip(names, values, slices, strict=True):
+        values = self._named(*fields(self._read(row, slices)), where)
+        for name, value, cut in zip(self._names or (), values, slices, strict=True):
             shape, asked = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
             if shape != asked:
                 raise ConfigError(f"{where}: read() returns {name!r} of shape {shape} where {asked} was asked for.")
         return values
 
-    def _collated(self, samples: list[Any], collate: Collate) -> list[Tensor]:
-        names, tensors = flatten_batch(collate(samples))
-        self._check(names, [tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
-        for name, tensor in zip(names, tensors, strict=True):
-            if len(tensor) != len(samples):
-                raise ConfigError(
-                    f"data: data.collate makes {name!r} with {len(tensor)} rows from {len(samples)} samples; dim 0 of "
-                    "every tensor must count the samples."
-                )
+    def _collated(self, rows: Sequence[int], begin: Callable[..., None], collate: Collate) -> list[Tensor]:
+        samples = []
+        for position in self._needed:
+            begin(rows[position])
+            samples.append(self._dataset[rows[position]])
+        begin(rows[0], len(rows))
+        before = states() if self._draws is None else ()
+        batch = collate(samples)
+        if self._draws is None:
+            self._draws = states() != before
+            if self._draws and len(self._needed) < len(rows):  # its numbers are those of all rows
+                self._needed = [*range(len(rows))]
+                return self._collated(rows, begin, collate)
+        names, tensors = flatten_batch(batch)
+        _check_rows(names, tensors, len(samples))
+        tensors = self._named(names, tensors, "data: a batch of data.collate")
+        self._check([tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
         parts = []
         for tensor, (span, *beyond) in zip(tensors, self._blocks, strict=True):
             first = self._needed.index(span[0])
@@ -219,15 +249,15 @@ class LocalBatches:
             parts.append(tensor[cut].contiguous())
         return parts
 
-    def _check(self, names: tuple[str, ...], shapes: list[tuple[int, ...]] | None, where: str) -> None:
-        """Names and, where they are known, shapes without dim 0 must be those of every other row."""
+    def _named(self, names: tuple[str, ...], values: list[Any], where: str) -> list[Any]:
+        """The values in the order of every other row's."""
         self._names = self._names or names
-        if names != self._names:
-            raise ConfigError(f"{where} has the values {_listed(names)}; the others have {_listed(self._names)}.")
-        if shapes is None:
-            return
+        return _ordered(names, values, self._names, where)
+
+    def _check(self, shapes: list[tuple[int, ...]], where: str) -> None:
+        """Shapes without dim 0 must be those of every other row."""
         self._shapes = self._shapes or shapes
-        for name, shape, expected, block in zip(names, shapes, self._shapes, self._blocks, strict=True):
+        for name, shape, expected, block in zip(self._names or (), shapes, self._shapes, self._blocks, strict=True):
             if shape != expected or len(shape) != len(block) - 1:
                 raise ConfigError(
                     f"{where} has {name!r} of shape {shape}, where {expected} is expected; all rows need one shape: "
@@ -235,18 +265,53 @@ class LocalBatches:
                 )
 
 
+def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], where: str) -> list[Any]:
+    """`values` in the order of the names `order`. Raises ConfigError, naming what is missing and what is unknown."""
+    if tuple(names) == tuple(order):
+        return values
+    missing = [name for name in order if name not in names]
+    unknown = [name for name in names if name not in order]
+    if missing or unknown:
+        lacks = f"lacks {_listed(missing)}" if missing else ""
+        more = f"has {_listed(unknown)} beside them" if unknown else ""
+        raise ConfigError(
+            f"{where} has the values {_listed(names)}; the others have {_listed(order)}: it "
+            f"{' and '.join(part for part in (lacks, more) if part)}. Every row needs the same entries."
+        )
+    by_name = dict(zip(names, values, strict=True))
+    return [by_name[name] for name in order]
+
+
+def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if len(tensor) != rows:
+            raise ConfigError(
+                f"data: data.collate makes {name!r} with {len(tensor)} rows from {rows} samples; dim 0 of every tensor "
+                "must count the samples."
+            )
+
+
 _Read = Callable[[int, tuple[tuple[slice, ...], ...]], Any]
 
 
-def _reader(dataset: MapDataset) -> _Read | None:
-    """The method `read(index, slices)`, unless `read` is something else that happens to have the name."""
+def reader(dataset: MapDataset) -> _Read | None:
+    """The method `read(index, slices)`, whatever it calls the two, unless `read` takes another number of arguments."""
     read: _Read | None = getattr(dataset, "read", None)
-    if not callable(read) or list(inspect.signature(read).parameters) != ["index", "slices"]:
+    try:
+        taken = [*inspect.signature(read).parameters.values()] if callable(read) else []
+    except ValueError:  # a function of C has no signature
         return None
-    return read
+    positional = [one for one in taken if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = [
+        one for one in taken if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    second = positional[1] if len(positional) > 1 else None
+    if second is None or not {one.name for one in needed} <= {one.name for one in positional[:2]}:
+        return None
+    return read if second in needed or second.name == "slices" else None
 
 
-def _fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
+def fields(sample: Any) -> tuple[tuple[str, ...], list[Any]]:
     if isinstance(sample, Mapping):
         return tuple(sample), list(sample.values())
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]

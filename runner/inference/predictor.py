@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 
+from runner.agreement import agree
 from runner.inference.files import Predictions
 from runner.inference.rows import dataset
 from runner.inference.weights import check, fill, open_checkpoint
@@ -34,6 +35,7 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     numpy.random.seed(config.train.seed % 2**32)
     torch.manual_seed(config.train.seed)
     rows, collate = dataset(config)
+    agree({"the number of rows to predict": str(len(rows))}, "Every rank must read the same data.")
     running = execution(prepared, rank, folder, gather_axes)
     step = None
     if config.predict.checkpoint is not None:

@@ -117,7 +117,8 @@ class Deciding:
         training, _, collate = datasets(self.config)
         order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
         rows = self.config.data.batch_size // self.config.train.accumulate
-        names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
+        first = order.rows(0)[:rows]
+        names, tensors = flatten_batch(whole_batch(training, collate, first, self.config.train.seed, 0))
         return list(names), cast(tensors, DTYPES[self.config.train.precision])
 
     @cached_property

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from runner.building import huggingface, optimizers, pretrained, targets
 from runner.building.modules import captured_from_shapes, objective
 from runner.building.precision import DTYPES, cast, check_half
+from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.inference import rows as predicted
@@ -98,11 +99,14 @@ class Prepared:
     """The names in the model's state dict."""
     described: str | None = None
     """The config.json of a model of transformers."""
+    data: Description = UNSEEN
+    """What every rank must find, too."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
         plan = {} if self.plan is None else self.plan.to_json()
-        return {"plan": plan, "config": self.config.model_dump(mode="json"), "fingerprint": self.digest}
+        config = self.config.model_dump(mode="json")
+        return {"plan": plan, "config": config, "fingerprint": self.digest, "samples": self.data.training}
 
 
 def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
@@ -201,7 +205,8 @@ def prepare(
         evaluating, evaluated_with = predicted.dataset(config)
     order = Order(len(training), config.data.batch_size, config.train.seed)
     rows = micro_rows(config)
-    names, tensors = flatten_batch(whole_batch(training, collate, order.rows(0)[:rows]))
+    first = order.rows(0)[:rows]
+    names, tensors = flatten_batch(whole_batch(training, collate, first, config.train.seed, 0))
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
         say(
@@ -209,6 +214,7 @@ def prepare(
             "every epoch drops as many."
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    data = _described(config, training, evaluating, collate, shapes, first[0], say)
     only_planned = config.job.name in ("plan", "explain") and config.parallel.mode not in ("stand_alone", "hybrid")
     if only_planned:
         evaluating = None
@@ -231,6 +237,7 @@ def prepare(
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
     held = frozenset(step.model.state_dict())
     prepared = replace(prepared, published=held, described=huggingface.described(step.model), evaluated=entries)
+    prepared = replace(prepared, data=data)
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
         if folder is not None:
@@ -275,6 +282,31 @@ def prepare(
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
     return replace(prepared, graph=graph, plan=plan, evaluations=evaluations, digest=told, stages=stages, step=in_step)
+
+
+def _described(
+    config: Config,
+    training: MapDataset,
+    evaluating: MapDataset | None,
+    collate: Collate | None,
+    shapes: Sequence[Sequence[int]],
+    row: int,
+    say: Callable[[str], None],
+) -> Description:
+    """The description of the data. Raises ConfigError for a `read` that returns something else."""
+    seed = config.train.seed
+    if collate is None:
+        check_read(training, row, shapes, seed)
+    found, again = (described(training, evaluating, collate, row=row, shapes=shapes, seed=seed) for _ in range(2))
+    if found.sample != again.sample:
+        say(
+            f"warning: data: row {row} of {config.data.target} is another sample each time it is read, although the "
+            "global generators of random, numpy.random and torch begin at the same numbers; ranks that read the same "
+            "row see different ones, and `run verify` differs. Draw from the global generators, not from one without a "
+            "seed or one that goes on."
+        )
+        return replace(again, sample=None)
+    return again
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -325,12 +357,8 @@ def _evaluations(
     tensors: dict[str, Tensor] = {}
     found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
-        names, batch = flatten_batch(whole_batch(dataset, collate, range(size)))
-        if config.job.name != "predict" and names != step.names:
-            raise ConfigError(
-                f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
-                f"{', '.join(step.names)}."
-            )
+        order = None if config.job.name == "predict" else step.names
+        names, batch = flatten_batch(whole_batch(dataset, collate, range(size), config.train.seed), order)
         entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
         wanted = [name for name in names if name not in step.targets]
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))

@@ -47,7 +47,16 @@ class Evaluator:
     """This rank's slice of a parameter (collective)."""
     size: int
     """Rows of one batch."""
+    length: int = field(init=False)
+    """Rows of the data; a dataset whose length changes keeps the one that the ranks have agreed on."""
     _batches: dict[int, LocalBatches] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.length = len(self.dataset)
+
+    @property
+    def _seed(self) -> int:
+        return self.prepared.config.train.seed
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
@@ -56,15 +65,15 @@ class Evaluator:
         for rows, output in self.outputs():
             for name, value in self.measured(rows, output).items():
                 totals[name] = totals.get(name, 0.0) + value * len(rows)
-        return {name: total / len(self.dataset) for name, total in totals.items()}
+        return {name: total / self.length for name, total in totals.items()}
 
     @torch.no_grad()
     def outputs(self) -> Iterator[tuple[list[int], Any]]:
         """Every batch in order: its rows, and what the model returns for them, whole on rank 0."""
         self._update_loss()
-        for number, rows in enumerate(eval_rows(len(self.dataset), self.size)):
+        for number, rows in enumerate(eval_rows(self.length, self.size)):
             # training steps count from 1, so these random numbers are nobody else's
-            yield rows, self._output(rows, mix(self.prepared.config.train.seed, 0, number))
+            yield rows, self._output(rows, mix(self._seed, 0, number))
 
     @torch.no_grad()
     def measured(self, rows: list[int], output: Any) -> dict[str, float]:
@@ -130,14 +139,15 @@ class Evaluator:
         span = next(iter(blocks.values()))[0]
         shapes = self.prepared.evaluated
         every = [blocks.get(name, (span, *((0, size) for size in shape))) for name, shape in shapes.items()]
-        return LocalBatches(self.dataset, self.collate, every, names=tuple(shapes))
+        return LocalBatches(self.dataset, self.collate, every, names=tuple(shapes), seed=self._seed)
 
     def _entries(self, batches: LocalBatches, rows: Sequence[int], wanted: Sequence[str]) -> list[Tensor]:
         loaded = dict(zip(self.prepared.evaluated, batches.load(rows), strict=True))
         return self._here([loaded[name] for name in wanted])
 
     def _whole_batch(self, rows: Sequence[int]) -> list[Tensor]:
-        return self._here(flatten_batch(whole_batch(self.dataset, self.collate, rows))[1])
+        batch = whole_batch(self.dataset, self.collate, rows, self._seed)
+        return self._here(flatten_batch(batch, tuple(self.prepared.evaluated))[1])
 
     def _here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         precision = DTYPES[self.prepared.config.train.precision]
@@ -164,7 +174,7 @@ class Evaluator:
         if self.scores.loss is None:
             if valid < self.size:
                 raise ConfigError(
-                    f"evaluate.batch_size = {self.size} does not divide the {len(self.dataset)} samples, and a hybrid "
+                    f"evaluate.batch_size = {self.size} does not divide the {self.length} samples, and a hybrid "
                     "model that returns its loss cannot be given a short batch; choose a divisor."
                 )
             total = loss_of(found).double()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner import checkpoints
-from runner.agreement import agree, agree_on_code, agree_on_program
+from runner.agreement import agree, agree_on_code, agree_on_data, agree_on_program
 from runner.building import optimizers
 from runner.building.precision import DTYPES, cast
 from runner.checkpoints.keeping import Keeper
@@ -75,13 +75,19 @@ class Trainer:
         agree_on_program(self.prepared, job.folder)
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
+        agree_on_data(self.prepared, training, evaluating, self.collate)
         self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
         extra = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
         self.batches = LocalBatches(
-            training, self.collate, self.execution.blocks, names=self.prepared.names, shapes=self.prepared.shapes
+            training,
+            self.collate,
+            self.execution.blocks,
+            names=self.prepared.names,
+            shapes=self.prepared.shapes,
+            seed=self.config.train.seed,
         )
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
@@ -238,7 +244,8 @@ class Trainer:
     def _micro_batches(self, step: int) -> float:
         """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
         with self._aside():
-            rows = self.order.rows(step - 1 + self.keeper.ahead)
+            number = step - 1 + self.keeper.ahead
+            rows, epoch = self.order.rows(number), self.order.epoch(number)
         total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
@@ -249,7 +256,7 @@ class Trainer:
             with self._aside():
                 entries = [
                     _placed(tensor, self.rank.device)
-                    for tensor in cast(self.batches.load(part), DTYPES[self.config.train.precision])
+                    for tensor in cast(self.batches.load(part, epoch), DTYPES[self.config.train.precision])
                 ]
             here.at(FORWARD)
             if self.writes:

@@ -18,6 +18,7 @@ from runner.checkpoints import committing, folder, index, writing
 from runner.checkpoints.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
+from strategies.errors import StrategyError
 
 HERE = Path(__file__).parent
 
@@ -320,6 +321,17 @@ def test_who_chose_a_strategy_does_not_matter_but_the_order_of_axes_does():
     assert not compare(Path("p"), saved, plan=other, config={}, fingerprint="").moved
     moved = compare(Path("p"), saved, plan=plan | {"mesh": {"b": 2, "a": 2}}, config={}, fingerprint="").moved
     assert moved == (("plan.mesh", [["a", 2], ["b", 2]], [["b", 2], ["a", 2]]),)
+
+
+def test_another_number_of_rows_is_refused_or_named():
+    def of(source, rows):
+        return {"plan": {}, "config": {"data": {"args": source}}, "fingerprint": "", "samples": rows}
+
+    assert not compare(Path("p"), of(1, 64), **of(1, 64)).data
+    assert not compare(Path("p"), of(1, None), **of(1, 64)).data  # of a checkpoint that does not say
+    with pytest.raises(StrategyError, match="had 64 rows and has 60 now"):
+        compare(Path("p"), of(1, 64), **of(1, 60))
+    assert compare(Path("p"), of(1, 64), **of(2, 60)).data[-1] == ("the number of training rows", 64, 60)
 
 
 def kill_and_continue(ranks, entries, alone, task, folder, seconds, world_size):

@@ -174,6 +174,25 @@ def test_a_wrong_read_is_refused() -> None:
         LocalBatches(Whole([(torch.ones(4),)] * 2), None, (((0, 2), (0, 2)),)).load([0, 1])
 
 
+def test_dict_samples_have_their_keys_in_any_order() -> None:
+    samples = [{"x": torch.ones(2), "y": torch.zeros(1)}, {"y": torch.zeros(1), "x": torch.ones(2)}]
+    batch = whole_batch(samples, None, [0, 1])
+    assert flatten_batch(batch, ("y", "x"))[0] == ("y", "x")
+    assert [tensor.shape for tensor in flatten_batch(batch, ("y", "x"))[1]] == [(2, 1), (2, 2)]
+    blocks = (((0, 2), (0, 1)), ((0, 2), (0, 2)))
+    for collate in (None, lambda rows: {name: torch.stack([row[name] for row in rows]) for name in ("x", "y")}):
+        y, x = LocalBatches(Rows(samples), collate, blocks, names=("y", "x")).load([0, 1])
+        assert y.shape == (2, 1) and x.shape == (2, 2)
+    for other in ({"x": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(1), "z": torch.ones(1)}):
+        with pytest.raises(ConfigError, match=r"row 1 has the values .*(lacks 'y'|has 'z' beside them)"):
+            whole_batch([samples[0], other], None, [0, 1])
+
+
+def test_a_collate_returns_a_row_per_sample() -> None:
+    with pytest.raises(ConfigError, match="makes '0' with 5 rows from 2 samples"):
+        whole_batch(Rows([1, 2]), lambda samples: torch.ones(5, 2), [0, 1])
+
+
 def test_flatten_batch_takes_dicts_tuples_and_single_tensors_in_their_order() -> None:
     a, b = torch.ones(2), torch.zeros(2)
     assert flatten_batch({"b": b, "a": a})[0] == ("b", "a")

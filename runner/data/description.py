@@ -1,0 +1,113 @@
+"""What a dataset holds, in a few words that ranks can compare: a rank with other data would train on silently.
+
+The invariant: equal data has equal descriptions in every process, and a description costs one sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.building import targets
+from runner.data.loader import Collate, MapDataset, fields, reader
+from runner.data.row_seeds import row_seeds
+from runner.errors import ConfigError
+
+CORNER = 8
+"""Entries per dim of a sample whose dataset can read slices."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """The numbers of rows (`evaluation` is None without evaluation), and a hash of the training row `row`, None where
+    it is another sample each time it is read."""
+
+    training: int
+    evaluation: int | None
+    row: int
+    sample: str | None
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """By name."""
+        found = {"the number of training rows": str(self.training)}
+        if self.evaluation is not None:
+            found["the number of evaluation rows"] = str(self.evaluation)
+        return found if self.sample is None else found | {f"training row {self.row} (hash)": self.sample}
+
+
+UNSEEN = Description(0, None, 0, None)
+
+
+def described(
+    training: MapDataset,
+    evaluating: MapDataset | None,
+    collate: Collate | None,
+    *,
+    row: int,
+    shapes: Sequence[Sequence[int]],
+    seed: int,
+) -> Description:
+    """The description of data whose batches have `shapes`, as seen in the first epoch. Of a row that can be read in
+    slices, only a corner is looked at."""
+    read = None if collate else reader(training)
+    rows = len(training), None if evaluating is None else len(evaluating)
+    if row >= rows[0]:
+        return Description(*rows, row, "there is none")
+    with row_seeds(seed, 0) as begin:
+        begin(row)
+        if read is None:
+            sample = training[row]
+        else:
+            corner = tuple(tuple(slice(0, min(size, CORNER)) for size in shape[1:]) for shape in shapes)
+            sample = read(row, corner)
+    return Description(*rows, row, _hash(sample))
+
+
+def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], seed: int) -> None:
+    """Raise ConfigError unless `read(row, slices)` of everything returns what `dataset[row]` does."""
+    read = reader(dataset)
+    if read is None:
+        return
+    everything = tuple(tuple(slice(0, size) for size in shape[1:]) for shape in shapes)
+    found: Any = None
+    with row_seeds(seed, 0) as begin:
+        begin(row)
+        sample = dataset[row]
+        begin(row)
+        try:
+            found = read(row, everything)
+            names, differ = "", _hash(found) != _hash(sample)
+        except Exception as error:
+            names, differ = f": {targets.describe(error)}", True
+    if differ:
+        raise ConfigError(
+            f"data: {type(dataset).__name__}.read takes two arguments, so it is asked for slices of a row, but "
+            f"read({row}, slices) of the entire row does not return what dataset[{row}] does{names}. Return the slices "
+            "that are asked for, or give a method with another purpose another name."
+        )
+
+
+def _hash(sample: Any) -> str:
+    """Of names, dtypes, shapes and values; of what is no tensor, array, number or string, its type alone."""
+    digest = hashlib.sha256()
+    names, values = fields(sample)
+    for name, value in sorted(zip(names, values, strict=True), key=lambda one: str(one[0])):
+        content: Any = type(value).__name__
+        if isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
+            tensor = torch.as_tensor(value)
+            content = (str(tensor.dtype), tuple(tensor.shape), _bytes(tensor))
+        elif isinstance(value, str):
+            content = value
+        digest.update(repr((name, content)).encode())
+    return digest.hexdigest()[:12]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()
