@@ -101,6 +101,8 @@ class Prepared:
     """The config.json of a model of transformers."""
     data: Description = UNSEEN
     """What every rank must find, too."""
+    single_draws: bool = False
+    """Whether a module that runs alone in fp64 draws the random numbers of fp32."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""

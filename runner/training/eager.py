@@ -25,10 +25,14 @@ from strategies.mesh import Mesh
 
 
 class Eager(nn.Module):
-    """The user's module and loss, under the names of the user's module alone; tensors of the loss are `loss.NAME`."""
+    """The user's module and loss, under the names of the user's module alone; tensors of the loss are `loss.NAME`.
 
-    def __init__(self, step: Objective) -> None:
+    With `single_draws`, random numbers in fp64 are those that fp32 draws.
+    """
+
+    def __init__(self, step: Objective, *, single_draws: bool = False) -> None:
         super().__init__()
+        self.single_draws = single_draws
         for name, child in step.model.named_children():
             self.add_module(name, child)
         for name, parameter in step.model.named_parameters(recurse=False):
@@ -43,7 +47,7 @@ class Eager(nn.Module):
         """The loss with the random numbers of `key`; with `outputs`, the names of the entries, what the model alone
         returns in evaluation."""
         (step,) = self.step
-        with ExactRandom(key):
+        with ExactRandom(key, single=self.single_draws):
             if not outputs:
                 return loss_of(step(*entries))
             pairs = zip(outputs, entries, strict=True)

@@ -212,7 +212,7 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     """The eager module, untouched; random operators draw from stateless keys, so that runs can be resumed and
     compared."""
     step = objective(prepared.config, prepared.names).to(rank.device).train()
-    module = eager.Eager(step)
+    module = eager.Eager(step, single_draws=prepared.single_draws)
     eager.start_from(module, weights.read_whole(folder / WEIGHTS))
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from strategies.graph import rewrite
 from strategies.rules.arguments import named
 from strategies.rules.attention import attention_block
 from strategies.rules.random import dropout_block, in_row_major, seeding
@@ -54,12 +56,29 @@ def _given(func: Function, target: str, args: Sequence[Any], kwargs: dict[str, A
     return bound.arguments
 
 
-class ExactRandom(TorchFunctionMode):
-    """Makes random functions of an eager module draw from (key, ordinal of the call)."""
+def _is_double(leaf: object) -> bool:
+    return (leaf.dtype if isinstance(leaf, Tensor) else leaf) is torch.float64
 
-    def __init__(self, key: int) -> None:
+
+def _as_single(leaf: Any) -> Any:
+    if not _is_double(leaf):
+        return leaf
+    return leaf.float() if isinstance(leaf, Tensor) else torch.float32
+
+
+def _as_double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+
+class ExactRandom(TorchFunctionMode):
+    """Makes random functions of an eager module draw from (key, ordinal of the call).
+
+    With `single`, a module in fp64 draws the numbers of the same module in fp32.
+    """
+
+    def __init__(self, key: int, *, single: bool = False) -> None:
         super().__init__()
-        self.key, self.ordinal = key, 0
+        self.key, self.ordinal, self.single = key, 0, single
 
     def __torch_function__(self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,6 +101,9 @@ class ExactRandom(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _seeded(self, func: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.single and any(map(_is_double, tree_leaves((args, kwargs)))):
+            found = self._seeded(func, name, *rewrite((tuple(args), kwargs), _as_single))
+            return args[0].copy_(found) if name.endswith("_") else rewrite(found, _as_double)
         with seeding(self.key, self._next()):
             if name in FILLS and not args[0].is_contiguous():
                 filled: Tensor = args[0]

@@ -4,6 +4,7 @@ graph is wrong from then on. So the mistake reaches every process that plans or 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from runner.data.synthetic import Quickstart
@@ -16,7 +17,8 @@ from strategies.rules.sharding import Local
 
 class Broken(Quickstart):
     """`mistake`: "sum", a product that forgets that its contraction leaves partial sums; "mean", a loss that forgets to
-    divide by its slices; "gradient", a relu whose backward gives half; "operator", another operator in the graph."""
+    divide by its slices; "gradient", a relu whose backward gives half; "slight", one whose backward gives 1e-4 too
+    much; "operator", another operator in the graph."""
 
     def __init__(self, mistake: str, rows: int = 64) -> None:
         super().__init__(rows)
@@ -25,7 +27,9 @@ class Broken(Quickstart):
         elif mistake == "mean":
             _wrap("mse_loss", local=None)
         elif mistake == "gradient":
-            _wrap("relu", local=_half)
+            _wrap("relu", local=partial(_scaled, 0.5))
+        elif mistake == "slight":
+            _wrap("relu", local=partial(_scaled, 1 + 1e-4))
         else:
             found = prepare.capture
 
@@ -40,10 +44,10 @@ def _wrap(operator: str, **changes: Any) -> None:
     RULES[operator] = lambda *args: replace(right(*args), **changes)  # type: ignore[type-var]
 
 
-def _half(operator: Operator, local: Local) -> Ref:
+def _scaled(factor: float, operator: Operator, local: Local) -> Ref:
     value = local.call(operator.target, *local.args)
-    twice = local.call("aten.add.Tensor", value, local.call("aten.detach.default", value))
-    return local.call("aten.div.Tensor", twice, 2)
+    learning = local.call("aten.mul.Tensor", value, factor)
+    return local.call("aten.add.Tensor", learning, local.call("aten.detach.default", value), alpha=1 - factor)
 
 
 def _swapped(captured: Captured, op: str, target: str) -> Captured:

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from small import MODES, SMALL
 
 from runner.errors import ConfigError, RunFailed
 from runner.planning import prepare
@@ -96,17 +97,58 @@ def mended(monkeypatch):
     RULES.update(before)
 
 
-@pytest.mark.parametrize("mistake", ["sum", "mean", "operator", "gradient"])
+@pytest.mark.parametrize("mistake", ["sum", "mean", "operator", "gradient", "slight"])
 def test_verify_finds_a_mistake(start, mended, tmp_path, mistake):
     broken = ("data.target=broken.Broken", f"+data.args.mistake={mistake}")
     with pytest.raises(RunFailed, match=r"verify: the sharded run differs from one process beyond 1e-05"):
         start("+recipe=quickstart", "verify.steps=1", *broken, verb="verify")
     verdict = json.loads((tmp_path / "run" / "verify.json").read_text())
     assert not verdict["passed"]
-    if mistake == "gradient":  # only there the loss of the first step is right
+    if mistake == "slight":  # small enough for rounding, but this network does not magnify it
+        assert 1e-5 < max(verdict["grad_max_rel_diff"].values()) < 2e-4
+        assert max(verdict["rounding"]["grad_max_rel_diff"].values()) < 1e-5
+    else:
+        assert verdict["rounding"] is None
+    if mistake in ("gradient", "slight"):  # only there the loss of the first step is right
         assert verdict["loss_max_rel_diff"] < 1e-5 < max(verdict["grad_max_rel_diff"].values())
     else:
         assert verdict["loss_max_rel_diff"] > 1e-3
+
+
+CANCELLING = (*SMALL, "model.target=networks.Cancelling", "verify.steps=2")
+ROUNDED = {
+    "ZeRO, accumulation, dropout and noise": (
+        *MODES["data_parallel"],
+        *("model.args.dropout=0.2", "parallel.zero.stage=2", "train.accumulate=2", "data.batch_size=32"),
+    ),
+    "pipeline": ("parallel=data_parallel", "parallel.pipeline={stages: 2, micro_batches: 2}"),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_verify_allows_for_one_process_own_rounding(start, capfd, kind):
+    ended = start(*CANCELLING, *ROUNDED[kind], verb="verify")
+    verdict, out = ended.verdict, capfd.readouterr().out
+    assert verdict["passed"] and verdict["tolerance"] == 1e-5 < ended.value
+    own = verdict["rounding"]["grad_max_rel_diff"]
+    assert verdict["rounding"]["times"] == 3
+    assert all(value <= max(1e-5, 3 * own[name]) for name, value in verdict["grad_max_rel_diff"].items())
+    assert 1e-5 < max(own.values()) < 1e-2
+    assert "verify passed" in out and "from fp64" in out
+
+
+def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd):
+    with pytest.raises(RunFailed, match=r"does not run in fp64: .*no kernel for Double"):
+        start(*CANCELLING, *MODES["data_parallel"], "+model.args.single=true", verb="verify")
+    verdict = json.loads((tmp_path / "run" / "verify.json").read_text())
+    assert not verdict["passed"] and "no kernel for Double" in verdict["rounding"]["unmeasured"]
+    assert "no kernel for Double" in capfd.readouterr().out
+
+
+def test_verify_keeps_a_tolerance_that_is_given(start, tmp_path):
+    with pytest.raises(RunFailed, match=r"beyond 2e-06"):
+        start(*CANCELLING, *MODES["data_parallel"], "verify.tolerance=2e-6", verb="verify")
+    assert json.loads((tmp_path / "run" / "verify.json").read_text())["rounding"] is None
 
 
 def test_verify_finds_a_hybrid_model_that_forgets_its_collective(start):

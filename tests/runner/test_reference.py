@@ -86,3 +86,25 @@ def test_one_device_draws_what_ranks_draw(name: str) -> None:
         expected = step(*batch)
     assert all(loss.item() == pytest.approx(expected.item(), rel=1e-10) for loss in losses)
     assert (functional.dropout, functional.scaled_dot_product_attention) == functions
+
+
+def test_fp64_can_draw_the_numbers_of_fp32() -> None:
+    def drawn(x: Tensor, single: bool) -> list[Tensor]:
+        with ExactRandom(KEY, single=single):
+            turned = torch.empty(4, 3, dtype=x.dtype).T
+            return [
+                torch.rand(3, dtype=x.dtype),
+                torch.rand(3),
+                torch.randn_like(x),
+                torch.bernoulli(torch.full_like(x, 0.5)),
+                torch.empty_like(x).uniform_(),
+                turned.normal_(),
+                functional.alpha_dropout(x, 0.5),
+                functional.dropout(x, 0.5),
+            ]
+
+    x = torch.ones(3, 4)
+    single, double = drawn(x, single=False), drawn(x.double(), single=True)
+    assert [tensor.dtype for tensor in double] == [torch.float32 if i == 1 else torch.float64 for i in range(8)]
+    assert all(torch.allclose(a.double(), b.double(), rtol=1e-6) for a, b in zip(single, double, strict=True))
+    assert not torch.allclose(single[4].double(), drawn(x.double(), single=False)[4])

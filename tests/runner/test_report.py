@@ -102,4 +102,5 @@ def test_verdict_is_a_table(start, capfd):
         "tolerance",
         "steps",
         "passed",
+        "rounding",
     }

@@ -45,4 +45,4 @@ def test_other_weights_are_held_to_their_own_size(tmp_path: Path) -> None:
         for name, value in (("ours", 1.1e-9), ("theirs", 1e-9))
     )
     comparison = compare(found, truth, TOLERANCE["fp32"], ROUNDING["fp32"])
-    assert comparison.weight_max_rel_diff["mean"] == pytest.approx(0.1, rel=1e-3)
+    assert comparison.differences.weights["mean"] == pytest.approx(0.1, rel=1e-3)
