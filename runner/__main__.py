@@ -1,9 +1,34 @@
-"""`python -m runner` is the command `run`."""
+"""The command `run`, also as `python -m runner`: whenever Ctrl-C comes, what Python says of it is not shown.
 
-from runner.search_path import installed_first
+Before anything is imported, Ctrl-C ends the process at once, since there is nothing to clean up yet; after the command
+it is ignored, since only the interpreter's own end is left.
+"""
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _at_once)
+    try:
+        from runner.command.cli import main as command
+
+        command()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _at_once(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, b"run: interrupted.\n")
+    finally:
+        os._exit(130)
+
 
 if __name__ == "__main__":
-    installed_first()
-    from runner.command.cli import main
+    from runner.search_path import installed_first
 
+    installed_first()
     main()

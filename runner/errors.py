@@ -1,13 +1,14 @@
 """The errors that end a run with a message instead of a traceback.
 
 Invariant: the text of these exceptions is all that the user needs to see. It says what is wrong, where, and what would
-be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with 143. Nothing is imported
-here but the standard library, so parents, ranks and readers of data files can all raise them.
+be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with 128 + its signal. Only the
+standard library is imported here, so parents, ranks and readers of data files can all raise them.
 """
 
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -30,11 +31,20 @@ class RunFailed(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived, and nothing could be stopped in an orderly way."""
+    """SIGTERM or SIGHUP (`number`) arrived, and nothing could be stopped in an orderly way."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Stopped(Exception):
-    """A run that SIGTERM has stopped between two steps. The text says after which, and how it goes on."""
+    """A run that the signal `number` has stopped between two steps. The text says after which; with `saved` the command
+    says how it goes on."""
+
+    def __init__(self, text: str, number: int = signal.SIGTERM, *, saved: bool = False) -> None:
+        super().__init__(text)
+        self.number, self.saved = number, saved
 
 
 def allowed(value: str, options: Iterable[str]) -> str:

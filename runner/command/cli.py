@@ -2,7 +2,8 @@
 
 Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
 before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
-130 interrupted, 143 stopped by SIGTERM. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
+130 interrupted, 143 and
+129 stopped by SIGTERM and SIGHUP. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
 in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
 """
 
@@ -34,13 +35,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from runner import config
-from runner.command import recipes, words
+from runner.command import console, recipes, words
 from runner.command.folders import CONFIG_FILE, remove_if_unused
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
+from runner.launch.interrupts import Interrupts, error_of
 from runner.origins import Origins, given
-from runner.recovery import stopping
 from runner.sweeps.job import Job, folder_of, records, typed
 from runner.sweeps.results import Sweep, mark_of
 
@@ -91,13 +92,18 @@ def main() -> None:
     # Settled before Hydra starts, because one of these variables is set below for another reason.
     tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
     os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
-    typed = sys.argv[1:]
+    console.settle()
+    with Interrupts():
+        _carry_out(sys.argv[1:])
+
+
+def _carry_out(typed: list[str]) -> None:
     try:
         _command(typed)
     except SweepFailed:
         sys.exit(1)
-    except Terminated:
-        _leave(("terminated.",), stopping.EXIT_CODE)
+    except Terminated as terminated:
+        _leave(("terminated.",), 128 + terminated.number)
     except KeyboardInterrupt:
         _leave(("interrupted.",), 130)
     except COMPOSITION_ERRORS as error:
@@ -112,7 +118,7 @@ def main() -> None:
         _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
 
 
-def _command(typed: Sequence[str]) -> None:
+def _command(typed: list[str]) -> None:
     if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
         os.environ["COMP_LINE"], verbs = words.complete(line)
         print("\n".join(verbs))
@@ -128,14 +134,16 @@ def _command(typed: Sequence[str]) -> None:
     sys.argv[1:] = words.for_hydra(verb, rest)
     _register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
-    CheckConfig.sweep = None
+    CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
         _job()
     except KeyboardInterrupt:
-        if CheckConfig.sweep is not None:
-            CheckConfig.sweep.end()
+        if (sweep := CheckConfig.sweep) is not None:
+            sweep.end()
+            _tell([f"the sweep goes on with: {words.again(typed, 'hydra.sweep.dir', sweep.folder)}"])
         raise
     except Exception as error:
+        Interrupts.again()
         if CheckConfig.sweep is None or CheckConfig.sweep.end():
             raise
         raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
@@ -166,8 +174,10 @@ def _job(composed: DictConfig) -> float | None:
         result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
         return result
     except Stopped as stopped:
-        _leave((str(stopped),), stopping.EXIT_CODE)
+        again = words.again(CheckConfig.typed, "hydra.run.dir", run_dir)
+        _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)
     except Exception as error:
+        Interrupts.again()
         _tell_traceback(error)
         failure = Failure.of(error)
         if failure.code == 2:
@@ -198,7 +208,12 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
         job.write(run_dir)
         (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
         value: float | None = VERBS[job.verb].function()(checked, run_dir)
+    except Stopped as stopped:
+        _tell([f"{name}: {stopped}"])
+        replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
+        raise error_of(stopped.number) from None  # and with it the sweep
     except Exception as error:
+        Interrupts.again()
         _tell_traceback(error)
         failure = Failure.of(error)
         _record(failure, run_dir)
@@ -226,6 +241,8 @@ class CheckConfig(Callback):
 
     sweep: ClassVar[Sweep | None] = None
     """The sweep that this process has started."""
+    typed: ClassVar[tuple[str, ...]] = ()
+    """The words of the command."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrived, ()
@@ -237,11 +254,11 @@ class CheckConfig(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
-        if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
-            self._check_grid(config)
-        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute())
+        count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
+        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
 
-    def _check_grid(self, config: DictConfig) -> None:
+    def _check_grid(self, config: DictConfig) -> int:
+        """How many jobs a grid sweep has."""
         loader = GlobalHydra.instance().config_loader()
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         swept += given(config)
@@ -255,6 +272,7 @@ class CheckConfig(Callback):
             faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
         if faults:
             _leave(faults, 2)
+        return len(jobs)
 
 
 def _arrived() -> CheckConfig:
@@ -298,7 +316,7 @@ def _nobody_reads() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    console.drop(sys.stdout.fileno())
     return True
 
 
@@ -309,7 +327,7 @@ def _tell_traceback(error: Exception) -> None:
 
 def _tell(paragraphs: Sequence[str]) -> None:
     for paragraph in paragraphs:
-        print(f"run: {paragraph}", file=sys.stderr, flush=True)
+        console.say(paragraph)
 
 
 def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:

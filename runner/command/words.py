@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
@@ -98,6 +101,14 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
                 f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
                 f"sweeps (-m) too, or unset {rank} if it is a leftover."
             )
+
+
+def again(typed: Sequence[str], key: str, folder: Path) -> str:
+    """The command line that goes on in `folder`, which is the value of `key`."""
+    place = str(folder) if re.fullmatch(r"[\w./+:-]+", str(folder)) else repr(str(folder))
+    new = (f"{key}={place}", "train.resume=auto")
+    keys = tuple(word.partition("=")[0] for word in new)
+    return shlex.join(["run", *(word for word in typed if word.lstrip("+").partition("=")[0] not in keys), *new])
 
 
 def _meant(verb: str | None, word: str) -> str:

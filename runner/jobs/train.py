@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 from runner import launch
 from runner.errors import Stopped
+from runner.launch.interrupts import Interrupts
 from runner.launchers.dry_run import dry_run
 from runner.recovery import restarting
 from runner.refusal import without_trace
@@ -20,7 +22,7 @@ from runner.training.timeline import begin, marked
 
 def run(config: Config, run_dir: Path) -> float | None:
     """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input), RunFailed (a rank failed)
-    and Stopped (SIGTERM)."""
+    and Stopped (SIGTERM, SIGINT, SIGHUP)."""
     marks = marked(begin(), "config")
     if config.report.tensorboard:
         require_tensorboard()
@@ -41,7 +43,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
         return None
     if result["stopped"] is not None:
-        raise Stopped(stopped(result["stopped"], run_dir))
+        raise stopped(result["stopped"], Interrupts.asked)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     print(ending(result, run_dir), flush=True)
@@ -57,14 +59,12 @@ def ending(result: dict[str, Any], run_dir: Path) -> str:
     return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"
 
 
-def stopped(step: int, run_dir: Path) -> str:
-    """What to say of a run that SIGTERM has stopped after `step`."""
+def stopped(step: int, number: int) -> Stopped:
+    """What to say of a run that the signal `number` has stopped after `step`."""
+    name = signal.Signals(number).name
     if not step:
-        return "stopped by SIGTERM before the first step; nothing was trained, so the same command begins anew."
-    return (
-        f"stopped by SIGTERM after step {step}, which is saved; the same command with hydra.run.dir={run_dir} and "
-        "train.resume=auto goes on."
-    )
+        return Stopped(f"stopped by {name} before the first step; nothing was trained, so run it again.", number)
+    return Stopped(f"stopped by {name} after step {step}, which is saved.", number, saved=True)
 
 
 def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:

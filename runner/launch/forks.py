@@ -68,7 +68,7 @@ class Server:
             far.close()
         self.pid = self._process.pid
         self.used = False
-        """Whether it has been asked for a fork."""
+        """Whether it has made a fork, and so is done with its imports."""
 
     @property
     def alive(self) -> bool:
@@ -143,7 +143,6 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str)
     sentinel, status = os.pipe()
     try:
         running = warm()
-        running.used = True
         send(running.control, call, [status, *pickler.descriptors])
         os.close(status)
         status = -1
@@ -154,6 +153,7 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str)
         if status >= 0:
             os.close(status)
     if pid is not None and pid > 0:
+        running.used = True
         return Fork(pid, sentinel)
     os.close(sentinel)
     if pid is not None:

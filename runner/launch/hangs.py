@@ -8,7 +8,7 @@ works for ranks that hang in the kernel, hold a lock, are stopped, or have died.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +90,11 @@ def where(path: Path) -> Where | None:
         wait = Wait(groups[slot], cells[NUMBER], kind, told)
     joined = {group: cells[number] for number, group in groups.items()}
     return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined)
+
+
+def any_step_done(paths: Iterable[Path]) -> bool:
+    """Whether any of the ranks that write `paths` has done a step since it was started."""
+    return any(cells[BEGUN] > 1 for cells in map(read_cells, paths) if cells)
 
 
 def absent(wait: Wait, ranks: Sequence[Where | None], halted: Collection[int] = ()) -> list[int]:

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM while ranks run: they end the work at once, but never the clean-up after it. Ranks that can stop
-between two steps are told to at the first SIGTERM.
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP: they end the work at once, but never the clean-up after it. Ranks that can stop
+between two steps are asked to at the first signal.
 
 Invariant: afterwards the handlers are those of before, and a signal that arrived during the clean-up still ends the
 program, unless an error already does. Outside the main thread, where handlers cannot be set, nothing changes.
@@ -7,23 +7,36 @@ program, unless an error already does. Outside the main thread, where handlers c
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from runner.errors import Terminated
 
+SAME = 1.0
+"""Seconds within which several signals that end the work are one, as where a key is pressed twice."""
+STOPPING = b"run: stopping after the step at hand, which is saved; Ctrl-C again ends at once.\n"
+
 
 class Interrupts:
-    """SIGINT raises KeyboardInterrupt inside the block and SIGTERM Terminated, unless it is the first one and there is
-    `stop` to call; from `hold` on, they wait for its end.
+    """SIGINT raises KeyboardInterrupt inside the block, SIGTERM and SIGHUP Terminated, unless it is the first signal
+    and `stop`, called with its number, returns True; from `hold` on, they wait for the end of the block.
 
-    Signals that were ignored before (background jobs of a script) stay ignored.
+    Signals that were ignored before (background jobs of a script, nohup) stay ignored.
     """
 
-    def __init__(self, stop: Callable[[], None] | None = None) -> None:
+    asked: ClassVar[int] = signal.SIGTERM
+    """The signal at which ranks were last asked to stop; one that reaches a rank alone is SIGTERM."""
+    _raised: ClassVar[tuple[int, float] | None] = None
+    """The last signal that has raised, and when."""
+    _blocks: ClassVar[int] = 0
+
+    def __init__(self, stop: Callable[[int], bool] | None = None) -> None:
         self._stop = stop
         self.stopping = False
         self._before: dict[signal.Signals, Any] = {}
@@ -31,8 +44,11 @@ class Interrupts:
         self._held: int | None = None
 
     def __enter__(self) -> Interrupts:
+        if not Interrupts._blocks:
+            Interrupts._raised, Interrupts.asked = None, signal.SIGTERM
+        Interrupts._blocks += 1
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._arrived)
         return self
@@ -41,24 +57,38 @@ class Interrupts:
         """From here on, remember a signal instead of raising."""
         self._holding = True
 
+    @staticmethod
+    def again() -> None:
+        """Raise what a signal has raised, where a library may have made another exception of it."""
+        if Interrupts._raised is not None:
+            raise error_of(Interrupts._raised[0])
+
     def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self._holding:
             self._held = number
-        elif number == signal.SIGTERM and self._stop is not None and not self.stopping:
-            self.stopping = True
-            self._stop()
-        else:
-            raise _kind(number)
+        elif self._raised is not None and now < self._raised[1] + SAME:
+            return  # the exception is on its way
+        elif self._stop is not None and not self.stopping and self._stop(number):
+            self.stopping, Interrupts.asked = True, number
+            if number == signal.SIGINT:
+                with suppress(OSError):
+                    os.write(2, STOPPING)  # print may be in the middle of something
+        elif not (self.stopping and number == signal.SIGHUP):  # which comes along with others
+            Interrupts._raised = number, now
+            raise error_of(number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._holding = True
+        Interrupts._blocks -= 1
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._held is not None and error is None:
-            raise _kind(self._held)
+            raise error_of(self._held)
 
 
-def _kind(number: int) -> type[KeyboardInterrupt]:
-    return Terminated if number == signal.SIGTERM else KeyboardInterrupt
+def error_of(number: int) -> KeyboardInterrupt:
+    """What signal `number` raises."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)

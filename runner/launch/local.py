@@ -18,12 +18,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from runner.errors import RunFailed, Terminated
-from runner.launch import failure
+from runner.errors import RunFailed
+from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.forks import Fork, fork, warm
 from runner.launch.hangs import Stall
-from runner.launch.interrupts import Interrupts
+from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.rank import STOP as STOP_ORDER
 from runner.launch.rank import Done, Orders, enter, log_of, whereabouts_of
 from runner.launch.server import Descriptor
@@ -62,7 +62,8 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
-        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
+        stoppable: the ranks can stop after the step at hand, and return; the first signal tells them to, Ctrl-C only
+            where that saves something.
         rescue: after a failure the other ranks are given time to save what they have in memory.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
@@ -70,7 +71,7 @@ def run_ranks(
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
-        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
     part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
@@ -79,9 +80,12 @@ def run_ranks(
     warm()
     ranks = [_Rank(rank, run_dir) for rank in part.ranks]
 
-    def stop() -> None:
+    def stop(number: int) -> bool:
+        if number == signal.SIGINT and not hangs.any_step_done([rank.whereabouts for rank in ranks]):
+            return False
         for rank in ranks:
             rank.tell_to_stop()
+        return True
 
     with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
         content = resources.enter_context(tempfile.TemporaryFile())
@@ -116,7 +120,7 @@ def run_ranks(
             hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
-                raise Terminated  # ranks that were not training yet end when a scheduler signals them too
+                raise error_of(interrupts.asked)  # which reached ranks that were not training yet
             if failures or hung:
                 try:
                     tell(failures, ranks, run_dir, world_size, timeout)

@@ -88,7 +88,8 @@ def enter(orders: Orders) -> None:
         # What this rank starts can be ended with it, and Ctrl-C reaches the parent alone.
         if os.getpgrp() != os.getpid():  # a launcher may have seen to it
             os.setpgrp()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(orders.connection,), daemon=True).start()
         logs.attach(log_of(orders.run_dir, orders.rank), orders.console.number if orders.console else None)

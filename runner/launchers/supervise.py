@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner.errors import ConfigError, RunFailed, Terminated
+from runner.errors import ConfigError, RunFailed
 from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
-from runner.launch.interrupts import Interrupts
+from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.local import CAUSE, ECHO
 from runner.launch.rank import STOP, WHERE, Done, log_of, whereabouts_of
 from runner.launch.telling import DUMP, LOG_LINES
@@ -128,10 +128,15 @@ class Watch:
             )
         self.processes.append((command, process))
 
-    def tell_to_stop(self) -> None:
-        """Ask all ranks to stop after the step at hand."""
+    def stop_ranks(self, number: int) -> bool:
+        """At a signal, ask all ranks to stop after the step at hand; False for Ctrl-C before anything could be lost, as
+        far as can be seen from here."""
+        files = [seat.whereabouts for seat in self.seats]
+        if number == signal.SIGINT and any(map(Path.exists, files)) and not hangs.any_step_done(files):
+            return False
         for seat in self.seats:
             seat.send(STOP)
+        return True
 
     def wait(self, interrupts: Interrupts) -> None:
         """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
@@ -157,7 +162,7 @@ class Watch:
                     limit = silence_of(self.timeout) + CAUSE  # one that loses a host kills the other ranks
                 deadline = min(deadline or now + limit, now + limit)
                 if interrupts.stopping:
-                    raise Terminated  # ranks that were not training yet end when a scheduler signals them too
+                    raise error_of(interrupts.asked)  # which reached ranks that were not training yet
                 if now >= deadline or all(seat.report for seat in self.seats):
                     self._tell(failures)
             elif all(seat.report for seat in self.seats):
@@ -300,18 +305,18 @@ def supervise(
         names: the hosts, as far as the config names them.
         placed: the host of every rank, where that is not left to the launcher.
         here: those of them that are this machine.
-        stoppable: the ranks can stop after the step at hand, and return; the first SIGTERM tells them to.
+        stoppable: the ranks can stop after the step at hand, and return; the first signal tells them to.
         remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
 
     Raises:
         RunFailed: a rank or a launcher failed, or a host is gone; the text names it.
         ConfigError, StrategyError: a rank found that the input is wrong.
-        KeyboardInterrupt: SIGINT arrived, or SIGTERM (Terminated).
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
     watch = Watch(world_size, names, placed, front, run_dir, launcher, timeout)
     patience = 0.0
     sys.stdout.flush()
-    with Interrupts(watch.tell_to_stop if stoppable else None) as interrupts:
+    with Interrupts(watch.stop_ranks if stoppable else None) as interrupts:
         try:
             for command in started.commands:
                 if command.host is None or command.host in here:

@@ -1,6 +1,6 @@
 """Stopping between two steps: all ranks after the same one, without a collective of its own.
 
-SIGTERM, from the parent or straight from a scheduler, sets `asked`. From then on a rank begins no further step and
+The parent, or SIGTERM or SIGHUP straight from a scheduler, sets `asked`. From then on a rank begins no further step and
 tells the store at which one it is; when all have told, the latest of these steps is the last for all. No rank is
 beyond it and each can reach it, because none waits for a rank that stops earlier. Until then a step costs one
 comparison. Importing this imports no torch.
@@ -31,19 +31,23 @@ def ask() -> None:
 
 
 def listen() -> None:
-    """From now on the first SIGTERM asks, and a second one ends this process at once. For the main thread."""
+    """From now on the first SIGTERM or SIGHUP asks, and a second SIGTERM ends this process at once. For the main
+    thread."""
     near, far = socket.socketpair()
     far.setblocking(False)
     signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)  # a handler would wait for the end of a collective
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
     threading.Thread(target=_hear, args=(near, far), daemon=True).start()
 
 
 def _hear(near: socket.socket, far: socket.socket) -> None:
+    terminated = False
     while received := near.recv(1):
-        if received[0] == signal.SIGTERM:
-            if _asked.is_set():
+        if received[0] in (signal.SIGTERM, signal.SIGHUP):
+            if terminated and received[0] == signal.SIGTERM:
                 os._exit(EXIT_CODE)
+            terminated = terminated or received[0] == signal.SIGTERM
             ask()
 
 

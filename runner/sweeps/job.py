@@ -20,7 +20,7 @@ FILE = "job.json"
 STARTED = "sweep.json"
 METRICS = "metrics.jsonl"
 
-Status = Literal["running", "done", "failed"]
+Status = Literal["running", "done", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,18 @@ class Job:
         os.replace(new, folder / FILE)
 
     def finished_before(self, folder: Path, config: str) -> Job | None:
-        """This job as it ended well in `folder` before, if its config, as text, was the same."""
+        """This job as it ended well in `folder` before, if its config, as text, was the same but for train.resume."""
         before = read(folder)
         if before is None or before.status != "done" or not (folder / CONFIG_FILE).exists():
             return None
-        same = (folder / CONFIG_FILE).read_text(encoding="utf-8") == config
+        same = _but_resume((folder / CONFIG_FILE).read_text(encoding="utf-8")) == _but_resume(config)
         return replace(before, number=self.number, sweep=self.sweep) if same else None
+
+
+def _but_resume(config: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(config)
+    content["train"] |= {"resume": None}
+    return content
 
 
 def read(folder: Path) -> Job | None:
@@ -82,13 +88,18 @@ def jobs(sweep: Path) -> list[tuple[Path, Job]]:
 def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
     """The name of a job's folder in the sweep folder: that of the job with the same overrides if there is one, else its
     number, with something added where another job has that one. Calls for different jobs never give the same name."""
-    wanted = sorted(typed(overrides))
+    wanted = _but_how_it_begins(typed(overrides))
     for folder, job in jobs(Path(sweep)):
-        if sorted(job.overrides) == wanted:
+        if _but_how_it_begins(job.overrides) == wanted:
             return str(folder.relative_to(sweep))
     if read(Path(sweep, str(number))) is None:
         return str(number)
     return f"{number}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:6]}"
+
+
+def _but_how_it_begins(overrides: Sequence[str]) -> list[str]:
+    """What a job and the one that goes on with it have in common, in alphabetical order."""
+    return sorted(override for override in overrides if not override.startswith("train.resume="))
 
 
 def typed(overrides: Sequence[str]) -> tuple[str, ...]:

@@ -33,18 +33,20 @@ ERROR = 60
 
 @dataclass(frozen=True)
 class Sweep:
-    """One start of a sweep: its folder, and the mark by which its jobs say that they belong to it."""
+    """One start of a sweep: its folder, the mark by which its jobs say that they belong to it, and how many there are
+    to be; None where the sweeper decides that as it goes."""
 
     folder: Path
     mark: str
+    count: int | None = None
 
     @classmethod
-    def begin(cls, folder: Path) -> Sweep:
+    def begin(cls, folder: Path, count: int | None = None) -> Sweep:
         """Make the folder, or go on in it."""
         mark = f"{datetime.now():%Y-%m-%d %H:%M:%S} {secrets.token_hex(4)}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STARTED).write_text(json.dumps({"started": mark}) + "\n", encoding="utf-8")
-        return cls(folder, mark)
+        return cls(folder, mark, count)
 
     def end(self) -> bool:
         """Write and print the results; says whether every job that this start asked for is done."""
@@ -59,9 +61,9 @@ class Sweep:
         here = Path.cwd()
         shown = self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
         mine = [job.status for _, job in found if job.sweep == self.mark]
-        done = mine.count("done")
-        print(f"sweep: {done} of {len(mine)} jobs done; results in {shown / TABLE} and {shown / PAGE}", flush=True)
-        return done == len(mine)
+        done, count = mine.count("done"), self.count or len(mine)
+        print(f"sweep: {done} of {count} jobs done; results in {shown / TABLE} and {shown / PAGE}", flush=True)
+        return done == count
 
 
 def mark_of(folder: Path) -> str:

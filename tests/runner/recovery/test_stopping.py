@@ -1,5 +1,5 @@
-"""SIGTERM: all ranks stop after the same step, which is saved, and the command ends with 143; a second one ends it at
-once."""
+"""SIGTERM, SIGINT and SIGHUP: all ranks stop after the same step, which is saved, and the command ends with 128 + the
+signal; a second one ends it at once."""
 
 import json
 import os
@@ -100,7 +100,8 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     done = checkpoints.read(saved).step
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, done + 1)) and 20 <= done < 2000
-    assert f"run: stopped by SIGTERM after step {done}, which is saved; the same command with hydra.run.dir=" in err
+    assert f"run: stopped by SIGTERM after step {done}, which is saved. It goes on with: run world_size=4 " in err
+    assert err.endswith(f" hydra.run.dir={folder} train.resume=auto\n")
     assert not (folder / "error.txt").exists()
     last = f"train.steps={done + 2}"
     went_on = start(*LONG, last, "train.resume=auto", folder="stopped")
@@ -109,6 +110,69 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     ends = [checkpoints.newest(one.folder / "checkpoints") for one in (went_on, whole)]
     files = [checkpoints.read(end).header.files for end in ends]
     assert [one["rank-00001.safetensors"] for one in files[:1]] == [files[1]["rank-00001.safetensors"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_the_end_of_a_terminal_save_too(tmp_path, number):
+    """They reach everything in the foreground, and a scheduler's signal may reach the ranks, too."""
+    folder = tmp_path / "stopped"
+    process = begun(folder)
+    try:
+        wait_for_steps(process, folder, 5)
+        rank = rank_of(process, folder, 1)
+        os.killpg(process.pid, number)
+        if number == signal.SIGHUP:
+            os.kill(rank, number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, err
+    done = checkpoints.read(checkpoints.newest(folder / "checkpoints")).step
+    assert f"run: stopped by {number.name} after step {done}, which is saved. It goes on with: run " in err
+    assert ("Ctrl-C again ends at once" in err) == (number == signal.SIGINT)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.1, 0.7])
+def test_ctrl_c_before_there_is_anything_to_save(tmp_path, after):
+    """Twice, while the command imports what it needs, reads its config or starts."""
+    process = begun(tmp_path / "never")
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "pydantic_core" not in maps.read_text():
+            time.sleep(0.005)
+        time.sleep(after)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    except ProcessLookupError:  # it has ended before the second one
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (130, "run: interrupted.\n")
+
+
+def test_a_sweep_counts_its_jobs(command, job, tmp_path):
+    began = []
+
+    def stop(config, run_dir):
+        began.append(config.train.seed)
+        if len(began) == 2:
+            raise Stopped("stopped by SIGINT after step 3, which is saved.", signal.SIGINT, saved=True)
+        return 0.5
+
+    job(stop)
+    words = ("-m", *SMALL, *MODES["semi_auto"], "train.seed=1,2,3", "hydra.sweep.dir=out")
+    done = command(*words)
+    assert (done.code, began) == (130, [1, 2])
+    assert "sweep: 1 of 3 jobs done" in done.out
+    assert any("job #1" in line and "after step 3" in line for line in done.paragraphs)
+    assert any(
+        line.endswith("hydra.sweep.dir=" + str(tmp_path / "out") + " train.resume=auto") for line in done.paragraphs
+    )
+    went_on = command(*words, "train.resume=auto")
+    assert (went_on.code, began) == (0, [1, 2, 2, 3])
+    assert "sweep: 3 of 3 jobs done" in went_on.out
 
 
 def rank_of(process, folder, number):
