@@ -2,9 +2,8 @@
 
 Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
 before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
-130 interrupted, 143 and
-129 stopped by SIGTERM and SIGHUP. Whatever ends a run, the user gets one paragraph; tracebacks go to `error.txt`
-in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
+130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP. Whatever ends a run, the user gets one paragraph; tracebacks
+go to `error.txt` in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -93,11 +93,7 @@ def main() -> None:
     tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
     os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
     console.settle()
-    with Interrupts():
-        _carry_out(sys.argv[1:])
-
-
-def _carry_out(typed: list[str]) -> None:
+    typed = sys.argv[1:]
     try:
         _command(typed)
     except SweepFailed:
@@ -136,7 +132,8 @@ def _command(typed: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
     try:
-        _job()
+        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext():
+            _job()
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:
             sweep.end()
@@ -163,6 +160,11 @@ def _register() -> None:
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
 def _job(composed: DictConfig) -> float | None:
     """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
+    with Interrupts():
+        return _settled(composed)
+
+
+def _settled(composed: DictConfig) -> float | None:
     context = HydraConfig.get()
     run_dir, overrides = Path(context.runtime.output_dir), _overrides()
     if context.mode == RunMode.MULTIRUN:

@@ -34,6 +34,9 @@ class Interrupts:
     """The signal at which ranks were last asked to stop; one that reaches a rank alone is SIGTERM."""
     _raised: ClassVar[tuple[int, float] | None] = None
     """The last signal that has raised, and when."""
+    _once_more: ClassVar[threading.Timer | None] = None
+    """Python drops an exception that is raised where it removes an object, or within an import: so it is raised once
+    more, unless it has arrived by then."""
     _blocks: ClassVar[int] = 0
 
     def __init__(self, stop: Callable[[int], bool] | None = None) -> None:
@@ -74,8 +77,13 @@ class Interrupts:
             if number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, STOPPING)  # print may be in the middle of something
-        elif not (self.stopping and number == signal.SIGHUP):  # which comes along with others
+        elif self.stopping and number == signal.SIGHUP:
+            return  # it comes along with others
+        else:
             Interrupts._raised = number, now
+            Interrupts._once_more = threading.Timer(1.1 * SAME, _raise_in_main_thread, (number,))
+            Interrupts._once_more.daemon = True
+            Interrupts._once_more.start()
             raise error_of(number)
 
     def __exit__(
@@ -83,10 +91,18 @@ class Interrupts:
     ) -> None:
         self._holding = True
         Interrupts._blocks -= 1
+        if isinstance(error, KeyboardInterrupt) and Interrupts._once_more is not None:
+            Interrupts._once_more.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._held is not None and error is None:
             raise error_of(self._held)
+
+
+def _raise_in_main_thread(number: int) -> None:
+    main = threading.main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, number)
 
 
 def error_of(number: int) -> KeyboardInterrupt:
