@@ -44,6 +44,7 @@ def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
         device="cpu",
         timeout=config.launch.timeout,
         threads=config.launch.threads,
+        name="the preparation",
     )
     return Ready(**found)
 

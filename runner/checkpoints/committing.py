@@ -8,8 +8,10 @@ when every element of every tensor is in some file that is on the disk, and not 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from runner.checkpoints.index import Entry, Index
 from runner.checkpoints.reading import Checkpoint
 
 PAUSE = 0.02
+LONG = 0.25
+"""Seconds between two looks at what other ranks have written: at first, and after a while."""
 SHARDED, MERGED, BOTH = "sharded", "merged", "both"
 
 
@@ -78,13 +82,33 @@ def copy_of(partial: Path, rank: int, name: str, timeout: float) -> tuple[str, S
 
     Raises SaveFailed where that rank gave up, or `timeout` seconds passed.
     """
-    source, until = partial / f"rank-{rank:05d}.safetensors", time.monotonic() + timeout
-    while not source.is_file():
+    source = partial / f"rank-{rank:05d}.safetensors"
+    for late in _looks(partial, timeout):
+        if source.is_file():
+            break
         _check_alive(partial, rank)
-        if time.monotonic() > until:
-            raise SaveFailed(f"rank {rank} has not written its part of {shown(partial)} in {timeout:g} s")
-        time.sleep(PAUSE)
+        if late:
+            raise SaveFailed(f"rank {rank} has written nothing of its part of {shown(partial)} for {timeout:g} s")
     return source.name, writing.copy(source, partial / name)
+
+
+def _looks(partial: Path, timeout: float) -> Iterator[bool]:
+    """Wait a little longer from one look to the next; True when nothing has been written for `timeout` seconds."""
+    began = moved = time.monotonic()
+    size = -1
+    while True:
+        now = time.monotonic()
+        if (written := _size(partial)) != size:
+            size, moved = written, now
+        yield now > moved + timeout
+        time.sleep(min(LONG, max(PAUSE, (now - began) / 10)))
+
+
+def _size(partial: Path) -> int:
+    """The bytes of all files at this moment."""
+    with suppress(FileNotFoundError), os.scandir(partial) as files:
+        return sum(file.stat().st_size for file in files)
+    return 0
 
 
 def _check_alive(partial: Path, rank: int) -> None:
@@ -95,17 +119,16 @@ def _check_alive(partial: Path, rank: int) -> None:
 
 def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:
     """The marks of all ranks, in order. Raises SaveFailed where one of them gave up, or `timeout` seconds passed."""
-    until = time.monotonic() + timeout
     missing = list(range(world))
-    while missing:
+    for late in _looks(partial, timeout):
         for rank in list(missing):
             _check_alive(partial, rank)
             if (partial / _name(rank, "done")).is_file():
                 missing.remove(rank)
-        if missing and time.monotonic() > until:
-            raise SaveFailed(f"rank {missing[0]} has not written its part of {shown(partial)} in {timeout:g} s")
-        if missing:
-            time.sleep(PAUSE)
+        if not missing:
+            break
+        if late:
+            raise SaveFailed(f"rank {missing[0]} has written nothing of its part of {shown(partial)} for {timeout:g} s")
     return [_read(partial / _name(rank, "done")) for rank in range(world)]
 
 

@@ -12,6 +12,8 @@ import importlib
 import os
 import shutil
 import threading
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,10 +24,12 @@ from runner.checkpoints.content import Content
 from runner.checkpoints.copying import Copies
 from runner.checkpoints.header import Header
 from strategies.engine.pieces import Pieces
+from strategies.engine.whereabouts import SAVES, here
 
 SHARDED = Wanted()
 TIMEOUT = 3600.0
-"""Seconds that ranks may be apart in writing; one that dies is noticed by whoever started it."""
+"""Seconds that nothing may be written while a rank waits for others; one that dies or hangs is noticed earlier, by
+whoever started it."""
 LOWEST = 19
 
 
@@ -44,14 +48,15 @@ def save(
     Raises SaveFailed and OSError (a full disk), ConfigError for a state that no checkpoint can hold.
     """
     partial = folder.hidden(folder.target(path, step))
+    here.cells[SAVES] += 1
     if given.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    _barrier(given)
+    _barrier()
     _Save(partial, given, wanted, _header(step, given, wanted, position, metric)).run(
         content.pieces(given, 1 if given.split else wanted.copies)
     )
-    _barrier(given)
+    _barrier()
     return folder.target(path, step)
 
 
@@ -75,8 +80,9 @@ class Saver:
         metric: float | None = None,
     ) -> None:
         """As the function `save`, but return at once, or when the save before is done; `settle` before weights change.
-        Calls no collective. Raises what the save before raised."""
+        Calls no collective but a barrier where the save before is not done. Raises what that raised."""
         self.wait()
+        here.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
         partial.mkdir(parents=True, exist_ok=True)
         header = _header(step, given, wanted, position, metric)
@@ -105,11 +111,14 @@ class Saver:
             raise failure
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more. Raises what the last save raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Return when nothing is being saved any more, on any rank: none waits for another one that still writes in a
+        collective of training. Raises what the last save raised."""
+        begun, self._thread = self._thread, None
+        if begun is not None:
+            begun.join()
         self.check()
+        if begun is not None:
+            _barrier()
 
     @property
     def busy(self) -> bool:
@@ -145,6 +154,7 @@ class _Save:
                     f"rank {self._rank} could not write its part of {committing.shown(self._partial)}: {error}"
                 ) from error
             raise
+        here.cells[SAVES] += 1
         if self._rank == 0:
             marks = committing.await_marks(self._partial, self._world, TIMEOUT)
             try:
@@ -185,6 +195,13 @@ def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int]
     return Header(step, position, form, world, *identity, {}, (), metric, given.samples)
 
 
-def _barrier(given: Content) -> None:
-    if given.communicator.world > 1:
-        dist.barrier()
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier(_patient())
+
+
+@cache
+def _patient() -> dist.ProcessGroup:
+    """All ranks, in a group that waits as long as others write: how long that takes is no matter of launch.timeout."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return group

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from runner.checkpoints.header import BLOCK, Stamp
 from strategies.engine.stored import DTYPES
+from strategies.engine.whereabouts import here
 
 NAMES = {name: short for short, name in DTYPES.items()}
 """What safetensors calls torch's dtypes."""
@@ -88,8 +89,11 @@ class Stamped:
         return self
 
     def write(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self._sum.update(content)
+        for begin in range(0, len(content), BLOCK):  # on a slow disk a rank shows with every block that it goes on
+            block = content[begin : begin + BLOCK]
+            self._file.write(block)
+            self._sum.update(block)
+            here.advance(len(block))
         self._size += len(content)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -98,6 +102,7 @@ class Stamped:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._hidden.rename(self._path)
+                here.advance()
 
     @property
     def stamp(self) -> Stamp:

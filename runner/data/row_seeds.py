@@ -16,6 +16,7 @@ import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from strategies.engine.whereabouts import here
 from strategies.rules.random import mix
 
 EVALUATION = -1
@@ -34,6 +35,7 @@ def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
     set_bit_generator(_MERSENNE)
 
     def begin(*numbers: int) -> None:
+        here.advance()
         key = mix(seed, epoch, *numbers)
         random.seed(key)
         numpy.random.seed(key & 0xFFFFFFFF)

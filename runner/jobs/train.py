@@ -14,7 +14,6 @@ from runner.launchers.dry_run import dry_run
 from runner.recovery import restarting
 from runner.refusal import without_trace
 from runner.schema import Config
-from runner.start import make_ready
 from runner.training.metrics import require_tensorboard
 from runner.training.offload_folder import offload_folder, own_folder
 from runner.training.timeline import begin, marked
@@ -35,10 +34,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         own_folder(run_dir, "start") as folder,
         offload_folder(config, run_dir) as offload,
     ):
-        ready = make_ready(config, run_dir, folder)
-        marks = marked(marks, "imports, capture and plan")
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
-        result = restarting.train(ready, config, run_dir, payload)
+        result = restarting.train(config, run_dir, payload)
     if result is None:
         print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
         return None

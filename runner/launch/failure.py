@@ -8,6 +8,7 @@ connection; among equals the earliest is the cause. Nothing here imports torch: 
 from __future__ import annotations
 
 import enum
+import errno
 import os
 import re
 import signal
@@ -65,6 +66,8 @@ _PEER_LOST = re.compile(
     r"connection aborted|nccl communicator was aborted",
     re.IGNORECASE,
 )
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing"})
 
 
@@ -82,11 +85,12 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         order = Order.PEER_LOST
     else:
         order = Order.CAUSE
+    full = "the disk is full: " if any(getattr(link, "errno", None) in FULL for link in chain) else ""
     return Failure(
         rank=rank,
         at=time.monotonic(),
         order=order,
-        what=f"failed: {name}: {text}" if text else f"failed: {name}",
+        what=f"failed: {full}{name}: {text}" if text else f"failed: {full}{name}",
         where=_where(chain),
         refusal=refusal,
         text=str(error),
@@ -98,16 +102,20 @@ def from_exit(rank: int, code: int, log: str) -> Failure:
     what, where = f"ended with exit code {code} before it was done", ""
     order = Order.CAUSE
     if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        hint = " (was memory short?)" if -code == signal.SIGKILL else ""
-        what = f"was killed by {name}{hint}"
+        what = killed_by(-code)
         where = dumped_place(log)  # a crash handler has written one, unless the signal was SIGKILL
         if -code == signal.SIGABRT:  # a watchdog of the communication library ends its process this way
             order = Order.TIMEOUT if _TIMEOUT.search(log) else Order.PEER_LOST if _PEER_LOST.search(log) else order
     return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where)
+
+
+def killed_by(number: int) -> str:
+    """What to say of a process that was ended by signal `number`."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"was killed by {name}{' (was memory short?)' if number == signal.SIGKILL else ''}"
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -115,11 +123,12 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.order, failure.at))
 
 
-def message(cause: Failure, alike: Sequence[int], world_size: int) -> str:
-    """The sentence that tells of `cause`; `alike` are the other ranks that failed with the same words."""
+def message(cause: Failure, alike: Sequence[int], world_size: int, name: str | None = None) -> str:
+    """The sentence that tells of `cause`; `alike` are the other ranks that failed with the same words. `name` is that
+    of a process that is not a rank."""
     others = f" (rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))} too)" if alike else ""
     where = f" Where: {cause.where}." if cause.where else ""
-    return f"rank {cause.rank} of {world_size} {cause.what.rstrip('.')}{others}.{where}"
+    return f"{name or f'rank {cause.rank} of {world_size}'} {cause.what.rstrip('.')}{others}.{where}"
 
 
 def missing_message(waiting: Failure, missing: int, stack: str, timeout: float, world_size: int) -> str:

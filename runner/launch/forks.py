@@ -20,6 +20,8 @@ from contextlib import suppress
 from typing import Any
 
 from runner.errors import RunFailed
+from runner.launch import failure
+from runner.launch.liveness import Signs
 from runner.launch.server import NUMBER, OF_THE_COMMAND, Pickler, send
 
 PRELOAD: tuple[str, ...] = (
@@ -36,6 +38,8 @@ SERVER_ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks at import whether there is a GPU must not open it
 }
 _MAIN = "import sys; sys.path[:] = {path!r}; from runner.launch.server import main; main({control}, {preload!r})"
+LOOK = 1.0
+"""Seconds between two looks at a server that does not answer."""
 END = 2.0
 """Seconds for a server to end what its forks have started."""
 LOST = 255
@@ -75,6 +79,18 @@ class Server:
         """Whether this process can still use it."""
         return self.owner == os.getpid() and self._process.poll() is None
 
+    @property
+    def ending(self) -> str:
+        """How it has ended, such as "was killed by SIGKILL"; nothing while it is alive."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return failure.killed_by(-code) if code < 0 else f"ended with exit code {code}"
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        self._process.wait(seconds)
+
     def wake(self) -> None:
         """Let it go on where it was stopped (SIGSTOP): only it knows how its forks end."""
         if self.alive:
@@ -105,6 +121,7 @@ def warm(preload: Sequence[str] = PRELOAD) -> Server:
     if server is None or not server.alive:
         if server is not None:
             atexit.unregister(server.end)
+            server.control.close()
         server = Server(preload)
         atexit.register(server.end)
     return server
@@ -131,21 +148,28 @@ class Fork:
             os.close(self.sentinel)
 
 
-def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str) -> Fork:
+def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str, timeout: float) -> Fork:
     """A new process of the server that calls `function`; open files in `arguments` (Descriptor, Connection) go along.
 
-    Raises RunFailed if the server has ended, or the system starts no more processes.
+    Raises RunFailed if the server has ended or been stopped for `timeout` seconds, or the system starts no more
+    processes.
     """
     content = io.BytesIO()
     pickler = Pickler(content)
     pickler.dump((function, arguments))
     call = pickle.dumps((sys.argv, sys.path, os.getcwd(), content.getvalue()))
     sentinel, status = os.pipe()
+    running, hung = warm(), False
     try:
-        running = warm()
         send(running.control, call, [status, *pickler.descriptors])
         os.close(status)
         status = -1
+        signs = Signs(running.pid, children=False)
+        while not _readable(sentinel, LOOK):  # it may still import
+            signs.look()
+            if signs.lost(timeout):
+                hung = True
+                os.kill(running.pid, signal.SIGKILL)
         pid = _number(sentinel)
     except OSError:
         pid = None
@@ -158,10 +182,19 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str)
     os.close(sentinel)
     if pid is not None:
         raise RunFailed(f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)}).")
+    with suppress(subprocess.TimeoutExpired):
+        running.wait(END)
+    if hung:
+        raise RunFailed(f"the fork server hung: it was to start {name}, and showed no sign of life for {timeout:g} s.")
     raise RunFailed(
-        f"{name} could not be started: the fork server ended while it imported {', '.join(PRELOAD)}; its last "
-        "words are above."
+        f"the fork server {running.ending or 'ended'} before it had started {name}, which it does after it has "
+        f"imported {', '.join(PRELOAD)}. Its last words, if it had any, are above."
     )
+
+
+def server_ending() -> str:
+    """How the server of this process has ended, of which all forks are then lost; nothing where it is alive."""
+    return "" if server is None else server.ending
 
 
 def _number(pipe: int) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runner.launch.liveness import ASLEEP, QUIET, Signs
 from strategies.engine.whereabouts import (
     BEGUN,
     FIRST,
@@ -22,6 +23,8 @@ from strategies.engine.whereabouts import (
     PHASE,
     PHASES,
     PLACE,
+    SAVES,
+    SAVING,
     STEP,
     read_cells,
     read_texts,
@@ -58,6 +61,8 @@ class Where:
     phase: str = PHASES[0]
     wait: Wait | None = None
     joined: dict[Group, int] = field(default_factory=dict)
+    saves: int = 0
+    """Twice the checkpoints of which this rank has written its part, and one more while it writes."""
 
     @property
     def told(self) -> str:
@@ -89,7 +94,7 @@ def where(path: Path) -> Where | None:
             told += f" of operator {more[place]}" if place in more else f" of {place}"
         wait = Wait(groups[slot], cells[NUMBER], kind, told)
     joined = {group: cells[number] for number, group in groups.items()}
-    return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined)
+    return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined, cells[SAVES])
 
 
 def any_step_done(paths: Iterable[Path]) -> bool:
@@ -136,7 +141,22 @@ def diagnose(ranks: Sequence[Where | None], timeout: float, halted: Collection[i
     circle = _circle(missing)
     if circle:
         return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())
-    return None if waits else _behind(ranks, timeout)
+    return None if waits else _late(ranks, timeout, halted) or _behind(ranks, timeout)
+
+
+def _late(ranks: Sequence[Where | None], timeout: float, halted: Collection[int]) -> Diagnosis | None:
+    """Who has come to a halt where nobody waits in a collective, or keeps the others waiting in a save: those that have
+    not written their parts, or else rank 0, which puts the parts together."""
+    if halted:
+        told = f"{_ranks(tuple(halted))} of {len(ranks)} came to a halt"
+        return Diagnosis(f"{told}, and nobody has moved on for {timeout:g} s", tuple(halted))
+    saves = [0 if at is None else at.saves for at in ranks]
+    late = tuple(rank for rank, count in enumerate(saves) if count < max(saves))
+    if not late and max(saves) % 2 == 0 and all(at is not None and at.phase == PHASES[SAVING] for at in ranks):
+        late = (0,)
+    if not late or len(ranks) == 1:
+        return None
+    return Diagnosis(f"{_ranks(late)} of {len(ranks)} hung in saving, and nothing was written for {timeout:g} s", late)
 
 
 def _behind(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
@@ -173,17 +193,25 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class Stall:
-    """Notices that a rank waits for more than `timeout` seconds, or that none has moved on for as long, even where the
-    communication library does not. `files` are the ranks' whereabouts."""
+    """Notices that a rank waits for more than `timeout` seconds, even where the communication library does not, or that
+    all of them, whoever they wait for, have come to a halt.
 
-    def __init__(self, files: Sequence[Path], timeout: float) -> None:
-        self._files, self._timeout = files, timeout
+    `files` are the ranks' whereabouts; `signs` are those of their processes, as far as these can be seen. To be slow is
+    no hang: where nobody waits in a collective, a rank that computes, reads or writes keeps the run alive.
+    """
+
+    def __init__(self, files: Sequence[Path], timeout: float, signs: Sequence[Signs] = ()) -> None:
+        self._files, self._timeout, self._signs = files, timeout, signs
         self._seen: list[bytes] = [b""] * len(files)
         self._since = [time.monotonic()] * len(files)
+        self._at = time.monotonic()
 
     def found(self) -> bool:
         """Look once; True where the ranks hang."""
         now, waiting, begun = time.monotonic(), [False] * len(self._files), 0
+        if now - self._at > ASLEEP:
+            self._since = [now] * len(self._files)
+        self._at = now
         for rank, file in enumerate(self._files):
             cells = read_cells(file)
             content = bytes(cells) if cells else b""
@@ -192,8 +220,14 @@ class Stall:
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
                 begun = max(begun, cells[BEGUN])
+        for sign in self._signs:
+            sign.look()
         limit = now - self._timeout - GRACE
         if any(wait and since < limit for wait, since in zip(waiting, self._since, strict=True)):
             return True
-        # The first step may compile for long; from the second on no rank is silent for so long.
-        return begun > 1 and all(since < limit for since in self._since)
+        if not all(since < limit for since in self._since):
+            return False
+        if not self._signs:  # the first step may compile for long; from the second on no rank is silent for so long
+            return begun > 1 and all(since < limit - QUIET for since in self._since)
+        halted = any(sign.halted(self._timeout) for sign in self._signs)
+        return halted or all(sign.lost(self._timeout) for sign in self._signs)

@@ -21,9 +21,10 @@ from typing import Any
 from runner.errors import RunFailed
 from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
-from runner.launch.forks import Fork, fork, warm
+from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
+from runner.launch.liveness import Signs
 from runner.launch.rank import STOP as STOP_ORDER
 from runner.launch.rank import Done, Orders, enter, log_of, whereabouts_of
 from runner.launch.server import Descriptor
@@ -52,6 +53,7 @@ def run_ranks(
     stoppable: bool = False,
     rescue: bool = False,
     part: Part | None = None,
+    name: str | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
@@ -67,6 +69,7 @@ def run_ranks(
         rescue: after a failure the other ranks are given time to save what they have in memory.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
             result is None.
+        name: what a lone process is called that is not a rank, such as "the preparation".
 
     Raises:
         RunFailed: a rank raised, died or hung; the text names it, the place, and shows the end of its log.
@@ -114,16 +117,19 @@ def run_ranks(
                     console=Descriptor(1) if first else None,
                     connection=rank.far_end,
                 )
-                rank.start(orders)
+                rank.start(orders, name or f"rank {rank.number}")
             if listener is not None:
                 listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
-            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout))
+            signs = [Signs(rank.pid, computing=device == "cpu") for rank in ranks]
+            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout, signs))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
                 raise error_of(interrupts.asked)  # which reached ranks that were not training yet
             if failures or hung:
+                if failures and (ending := server_ending()):  # which leaves no exit codes
+                    raise RunFailed(f"the fork server, of which {name or 'every rank'} is a fork, {ending}.")
                 try:
-                    tell(failures, ranks, run_dir, world_size, timeout)
+                    tell(failures, ranks, run_dir, world_size, timeout, name)
                 except RunFailed as failed:
                     if rescue:
                         _let_rescue(ranks, failed.hung)
@@ -151,10 +157,16 @@ class _Rank:
         self.connection, self.far_end = connection.Pipe()
         self._process: Fork | None = None
 
-    def start(self, orders: Orders) -> None:
+    def start(self, orders: Orders, name: str) -> None:
         """Start the process and hand it the far end of the connection with its `orders`."""
-        self._process = fork(enter, (orders,), f"rank {self.number}")
+        self._process = fork(enter, (orders,), name, orders.timeout)
         self.far_end.close()
+
+    @property
+    def pid(self) -> int:
+        """The process, once it is started."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def sources(self) -> list[Any]:
@@ -171,6 +183,9 @@ class _Rank:
                     self.report = self.connection.recv()
             except (EOFError, ConnectionError):
                 self._process.join(STOP)  # the end of the connection is a little ahead of the exit code
+                if self._process.exitcode is None:
+                    what = "ended before it was done, and the fork server, which knows how, does not answer"
+                    self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what)
         code = self._process.exitcode
         self.ended = code is not None
         if self.report is None and code is not None:

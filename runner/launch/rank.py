@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -105,7 +106,8 @@ def enter(orders: Orders) -> None:
         value = work(orders)
         done = Done(pickle.dumps(value) if orders.rank == 0 else None)
     except BaseException as error:
-        traceback.print_exc()
+        with suppress(OSError):  # the log may be on a disk that is full, which is what the parent is to hear
+            traceback.print_exc()
         _flush()
         orders.connection.send(from_exception(orders.rank, error))
         # Without the usual farewells: they could wait for ranks that will not answer.
@@ -115,8 +117,9 @@ def enter(orders: Orders) -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
 
 
 def _end_with_parent(connection: Connection) -> None:

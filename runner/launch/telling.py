@@ -35,15 +35,26 @@ class Watched(Protocol):
         """Wait until it has ended, `seconds` at most."""
 
 
-def tell(failures: Sequence[Failure], ranks: Sequence[Watched], run_dir: Path, world_size: int, timeout: float) -> None:
-    """Raise what the user is to see of `failures`; without any, the ranks hang."""
+def tell(
+    failures: Sequence[Failure],
+    ranks: Sequence[Watched],
+    run_dir: Path,
+    world_size: int,
+    timeout: float,
+    name: str | None = None,
+) -> None:
+    """Raise what the user is to see of `failures`; without any, the ranks hang. `name` is that of a lone process which
+    is not a rank."""
     cause = failure.root_cause(failures) if failures else None
     hung: tuple[int, ...] = ()
     if cause is not None and cause.refusal == "config":
         raise ConfigError(cause.text)
     if cause is not None and cause.refusal == "strategy":
         raise StrategyError(cause.text)
-    if cause is None or cause.order is Order.TIMEOUT:
+    if name is not None:
+        named = ranks[0]
+        sentence = _alone(named, name, timeout) if cause is None else failure.message(cause, [], world_size, name)
+    elif cause is None or cause.order is Order.TIMEOUT:
         here = {rank.number: rank for rank in ranks}
         sentence, number, hung = _hang(cause, here, run_dir, world_size, timeout)
         named = here[number]
@@ -53,7 +64,17 @@ def tell(failures: Sequence[Failure], ranks: Sequence[Watched], run_dir: Path, w
         sentence = failure.message(cause, alike, world_size)
     lines = named.said().rstrip().splitlines()[-LOG_LINES:]
     shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
-    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}", rank=named.number, hung=hung)
+    rank = named.number if name is None else None
+    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}", rank=rank, hung=hung)
+
+
+def _alone(process: Watched, name: str, timeout: float) -> str:
+    """The sentence about a lone process that hangs."""
+    process.send_signal(signal.SIGUSR1)
+    process.wait(DUMP)
+    place = failure.dumped_place(process.said())
+    was = f"It was in {place}" if place else "It was stopped, or did not say where it was"
+    return f"{name} hung: it has shown no sign of life for {timeout:g} s. {was}."
 
 
 def _hang(

@@ -51,7 +51,7 @@ def host(folder: Path, task: Task, name: str) -> int:
         if where == name
     ]
     warm()
-    processes = [fork(rank, (folder, one), f"rank {one.rank}") for one in mine]
+    processes = [fork(rank, (folder, one), f"rank {one.rank}", task.timeout) for one in mine]
     for process in processes:
         process.join()
     return int(any(process.exitcode for process in processes))

@@ -1,4 +1,5 @@
-"""A run that fails is started again from its newest checkpoint, in the same folder, as often as it may be.
+"""A run that fails, in its preparation or in training, is started again from its newest checkpoint, in the same folder,
+as often as it may be.
 
 The survivors of a failure are stopped first, by `launch.run_ranks`; then every rank starts anew, so nothing of the
 failed attempt but its files is used. Invariant: what is trained after a restart is, bit for bit, what an undisturbed
@@ -17,51 +18,62 @@ from runner import launch
 from runner.errors import ConfigError, RunFailed
 from runner.recovery.shrinking import smaller
 from runner.schema import Config
-from runner.start import Ready, start
+from runner.start import Ready, make_ready, start
+from runner.training.timeline import marked
 from strategies.errors import StrategyError
 
 RESTARTS = "restarts.jsonl"
 """In the run folder: a line for every restart, with the checkpoint that it continues."""
 
 
-def train(ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
-    """Train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns.
+def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
+    """Prepare, and train on all ranks, `1 + launch.max_restarts` times at most; returns what rank 0 returns. `payload`
+    has the "folder" of the preparation and the "marks" of the time until now.
 
     A host that no longer answers, and a rank that has failed twice without a save in between, are gone for good: where
     `launch.min_ranks` allows it, the run goes on without them. Raises RunFailed as the last attempt did; wrong input
     (ConfigError, StrategyError) is not tried again.
     """
-    most, count, before, given = config.launch.max_restarts, 0, None, ready.resume
+    most, count, before = config.launch.max_restarts, 0, None
+    folder, marks = Path(payload["folder"]), payload["marks"]
+    ready: Ready | None = None
+    given: str | None = None
+    failed: RunFailed | None = None
     while True:
         try:
+            if ready is None:
+                ready = make_ready(config, run_dir, folder)
+                given = ready.resume
+                payload = payload | {"marks": () if count else marked(marks, "imports, capture and plan")}
+            elif failed is not None:
+                began, newest, fewer = time.monotonic(), _newest(config, run_dir) or given, False
+                gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
+                before = (failed.rank, newest)
+                if gone and config.launch.min_ranks is not None:
+                    try:
+                        config, ready = smaller(config, _left(ready, config, failed), failed.hosts, run_dir, folder)
+                        fewer = True
+                    except ConfigError as refused:
+                        print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
+                ready = replace(ready, resume=newest)
+                payload = payload | {"marks": ()}  # how long it took to the first step is told once
+                _note(run_dir, count, failed, newest, ready.world_size)
+                _say(count, most, failed, _going_on(ready, fewer, time.monotonic() - began))
             return start("runner.entries:train_prepared", ready, config, run_dir, payload)
         except (ConfigError, StrategyError) as refused:
-            if not count:
+            if not count or ready is None:
                 raise
             raise RunFailed(f"Restart {count} of {most} failed: {refused}") from refused
-        except RunFailed as failed:
+        except RunFailed as caught:
             if count == most:
                 if not count:
                     raise
                 told = f"restart {count} of {most}"
-                raise RunFailed(f"{failed}\nThe run was given up after {told} (launch.max_restarts).") from failed
-            count, began = count + 1, time.monotonic()
-            cause = str(failed).partition("\n")[0].rstrip(".")
-            newest = _newest(config, run_dir) or given
-            gone = failed.hosts or (failed.rank is not None and before == (failed.rank, newest))
-            before, fewer = (failed.rank, newest), False
-            if gone and config.launch.min_ranks is not None:
-                try:
-                    left = _left(ready, config, failed)
-                    config, ready = smaller(config, left, failed.hosts, run_dir, Path(payload["folder"]))
-                    fewer = True
-                except ConfigError as refused:
-                    print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
-            ready = replace(ready, resume=newest)
-            payload = payload | {"marks": ()}  # how long it took to the first step is told once
-            _note(run_dir, {"restart": count, "cause": cause, "resume": ready.resume, "ranks": ready.world_size})
-            going_on = _going_on(ready, fewer, time.monotonic() - began)
-            print(f"restart {count} of {most}: {cause}. {going_on}", flush=True)
+                raise RunFailed(f"{caught}\nThe run was given up after {told} (launch.max_restarts).") from caught
+            failed, count = caught, count + 1
+            if ready is None:
+                _note(run_dir, count, failed, None, config.world_size)
+                _say(count, most, failed, "It is prepared again.")
 
 
 def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
@@ -70,9 +82,21 @@ def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
     return ready.world_size - max(lost, 1)
 
 
-def _note(run_dir: Path, restart: dict[str, Any]) -> None:
-    with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(restart) + "\n")
+def _cause(failed: RunFailed) -> str:
+    return str(failed).partition("\n")[0].rstrip(".")
+
+
+def _say(count: int, most: int, failed: RunFailed, going_on: str) -> None:
+    print(f"restart {count} of {most}: {_cause(failed)}. {going_on}", flush=True)
+
+
+def _note(run_dir: Path, count: int, failed: RunFailed, resume: str | None, ranks: int | None) -> None:
+    restart = {"restart": count, "cause": _cause(failed), "resume": resume, "ranks": ranks}
+    try:
+        with (run_dir / RESTARTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(restart) + "\n")
+    except OSError as error:  # the disk may be full: that is why it is started again
+        print(f"{RESTARTS} cannot be written: {error.strerror}", flush=True)
 
 
 def _newest(config: Config, run_dir: Path) -> str | None:
@@ -85,6 +109,7 @@ def _newest(config: Config, run_dir: Path) -> str | None:
         device="cpu",
         timeout=config.launch.timeout,
         threads=config.launch.threads,
+        name="the search for a checkpoint",
     )
     return found["resume"]
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STEP, PHASE, GROUP, NUMBER, KIND, PLACE, BEGUN = range(7)
+STEP, PHASE, GROUP, NUMBER, KIND, PLACE, BEGUN, PROGRESS, SAVES = range(9)
 """Cells. BEGUN counts the steps of this process; GROUP is that of the call that is waited for, 0 for none, and NUMBER
-that call's among those of its group."""
-FIRST, CELLS = 8, 2048
+that call's among those of its group. PROGRESS grows inside of a phase: rows that were read, bytes that were written.
+SAVES grows by one when this rank begins to save, and by one more when it has written its part."""
+FIRST, CELLS = 16, 2048
 """A group's cell, from FIRST on, has the number of calls that this rank has joined."""
 PHASES = ("the start", "data loading", "forward", "backward", "update", "evaluation", "saving")
 START, DATA, FORWARD, BACKWARD, UPDATE, EVALUATION, SAVING = range(len(PHASES))
@@ -91,6 +92,10 @@ class Whereabouts:
     def at(self, phase: int) -> None:
         """Another phase of the step begins."""
         self.cells[PHASE] = phase
+
+    def advance(self, count: int = 1) -> None:
+        """So many more rows were read, or bytes written."""
+        self.cells[PROGRESS] += count
 
     def begin(self, step: int) -> None:
         """Another step begins."""

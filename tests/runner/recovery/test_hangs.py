@@ -12,7 +12,7 @@ from small import MODES, SMALL
 from test_refusals import ranks_of_this_process
 
 from runner.errors import RunFailed
-from runner.launch import run_ranks
+from runner.launch import hangs, run_ranks
 from runner.launch.hangs import GRACE, Stall, diagnose, where
 from strategies.engine.whereabouts import GATHER, PLACE, RECEIVE, SEND, SUM, Whereabouts
 
@@ -165,7 +165,8 @@ def test_groups_of_the_same_ranks_are_told_apart(ranks, told):
     assert told().told.startswith("ranks 0, 1 wait for each other")
 
 
-def test_a_stall_is_noticed(ranks, tmp_path):
+def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(hangs, "QUIET", 0.0)
     files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
     stall = Stall(files, timeout=-GRACE + 0.2)
     assert not stall.found()

@@ -1,0 +1,89 @@
+"""Whether a process does anything at all, as the operating system shows it. Nothing is asked of the process, so a
+stopped one is found like any other.
+
+Signs of life are time on a processor, bytes read and written, and a wait for a disk. Where there is no /proc, nothing
+is known: every process counts as alive.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+QUIET = 30.0
+"""Seconds beyond the timeout that a process may show no sign of life: a device or a server may keep it waiting."""
+BUSY, FLOW = 0.02, 16384
+"""The share of a processor that counts as computing, and bytes per second that count as reading or writing; threads
+that only look at something now and then, and answer each other, need less."""
+
+ASLEEP = 10.0
+"""Seconds between two looks after which it was the one who looks that stood still, and nothing is known."""
+
+
+class Signs:
+    """The signs of life of process `pid` and, with `children`, of those that it started. `computing` says whether time
+    on a processor counts: on a GPU a rank may spin while it waits."""
+
+    def __init__(self, pid: int, *, children: bool = True, computing: bool = True) -> None:
+        self.pid, self._children, self._computing = pid, children, computing
+        self._at = self.since = time.monotonic()
+        self._seconds, self._bytes, _ = self._read()
+        self.stopped: float | None = None
+        """Since when the process is stopped (SIGSTOP, a debugger); None where it is not."""
+
+    def look(self) -> None:
+        """Take note of what has happened since the last look; `since` is the time of the last sign."""
+        now = time.monotonic()
+        if now - self._at > ASLEEP:
+            self.since, self.stopped = now, None
+        seconds, bytes_, states = self._read()
+        computed = self._computing and seconds - self._seconds > BUSY * (now - self._at)
+        if computed or bytes_ - self._bytes > FLOW * (now - self._at) or "D" in states or not states:
+            self.since = now
+        self._at, self._seconds, self._bytes = now, seconds, bytes_
+        if states[:1] not in ("T", "t"):
+            self.stopped = None
+        elif self.stopped is None:
+            self.stopped = now
+
+    def halted(self, timeout: float) -> bool:
+        """Whether the process has been stopped for more than `timeout` seconds."""
+        return self.stopped is not None and time.monotonic() - self.stopped > timeout
+
+    def lost(self, timeout: float) -> bool:
+        """Whether it has been stopped for so long, or silent for much longer."""
+        return self.halted(timeout) or time.monotonic() - self.since > timeout + QUIET
+
+    def _read(self) -> tuple[float, int, str]:
+        """Seconds on a processor, bytes read and written, and the states of the threads, the main thread's first."""
+        seconds, bytes_, states = 0.0, 0, ""
+        for pid in _family(self.pid) if self._children else (self.pid,):
+            process = Path(f"/proc/{pid}")
+            try:
+                fields = _fields(process)
+                states += fields[0] + "".join(_fields(thread)[0] for thread in (process / "task").iterdir())
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # also of children that have ended
+                io = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
+                bytes_ += int(io["rchar"]) + int(io["wchar"])
+            except OSError:
+                continue  # it has ended, or there is no such file
+        return seconds, bytes_, states
+
+
+def _family(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield pid
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = listed.read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _family(int(child))
+
+
+def _fields(process: Path) -> list[str]:
+    """The entries of its `stat` from the state on; the name before may hold anything."""
+    return (process / "stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,243 @@
+"""What is outside of training is watched and started again too, and what is slow is left alone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from small import ALONE, MODES, SMALL
+
+from runner import launch
+from runner.errors import RunFailed
+from runner.launch import forks, hangs, liveness
+from runner.launch.hangs import GRACE, Stall, diagnose, where
+from runner.launch.liveness import Signs
+from strategies.engine.whereabouts import SAVES, SAVING, Whereabouts
+
+TWO = (*SMALL, *MODES["data_parallel"], "world_size=2", "data.target=troubles.Troubled", "data.batch_size=4")
+
+
+@pytest.fixture
+def run(tmp_path):
+    def call(entry, payload=None, world_size=1, timeout=1.0, name="the search for a checkpoint"):
+        return launch.run_ranks(
+            f"troubles:{entry}",
+            payload,
+            world_size=world_size,
+            run_dir=tmp_path,
+            device="cpu",
+            timeout=timeout,
+            threads=1,
+            name=name if world_size == 1 else None,
+        )
+
+    return call
+
+
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    def call(what):
+        monkeypatch.setenv("TROUBLE", what)
+        monkeypatch.setenv("TROUBLE_MARK", str(tmp_path / "mark"))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("SIGKILL", r"the preparation was killed by SIGKILL \(was memory short\?\)"),
+        ("SIGSTOP", r"the preparation hung: it has shown no sign of life for 1 s\. It was stopped"),
+        pytest.param("raise", "the preparation failed: RuntimeError: the data is", marks=pytest.mark.slow),
+    ],
+)
+def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, told):
+    trouble(what)
+    words = (*TWO, "train.steps=2", "launch.timeout=1")
+    ended = start(*words, "launch.max_restarts=1")
+    assert re.search(f"restart 1 of 1: {told}.* It is prepared again", capfd.readouterr().out)
+    assert json.loads((ended.folder / "restarts.jsonl").read_text())["resume"] is None
+    assert len(ended.losses) == 2
+
+
+def test_a_search_that_is_stopped_is_named(run):
+    with pytest.raises(RunFailed, match=r"^the search for a checkpoint hung: .* no sign of life for 1 s. It was stop"):
+        run("stop")
+
+
+def test_a_process_that_is_silent_for_long_is_given_up(run, monkeypatch):
+    monkeypatch.setattr(liveness, "QUIET", 1.0)
+    with pytest.raises(RunFailed, match=r"^the search .* hung: .* It was in \S*troubles.py:\d+ \(sleep\)"):
+        run("sleep")
+    assert run("compute", 4.5) == "done"  # which is not silent
+
+
+def test_a_fork_server_that_is_killed_is_named(run):
+    with pytest.raises(RunFailed, match=r"^the fork server, of which every rank is a fork, was killed by SIGKILL"):
+        run("kill_the_server", world_size=2)
+    assert run("compute", 0.0) == "done"
+
+
+def test_a_fork_server_that_is_stopped_is_named(run):
+    assert run("compute", 0.0) == "done"
+    os.kill(forks.server.pid, signal.SIGSTOP)
+    with pytest.raises(
+        RunFailed, match=r"^the fork server hung: it was to start the search .* no sign of life for 1 s"
+    ):
+        run("compute", 0.0)
+    assert run("compute", 0.0) == "done"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_without_room_for_its_log_names_the_disk(run, world_size):
+    who = "the search for a checkpoint" if world_size == 1 else "rank [01] of 2"
+    with pytest.raises(RunFailed, match=rf"^{who} failed: the disk is full: OSError: \[Errno 27\] File too large"):
+        run("full_log", world_size=world_size)
+
+
+def test_a_full_disk_in_training_is_named(start, trouble):
+    trouble("full disk")
+    with pytest.raises(RunFailed, match=r"^rank 1 of 2 failed: the disk is full: OSError: .*Where: \S*troubles.py"):
+        start(*TWO, "train.steps=2")
+
+
+def test_slow_rows_are_no_hang(start, trouble):
+    """A step takes longer than any rank may be silent, on all ranks alike."""
+    trouble("slow rows")
+    assert len(start(*TWO, "data.batch_size=10", "train.steps=2", "launch.timeout=1").losses) == 2
+
+
+@pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", ["slow rank 0", pytest.param("slow files", marks=pytest.mark.slow)])
+def test_a_slow_save_is_no_hang(start, trouble, who, background):
+    trouble(who)
+    words = (*TWO, "train.steps=2", "launch.timeout=1", f"checkpoint.background={background}", "checkpoint.every=1")
+    began = time.monotonic()
+    assert len(start(*words).losses) == 2
+    assert time.monotonic() - began > 4
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_rank_that_hangs_in_saving_is_named(start, trouble, monkeypatch, rank, background):
+    monkeypatch.setattr(liveness, "QUIET", 1.0)
+    trouble("")
+    fault = f"launch.faults=[{{kind: hang, rank: {rank}, step: 2, phase: save}}]"
+    words = (*TWO, "train.steps=4", "launch.timeout=1", f"checkpoint.background={background}", "checkpoint.every=2")
+    with pytest.raises(RunFailed, match=rf"^rank {rank} of 2 hung in saving, .*\. Rank {rank} was in .*") as caught:
+        start(*words, fault)
+    assert caught.value.hung == (rank,)
+
+
+def test_a_single_rank_that_hangs_is_found(start, trouble, monkeypatch):
+    monkeypatch.setattr(liveness, "QUIET", 1.0)
+    trouble("")
+    with pytest.raises(RunFailed, match=r"^no rank has moved on for 1 s\. Rank 0 was in data loading of step 1, "):
+        start(
+            *TWO,
+            *ALONE,
+            "train.steps=2",
+            "launch.timeout=1",
+            "launch.faults=[{kind: hang, rank: 0, step: 1, phase: data}]",
+        )
+
+
+def test_signs_of_life():
+    with subprocess.Popen(["sh", "-c", "sleep 60; :"]) as process:
+        try:
+            signs = Signs(process.pid)
+            time.sleep(0.3)
+            signs.look()
+            before = signs.since
+            time.sleep(0.3)
+            signs.look()
+            assert signs.since == before and signs.stopped is None
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.1)
+            signs.look()
+            assert signs.stopped is not None and not signs.halted(5.0) and signs.halted(-1.0)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+            signs.look()
+            assert signs.stopped is None and not signs.lost(5.0)
+        finally:
+            process.kill()
+    with subprocess.Popen(["sh", "-c", "sh -c 'while :; do :; done'; :"], start_new_session=True) as process:
+        try:
+            signs = Signs(process.pid)  # it waits for its child, which computes
+            alone = Signs(process.pid, children=False)
+            spinning = Signs(process.pid, computing=False)
+            time.sleep(0.5)
+            began = time.monotonic()
+            for one in (signs, alone, spinning):
+                one.look()
+            time.sleep(0.5)
+            for one in (signs, alone, spinning):
+                one.look()
+            assert signs.since > began > max(alone.since, spinning.since)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+class Shown:
+    """Signs as a test wants them."""
+
+    def __init__(self):
+        self.silent = self.still = False
+
+    def look(self):
+        pass
+
+    def lost(self, timeout):
+        return self.silent
+
+    def halted(self, timeout):
+        return self.still
+
+
+def test_a_stall_is_no_slowness(tmp_path):
+    ranks = [Whereabouts() for _ in range(2)]
+    for rank, one in enumerate(ranks):
+        one.attach(tmp_path / f"{rank}.where")
+        one.at(SAVING)
+        one.cells[SAVES] = 2
+    files, shown = [tmp_path / f"{rank}.where" for rank in range(2)], [Shown(), Shown()]
+    stall = Stall(files, -GRACE + 0.1, shown)
+    stall.found()
+    time.sleep(0.2)
+    assert not stall.found()  # as long as one computes
+    shown[0].silent = True
+    assert not stall.found()
+    shown[1].still = True
+    assert stall.found()
+    ranks[0].advance(4096)
+    assert not stall.found()  # nor where one writes
+    shown[1].still, shown[1].silent = False, True
+    time.sleep(0.2)
+    assert stall.found()
+    at = [where(file) for file in files]
+    assert diagnose(at, 5.0).hung == (0,)  # both have written their parts, which rank 0 puts together
+    ranks[0].cells[SAVES] += 2
+    ranks[1].cells[SAVES] += 1
+    at = [where(file) for file in files]
+    assert diagnose(at, 5.0).told == "rank 1 of 2 hung in saving, and nothing was written for 5 s"
+    assert diagnose(at, 5.0, [0]).hung == (0,)
+
+
+def test_who_looks_late_knows_nothing(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(hangs.time, "monotonic", lambda: clock[0])
+    one = Whereabouts()
+    one.attach(tmp_path / "0.where")
+    shown = Shown()
+    shown.silent = True
+    stall = Stall([tmp_path / "0.where"], 5.0, [shown])
+    stall.found()
+    clock[0] += 1000.0  # the parent itself was stopped
+    assert not stall.found()
+    for _ in range(5):
+        clock[0] += 2.0
+    assert stall.found()

@@ -1,0 +1,95 @@
+"""Datasets that get the process that reads them into trouble, and entries that do it by themselves.
+
+`TROUBLE` in the environment names what happens, and `TROUBLE_MARK` a file that says that it has happened once.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from networks import Points
+
+from runner.checkpoints import writing
+
+
+def once(what):
+    """Whether it is time for trouble of the kind `what`, which comes once."""
+    mark = Path(os.environ["TROUBLE_MARK"])
+    if os.environ["TROUBLE"] != what or mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+class Troubled(Points):
+    """Signals in the constructor, while the run is prepared; slow files in the ranks."""
+
+    def __init__(self, **args):
+        super().__init__(**args)
+        for name in ("SIGKILL", "SIGSTOP"):
+            if once(name):
+                os.kill(os.getpid(), getattr(signal, name))
+        if once("raise"):
+            raise RuntimeError("the data is not there yet")
+        if os.environ["TROUBLE"] == "slow files":
+            slow_files()
+        if os.environ["TROUBLE"] == "slow rank 0" and os.environ["RANK"] == "0":
+            slow_files()
+
+    def __getitem__(self, index):
+        if os.environ["TROUBLE"] == "slow rows" and dist.get_world_size() == 2:
+            time.sleep(0.8)
+        if os.environ["TROUBLE"] == "full disk" and dist.get_world_size() == 2 and os.environ["RANK"] == "1":
+            fill()
+        return super().__getitem__(index)
+
+
+def slow_files():
+    """Every block takes its time, and there are many of them."""
+    writing.BLOCK = 400
+    plain = writing.here.advance
+
+    def advance(count=1):
+        time.sleep(0.08)
+        plain(count)
+
+    writing.here.advance = advance
+
+
+def fill():
+    """From now on no file of this process grows, as where the disk is full."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    print("these words find no room")
+
+
+def stop(rank, payload):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep(rank, payload):
+    time.sleep(1000)
+
+
+def compute(rank, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+    return "done"
+
+
+def kill_the_server(rank, payload):
+    if rank.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def full_log(rank, payload):
+    print("a line")
+    sys.stdout.flush()
+    fill()
+    raise AssertionError("the line before has raised")
