@@ -31,8 +31,9 @@ def build_model(config: Config) -> nn.Module:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
-    for name in optimizers.frozen([name for name, _ in model.named_parameters()], config.optimizer):
-        model.get_parameter(name).requires_grad_(False)
+    named = dict(model.named_parameters())
+    for name in optimizers.frozen(list(named), config.optimizer):
+        named[name].requires_grad_(False)
     return model.to(DTYPES[config.train.precision])
 
 

@@ -33,15 +33,12 @@ class Eager(nn.Module):
     def __init__(self, step: Objective, *, single_draws: bool = False) -> None:
         super().__init__()
         self.single_draws = single_draws
-        for name, child in step.model.named_children():
-            self.add_module(name, child)
-        for name, parameter in step.model.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in step.model.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
-        if step.loss is not None and [*step.loss.parameters(), *step.loss.buffers()]:
-            self.add_module("loss", step.loss)
         self.step = (step,)  # in a tuple, so that it is not registered a second time
+        self._modules.update(step.model.named_children())  # under names that may be those of attributes
+        self._parameters.update(step.model.named_parameters(recurse=False))
+        self._buffers.update(step.model.named_buffers(recurse=False))
+        if step.loss is not None and [*step.loss.parameters(), *step.loss.buffers()]:
+            self._modules["loss"] = step.loss
 
     def forward(self, *entries: Tensor, key: int, outputs: Sequence[str] = ()) -> Any:
         """The loss with the random numbers of `key`; with `outputs`, the names of the entries, what the model alone

@@ -8,7 +8,7 @@ two without instructions), so that gradients, checkpoints and verification need 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,8 +117,8 @@ class Stages(nn.Module):
         for number, module in enumerate(modules):
             self.add_module(f"stage_{number}", module)
 
-    def get_parameter(self, target: str) -> nn.Parameter:
-        return next(self.children()).get_parameter(target)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return next(self.children()).named_parameters(*args, **kwargs)
 
 
 def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from runner import checkpoints
 from runner.agreement import agree, agree_on_code, agree_on_data, agree_on_program
@@ -141,7 +141,7 @@ class Trainer:
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
         copied, module = Moved(), self.execution.module
         for part in (module, *module.children()):  # the stages of a pipeline, if it is one
-            one: Moved = getattr(part, "meta", {}).get(COPIED, Moved())
+            one: Moved = part.meta.get(COPIED, Moved()) if isinstance(part, fx.GraphModule) else Moved()
             copied.out, copied.back = copied.out + one.out, copied.back + one.back
         return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 

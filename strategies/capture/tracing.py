@@ -18,13 +18,14 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.autograd.grad_mode import inference_mode
 from torch.distributions import Distribution
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 from strategies.capture.functional import CUMULATIVE
 
@@ -52,6 +53,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(inference_mode, "__enter__", _begin))
         stack.enter_context(_replaced(inference_mode, "__exit__", _end))
         stack.enter_context(_replaced(Distribution, "_validate_args", False))
+        stack.enter_context(_replaced(NamedMemberAccessor, "swap_tensor", _swapped(NamedMemberAccessor.swap_tensor)))
         stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         yield
@@ -75,6 +77,29 @@ def _begin(region: Any) -> None:
 
 def _end(region: Any, *_: Any) -> None:
     torch.set_grad_enabled(region.gradients_before)
+
+
+def _swapped(swap: Callable[..., Any]) -> Callable[..., Any]:
+    """`swap`, by which the exporter puts traced tensors into a module, by the name of any parameter or buffer: it looks
+    them up as attributes, which names with a dot and those of methods (a child `forward`) are not."""
+
+    def call(accessor: Any, name: str, value: Any, allow_missing: bool = False) -> Any:
+        known = accessor.memo.get("")
+        if known is None:
+            tables = (
+                (prefix, table)
+                for prefix, module in accessor.module.named_modules(remove_duplicate=False)
+                for table in (module._parameters, module._buffers)
+            )
+            known = {f"{prefix}.{key}".removeprefix("."): (table, key) for prefix, table in tables for key in table}
+            accessor.memo[""] = known
+        if name not in known or not isinstance(value, Tensor):
+            return swap(accessor, name, value, allow_missing)
+        table, key = known[name]
+        before, table[key] = table[key], value
+        return before
+
+    return call
 
 
 def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -290,9 +290,9 @@ class Trace:
             live.see(self.tensors.values())
             self.base = live.now
             for unit in self.module.modules():
-                path = getattr(unit, "meta", {}).get(MODULE)
+                path = unit.meta.get(MODULE) if isinstance(unit, fx.GraphModule) else None
                 if path in found:
-                    unit.forward = partial(counted, path, unit.forward)
+                    vars(unit)["forward"] = partial(counted, path, unit.forward)
             self._forward(live)
             del updates, self.outputs
         return found

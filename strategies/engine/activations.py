@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -140,7 +140,7 @@ def meant(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     """Everything inside `module` that runs and belongs to what `globs` (of the user's modules; none: all) mean."""
     found = []
     for name, unit in module.named_modules():
-        path = getattr(unit, "meta", {}).get(MODULE, name)
+        path = unit.meta.get(MODULE, name) if isinstance(unit, fx.GraphModule) else name
         runs = type(unit).forward is not nn.Module.forward
         if runs and (not globs or any(inside(glob, path) for glob in globs)):
             found.append(unit)

@@ -135,7 +135,7 @@ def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, 
         kind = type(unit)
         if kind not in shared:
             shared[kind] = torch.compile(kind.forward, dynamic=False, backend=backend, options=options or None)
-        unit.forward = MethodType(shared[kind], unit)
+        vars(unit)["forward"] = MethodType(shared[kind], unit)
 
 
 def _units(module: fx.GraphModule) -> Iterator[fx.GraphModule]:

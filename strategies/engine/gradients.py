@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from strategies.engine.buckets import buckets, sent
 from strategies.engine.communicator import Communicator
+from strategies.engine.naming import held
 from strategies.engine.offload import Moved
 from strategies.engine.optimizer_state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.engine.peers import Peers
@@ -65,7 +66,8 @@ class BucketedUpdates:
         self.module, self.evaluation, self._peers = module, evaluation, peers
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
-        self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
+        named = held(module)
+        self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
             for name in program.learns

@@ -10,7 +10,7 @@ code share it (see `reuse`); its names are then those of the first of them.
 from __future__ import annotations
 
 import operator as python_operator
-import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from strategies.engine.buffers import store
 from strategies.engine.communicator import Communicator
 from strategies.engine.drawn import draw_opaquely
 from strategies.engine.edges import edge, edges, starting, waiting
+from strategies.engine.naming import OWN, inside, private, reach, register, variable
 from strategies.engine.offload import Moved
 from strategies.engine.place import copier
 from strategies.engine.program import (
@@ -40,7 +41,7 @@ from strategies.engine.program import (
     Start,
 )
 from strategies.engine.recompute import Hold, Part, parts_of, recomputing, watched
-from strategies.engine.reuse import Forms, Template, attach, constants_of, function_of, register, several, tensors_of
+from strategies.engine.reuse import Forms, Template, constants_of, function_of, several, tensors_of
 from strategies.engine.units import owned, unit_path
 from strategies.engine.whereabouts import placed
 from strategies.graph import Ref, rewrite
@@ -108,12 +109,11 @@ class _Tree:
         self.forms = Forms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
         self.templates: dict[Hashable, Template] = {}
         self.functions: dict[Hashable, Callable[..., Any]] = {}
+        self.leaves = {name.rpartition(".")[2] for name in program.parameter_order}
         self.reserved = {part for name in program.parameter_order for part in name.split(".")}
         self.root = self._unit(list(program.instructions), 0, inputs, outputs, "Program", "", False)
         self._restore_names()
         self.root.meta[COPIED] = self.copied
-        if program.updates:
-            self._store()
 
     def _unit(
         self,
@@ -128,28 +128,24 @@ class _Tree:
         """The unit at `path`; an instance of the class of one with the same form, if there is one."""
         form = self.forms.of(instructions, depth, inputs, outputs, path)
         template = self.templates.get(form)
-        names = None if template is None else iter(template.children)
-        seen: dict[str, int] = {}
+        runs = [(key, list(run)) for key, run in groupby(instructions, key=lambda one: self._level(one, depth))]
+        keys = [key for key, _ in runs if key is not None]
+        names = iter(self._names(keys) if template is None else template.children)
         content: list[Instruction | _Child] = []
-        for key, run in groupby(instructions, key=lambda one: self._level(one, depth)):
-            part = list(run)
-            if key is None:
-                content += part
-                continue
-            child_name = self._fresh(key, seen) if names is None else next(names)
-            content.append(self._child(part, depth, outputs, child_name, path, recomputed))
+        for key, part in runs:
+            content += part if key is None else [self._child(part, depth, outputs, next(names), path, recomputed)]
         children = [one for one in content if isinstance(one, _Child)]
         own = [one for one in content if not isinstance(one, _Child)]
         constants = [one for step in own for one in constants_of(step, self.parts, not self.compiled)]
         if template is None:
-            unit, template = self._written(content, inputs, outputs, name, path)
+            unit, template = self._written(content, depth, inputs, outputs, name, path)
             self.templates[form] = template
         else:
             tensors = [self.tensors[self.owned[ref]] for ref in tensors_of(own, outputs, self.owned)]
             unit = template.unit(tensors, [child.unit for child in children])
         for attribute, constant in zip(template.constants, constants, strict=True):
             value = torch.tensor(constant) if self.compiled and isinstance(constant, Ordinal) else constant
-            setattr(unit, attribute, value)
+            vars(unit)[attribute] = value
         unit.meta[OPERATORS] = template.values, tuple(step.operator for step in own)
         return unit
 
@@ -177,57 +173,70 @@ class _Tree:
             depth + 1,
             list(needed),
             results,
-            re.sub(r"\W", "_", name),
+            variable(name),
             f"{path}.{name}".strip("."),
             recomputed or region,
         )
         if region:
-            unit.forward = recomputing(unit.forward, [self._hold(ref) for ref in needed], self.parts)
+            vars(unit)["forward"] = recomputing(unit.forward, [self._hold(ref) for ref in needed], self.parts)
         unit.meta[MODULE] = ".".join(part[0].path[: depth + 1])
         return _Child(name, unit, tuple(needed), results)
 
     def _written(
         self,
         content: Sequence[Instruction | _Child],
+        depth: int,
         inputs: Sequence[Ref],
         outputs: Sequence[Ref],
         name: str,
         path: str,
     ) -> tuple[fx.GraphModule, Template]:
         """A unit with code of its own, from its own instructions and the units inside."""
-        graph, module = fx.Graph(), nn.Module()
+        graph, unit = fx.Graph(), fx.GraphModule(nn.Module(), fx.Graph(), name)
+        children = [one for one in content if isinstance(one, _Child)]
+        units = {child.name.partition(".")[0] for child in children}
         values: dict[Ref, fx.Node] = {}
-        tensors: list[str] = []
+        tensors: dict[str, Tensor] = {}
         constants: list[str] = []
         for ref in inputs:
             values[ref] = node = graph.placeholder(_name(ref))
             node.target = node.name  # `split_1` is the second split and the second result of the first one
 
+        def reached(operation: str, path: str, taken: tuple[fx.Node, ...] = ()) -> fx.Node:
+            attribute = reach(unit, path, operation, self.leaves)
+            return graph.create_node(operation, attribute, taken, name=variable(path))
+
         def value(ref: Ref) -> fx.Node:
             if ref not in values:
-                tensors.append(self._register(module, ref, path))
-                values[ref] = graph.get_attr(tensors[-1])
+                full = self.owned[ref]
+                owner, _, leaf = full.rpartition(".")
+                local = leaf if owner == path else private(full, units, tensors, self.reserved)
+                tensors[local] = self.tensors[full]
+                values[ref] = reached("get_attr", local)
             return values[ref]
 
         def constant() -> fx.Node:
-            constants.append(f"_own_{len(constants)}")
-            setattr(module, constants[-1], 0)
+            constants.append(f"{OWN}{len(constants)}")
             return graph.get_attr(constants[-1])
 
         made = []
         for one in content:
             if isinstance(one, _Child):
-                attach(module, one.name, one.unit)
-                _spread(graph, values, one.results, graph.call_module(one.name, tuple(map(value, one.inputs))))
+                _spread(graph, values, one.results, reached("call_module", one.name, tuple(map(value, one.inputs))))
             else:
                 made.append(self._emit(graph, one, value, constant, values).name)
         found = [value(ref) for ref in outputs]
+        if depth == 0 and self.program.updates:  # buffers take their new values under their own names
+            buffers = tuple(reached("get_attr", self.owned[Ref(id)]) for id, _ in self.program.updates)
+            graph.call_function(store, (buffers, tuple(found[len(self.program.outputs) :])))
+            found = found[: len(self.program.outputs)]
         graph.output(found[0] if len(found) == 1 else tuple(found))
         if self.compiled:
             draw_opaquely(graph, constants)
-        unit = fx.GraphModule(module, graph, name)
-        children = [one.name for one in content if isinstance(one, _Child)]
-        return unit, Template.made_from(unit, tensors, constants, children, made)
+        unit.graph = graph  # while no name is taken by the user's
+        template = Template.made_from(unit, [*tensors], constants, [child.name for child in children], made)
+        template.fill(unit, [*tensors.values()], [child.unit for child in children])
+        return unit, template
 
     def _recomputed(self, instruction: Instruction, depth: int) -> bool:
         """Whether the unit of an instruction at a depth of the tree is a call of a recomputed module."""
@@ -322,52 +331,27 @@ class _Tree:
                     wanted.add(ref)
         return tuple(sorted(wanted, key=lambda ref: (inside[ref.id], ref.index)))
 
-    def _fresh(self, key: str, seen: dict[str, int]) -> str:
-        """`relu`, then `relu_1` for the second run of one module's instructions, never a name of the model itself."""
-        number = seen.get(key, 0)
-        seen[key] = number + 1
-        name = f"{key}_{number}" if number else key
-        while number and name in self.reserved:
-            name += "_"
-        return name
-
-    def _register(self, module: nn.Module, ref: Ref, path: str) -> str:
-        """Register the tensor behind `ref` on the unit that uses it; under its own name where the unit owns it."""
-        name = self.owned[ref]
-        owner, _, leaf = name.rpartition(".")
-        local = leaf if owner == path else re.sub(r"\W", "_", name)
-        tensor = self.tensors[name]
-        while getattr(module, local, tensor) is not tensor:  # another tensor's name reads the same without its dots
-            local += "_"
-        register(module, local, tensor)
-        return local
-
-    def _store(self) -> None:
-        """Let the root keep the new values of buffers, which it computes beside the outputs, under the buffers' own
-        names."""
-        graph = self.root.graph
-        (end,) = graph.find_nodes(op="output")
-        count = len(self.program.outputs)
-        found, values = end.args[0][:count], end.args[0][count:]
-        with graph.inserting_before(end):
-            buffers = tuple(graph.get_attr(self.owned[Ref(id)]) for id, _ in self.program.updates)
-            graph.call_function(store, (buffers, values))
-        end.args = (found[0] if count == 1 else found,)
-        self.root.recompile()
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        """What the units of runs are called: the first run of a module by its path, unless another unit is on that
+        path; further ones `relu_1` and so on, never by a name of the model itself."""
+        seen: Counter[str] = Counter()
+        first, taken = {*keys}, {key.partition(".")[0] for key in keys}
+        found: list[str] = []
+        for key in keys:
+            nested = any(key[:end] in first for end, letter in enumerate(key) if letter == ".")
+            if seen[key] or nested:
+                name = private(f"{key}_{seen[key]}" if seen[key] else key, taken, self.reserved)
+                taken.add(name)
+            found.append(name if seen[key] or nested else key)
+            seen[key] += 1
+        return found
 
     def _restore_names(self) -> None:
         """Give every parameter and buffer its own name in the model's order, also those that no unit owns."""
         order = [name for name in self.program.parameter_order if name in self.tensors]
         for name in order:
             owner, _, leaf = name.rpartition(".")
-            module: nn.Module = self.root
-            for part in owner.split(".") if owner else ():
-                if part not in module._modules:
-                    module.add_module(part, nn.Module())
-                module = module._modules[part]  # type: ignore[assignment]
-            tensor = self.tensors[name]
-            if leaf not in (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers):
-                register(module, leaf, tensor)
+            register(inside(self.root, owner), leaf, self.tensors[name])
         first: dict[str, int] = {}
         for position, name in enumerate(order):
             words = name.split(".")

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from strategies.engine.naming import attach, register
 from strategies.engine.program import (
     CARRYING,
     Compute,
@@ -172,7 +173,7 @@ class Template:
         values: Sequence[str],
     ) -> Template:
         """The template that `unit`, which nothing has changed yet, is."""
-        plain = {*vars(nn.Module()), *constants, "meta"}
+        plain = {*vars(nn.Module()), "meta"}
         shared = {name: value for name, value in vars(unit).items() if name not in plain}
         return Template(type(unit), shared, tuple(tensors), tuple(constants), tuple(children), tuple(values))
 
@@ -182,26 +183,12 @@ class Template:
         unit: fx.GraphModule = object.__new__(self.kind)
         nn.Module.__init__(unit)
         vars(unit).update(self.shared, meta={})
+        self.fill(unit, tensors, children)
+        return unit
+
+    def fill(self, unit: nn.Module, tensors: Sequence[Tensor], children: Sequence[nn.Module]) -> None:
+        """Give a unit of this form what its code reaches."""
         for name, tensor in zip(self.tensors, tensors, strict=True):
             register(unit, name, tensor)
         for name, child in zip(self.children, children, strict=True):
             attach(unit, name, child)
-        return unit
-
-
-def register(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give `module` a parameter or a buffer."""
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(name, tensor)
-    else:
-        module.register_buffer(name, tensor)
-
-
-def attach(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Give `module` a child, with plain modules for the dots in its name."""
-    *around, last = name.split(".")
-    for part in around:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module._modules[part]  # type: ignore[assignment]
-    module.add_module(last, child)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from strategies.engine.activations import look_up_parameters
 from strategies.engine.communicator import Communicator
 from strategies.engine.disk import Disk
+from strategies.engine.naming import attach, held, private
 from strategies.engine.offload import NOTHING, Moved, Offload
 from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.peers import Peers
@@ -95,7 +96,9 @@ class ZeroUpdates:
         accumulate = accumulate if peers is None else 1
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
         self._sums: dict[str, Tensor] = {}
-        self._parameters = {source.name: module.get_parameter(source.name) for source in parameters(program)}
+        self._attached: list[str] = []
+        named = held(module)
+        self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._learning, self._waiting = frozenset(program.learns), 0
         check_parameters(self._parameters, self._learning, stage, precision)
@@ -121,9 +124,9 @@ class ZeroUpdates:
                 "can write them; use parallel.offload.optimizer=host or another optimizer."
             )
         if stage == 3 and evaluation is not None:
-            module.add_module(EVALUATION, evaluation)
+            self._attach(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
-            module.add_module(MARKER, marker())
+            self._attach(MARKER, marker())
         group = None if peers is None else Group(communicator)
         with unrecognised(optimizer), swapping_to(self._files):
             self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
@@ -151,6 +154,11 @@ class ZeroUpdates:
         if stage == 3 and evaluation is not None:
             for program_module in evaluation.children() if isinstance(evaluation, nn.ModuleDict) else (evaluation,):
                 program_module.register_forward_pre_hook(self._start_of_evaluation, prepend=True)
+
+    def _attach(self, name: str, module: nn.Module) -> None:
+        """Give the root a child for DeepSpeed to find, beside the user's."""
+        self._attached.append(private(name, self._root._modules))
+        attach(self._root, self._attached[-1], module)
 
     def _by_replicas(
         self, members: list[str], options: dict[str, Any], names: dict[str, str]
@@ -330,5 +338,5 @@ class ZeroUpdates:
         self._engine.destroy()
         if self._files is not None:
             self._files.disk.close()
-        for name in (MARKER, EVALUATION):
-            self._root._modules.pop(name, None)
+        for name in self._attached:
+            self._root._modules.pop(name)

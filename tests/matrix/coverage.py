@@ -115,8 +115,9 @@ def markdown(rows: Sequence[Row], further: Sequence[Row], world: int) -> str:
 
 HEAD = """# Coverage
 
-Written by `make coverage`. Every architecture is a small random model, trained for one step on {world} simulated ranks
-and eagerly on one device, from the same weights, batch and random numbers.
+Written by `make coverage`. Every architecture is a small random model, trained for one step on {world} ranks, which are
+simulated and then run as generated modules in threads, and eagerly on one device, from the same weights, batch and
+random numbers.
 
 * **sliced**: operators that the plan cuts, and their share of the flops; with `parallel.mode=data_parallel`, and with
   sharding propagation from strategies on the products with the most flops (columns and rows of the weights in turn).

@@ -1,6 +1,7 @@
 """One architecture under one plan beside its eager self: the loss on every rank, every gradient, every buffer.
 
-Both sides start from the same weights, batch and random key; the sharded side runs on simulated ranks.
+Both sides start from the same weights, batch and random key. The sharded side runs on simulated ranks, and as generated
+modules in a thread per rank.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from strategies.plan import Plan
 from tests.matrix.plans import Mode, plan_for
 from tests.matrix.precision import as_double, double_by_default, in_double
 from tests.matrix.zoo.architecture import Architecture
+from tests.strategies.threads import Trees
 
 Precision = Literal["fp64", "fp32"]
+Kinds = tuple[type[Simulation] | type[Trees], ...]
+BOTH: Kinds = (Simulation, Trees)
 TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5}
 KEY = 5
 DROPOUT = 0.1
@@ -85,9 +89,13 @@ def subject(architecture: Architecture, dropout: float, precision: Precision, se
     return Subject(architecture.name, precision, captured.graph, values, loss.item(), gradients, buffers)
 
 
-def run(subject: Subject, plan: Plan) -> Differences:
-    """How far the sharded step is from the eager one."""
-    simulation = Simulation(lower(subject.graph, plan, Options(exact=True)), subject.values)
+def run(subject: Subject, plan: Plan, kinds: Kinds = (Simulation,)) -> Differences:
+    """How far the sharded step, run in each of these kinds, is from the eager one at most."""
+    program = lower(subject.graph, plan, Options(exact=True))
+    return max((_apart(subject, kind(program, subject.values)) for kind in kinds), key=lambda one: one.worst)
+
+
+def _apart(subject: Subject, simulation: Simulation | Trees) -> Differences:
     with double_by_default() if subject.precision == "fp64" else nullcontext():
         (losses,) = simulation.run(KEY)
         simulation.backward(losses)
@@ -171,12 +179,12 @@ class Run:
         return replace(self, allowed=max(self.allowed, min(ROUNDINGS * rounding, MOST_ROUNDING)))
 
 
-def matrix_run(subject: Subject, mode: Mode, dropout: float, world: int = 4, seed: int = 0) -> Run:
+def matrix_run(subject: Subject, mode: Mode, dropout: float, world: int = 4, seed: int = 0, kinds: Kinds = BOTH) -> Run:
     """Plan and run one cell; what the planner or the program raises is told in it."""
     started, plan = time.process_time(), None
     try:
         plan = plan_for(subject.graph, mode, world, seed)
-        differences, error = run(subject, plan), ""
+        differences, error = run(subject, plan, kinds), ""
     except Exception as problem:  # the table tells it, and the run counts as failed
         differences, error = None, f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
     seconds, allowed = time.process_time() - started, TOLERANCE[subject.precision]

@@ -15,9 +15,21 @@ from strategies.engine import weights
 from tests.matrix.__main__ import main
 from tests.matrix.coverage import LISTED, Row, markdown, row
 from tests.matrix.plans import MODES, Mode, plan_for, seeds
-from tests.matrix.runs import DROPOUT, TOLERANCE, Precision, Subject, matrix_run, own_rounding, run, subject, worst
+from tests.matrix.runs import (
+    BOTH,
+    DROPOUT,
+    TOLERANCE,
+    Precision,
+    Subject,
+    matrix_run,
+    own_rounding,
+    run,
+    subject,
+    worst,
+)
 from tests.matrix.zoo import ARCHITECTURES, FURTHER, Architecture
 from tests.strategies.on_ranks import Case
+from tests.strategies.threads import Trees
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BY_NAME = {one.name: one for one in (*ARCHITECTURES, *FURTHER)}
@@ -48,12 +60,27 @@ def test_there_are_32() -> None:
 
 @pytest.mark.parametrize("turn", range(len(ARCHITECTURES)), ids=lambda turn: ARCHITECTURES[turn].name)
 def test_one_way_each(turn: int) -> None:
-    """Architecture by architecture the next of the twelve ways."""
+    """Architecture by architecture the next of the twelve ways; every fourth runs its generated modules, too."""
     architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]
-    done = matrix_run(subject(architecture, dropout, precision), mode, dropout)
+    kinds = BOTH if turn % 4 == 0 else BOTH[:1]
+    done = matrix_run(subject(architecture, dropout, precision), mode, dropout, kinds=kinds)
     if precision == "fp32" and not done.passed:
         done = done.widened(own_rounding(architecture, dropout))
     assert done.passed, f"{mode}, dropout {dropout}, {precision}: {done.error or done.differences}"
+
+
+NAMES: tuple[tuple[str, Mode], ...] = (
+    ("names", "random"),
+    ("names", "data_parallel"),
+    *((name, "data_parallel") for name in ("roberta", "electra", "deberta", "swinv2", "llava")),
+)
+
+
+@pytest.mark.parametrize(("name", "mode"), NAMES)
+def test_generated_modules_of_any_names(name: str, mode: Mode) -> None:
+    """Children called `self`, `forward`, `class` or with a quote, tensors called like builtins, a model in a model."""
+    done = matrix_run(subject(BY_NAME[name], 0.0, "fp64"), mode, 0.0, world=2, kinds=(Trees,))
+    assert done.passed, done.error or done.differences
 
 
 @pytest.mark.slow

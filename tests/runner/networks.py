@@ -48,6 +48,25 @@ class Classifier(nn.Module):
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
 
 
+class Odd(Classifier):
+    """A classifier with further layers, whose names mean something else to modules, to code or to this project."""
+
+    NAMES = ("self", "forward", "class", "step", "meta", "a.b", "it's", "_evaluation", "_replica_groups")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.NAMES:
+            layer: Any = nn.Linear(FEATURES, FEATURES)
+            layer._parameters["type"], layer.meta = nn.Parameter(torch.rand(FEATURES)), "the user's"
+            self._modules[name] = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.NAMES:
+            layer: Any = self._modules[name]
+            x = torch.tanh(layer(x) + layer._parameters["type"])
+        return super().forward(x)
+
+
 class Scaled(nn.Module):
     """A classifier of points that are scaled by one learned number, which is all of a first stage."""
 

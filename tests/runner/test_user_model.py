@@ -19,6 +19,11 @@ SHAPES = {
         ("model.target=networks.Tied", "parallel=semi_auto", "parallel.strategies={enter.matmul: [[2,1],[1,2]]}"),
         DOUBLE,
     ),
+    "any names": (("model.target=networks.Odd", "parallel=data_parallel"), DOUBLE),
+    "any names, divided": (
+        ("model.target=networks.Odd", "parallel=data_parallel", "parallel.zero.stage=3", "train.clip=0.1"),
+        "train.precision=fp32",
+    ),
     "random in many ways": (("model.target=networks.Noisy",), DOUBLE),
     "several outputs": (("model.target=networks.TwoHeads", "loss.target=networks.WeighedLoss", KEYS), DOUBLE),
     "own loss": (("model.target=networks.Whole", "loss.target=null", KEYS), DOUBLE),

@@ -283,6 +283,68 @@ def test_foreign_names_that_read_the_same_are_kept_apart() -> None:
         assert torch.allclose(module.get_parameter(name).grad, model.gradients[name])
 
 
+QUOTED = (
+    'x")); raise SystemExit(("',
+    "x'] or exit() or ['",
+    "\n    exit()\n",
+    "\\",
+    "{exit()}",
+    '"""',
+    "class",
+    "self",
+)
+
+
+@pytest.mark.parametrize("name", QUOTED)
+def test_no_name_of_the_users_is_executed(name: str) -> None:
+    """Of a child, of its own child and of a parameter, each also used from outside of the module that owns it."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, name, nn.Sequential())
+            self._modules[name]._modules[name] = nn.Linear(4, 4)  # type: ignore[union-attr]
+            self._parameters[name] = nn.Parameter(torch.randn(4))
+            self._buffers[f"{name}+"] = torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            child = self._modules[name]
+            inner: Any = child._modules[name]  # type: ignore[union-attr]
+            self._buffers[f"{name}+"].add_(1)  # type: ignore[union-attr]
+            return (child(x) * self._parameters[name] + inner(x) @ inner.weight).square().mean()  # type: ignore[misc]
+
+    torch.manual_seed(0)
+    model = Model(Named(), None, {"x": torch.randn(4, 4)})
+    module, _ = built(model.graph, model.values)
+    module(*model.batch).backward()
+    state, found = model.net.state_dict(), dict(module.named_parameters())
+    assert (
+        list(found) == [key for key, _ in model.net.named_parameters()] and state.keys() <= module.state_dict().keys()
+    )
+    assert all(torch.allclose(found[key].grad, gradient) for key, gradient in model.gradients.items())
+    for unit in module.modules():
+        if isinstance(unit, fx.GraphModule):
+            assert "exit" not in unit.code.replace("_exit_", "") and unit.code.count("def ") == 1
+
+
+def test_further_runs_are_not_called_like_other_modules() -> None:
+    """The second run of `act` is not `act_1`, which is another module."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.act, self.act_1 = nn.Linear(4, 4), nn.ReLU(), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.dense(x))
+            return self.act_1(self.act(x - 0.1) + 1).square().sum()
+
+    torch.manual_seed(0)
+    model = Model(Twice(), None, {"x": torch.randn(4, 4)})
+    module, _ = built(model.graph, model.values)
+    assert abs(module(*model.batch).item() - model.loss.item()) < TOLERANCE
+
+
 def test_random_key_and_several_outputs() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from tests.matrix.zoo.architecture import HEADS, LAYERS, VOCABULARY, WIDTH, Architecture, HuggingFace
-from tests.matrix.zoo.language import BART_WORDS, GROUPED, SPECIAL, causal, language, masked, own_words
+import torch
+
+from tests.matrix.zoo.architecture import (
+    BATCH,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    Architecture,
+    Batch,
+    HuggingFace,
+    pictures,
+    tokens,
+)
+from tests.matrix.zoo.language import BART_WORDS, COMMON, GROUPED, SPECIAL, causal, language, masked, own_words
+from tests.matrix.zoo.names import named
 from tests.matrix.zoo.vision import PATCHES, WAVES, classifier, heard
+
+PICTURE = VOCABULARY - 1
+"""The token in whose place a patch of a picture stands."""
+
+
+def _picture_in_text() -> Batch:
+    text = tokens(vocabulary=PICTURE)
+    places = torch.full((BATCH, 16), PICTURE)
+    labels = torch.cat([torch.full_like(places, -100), text], 1)
+    return {"input_ids": torch.cat([places, text], 1), "pixel_values": pictures(), "labels": labels}
+
 
 FURTHER: tuple[Architecture, ...] = (
     own_words(
@@ -73,5 +98,25 @@ FURTHER: tuple[Architecture, ...] = (
         depth_coefficient=0.25,
     ),
     classifier("poolformer", "PoolFormer", size=64, hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 1, 1]),
+    masked("deberta", "Deberta", relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
+    masked("deberta_v2", "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8),
+    classifier(
+        "swinv2", "Swinv2", image_size=32, patch_size=2, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4
+    ),
+    Architecture(
+        "llava",
+        "text and pictures",
+        HuggingFace(
+            "LlavaForConditionalGeneration",
+            "LlavaConfig",
+            {"image_token_index": PICTURE, "vision_feature_layer": -1},
+            _picture_in_text,
+            nested={
+                "text_config": {**COMMON, "model_type": "llama"},
+                "vision_config": {**PATCHES, "model_type": "clip_vision_model"},
+            },
+        ),
+    ),
+    Architecture("names", "names that mean something else", named),
     Architecture("hubert", "sound", HuggingFace("HubertForSequenceClassification", "HubertConfig", WAVES, heard)),
 )
