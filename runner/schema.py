@@ -14,13 +14,14 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, field_validator, model_validator
 
 from runner.forms import check_counts
+from runner.sections.arguments import Arguments
 from runner.sections.asked import Calibrate, Explain
 from runner.sections.checkpoint import Checkpoint
 from runner.sections.cluster import NODE, ClusterForm
 from runner.sections.launch import Launch
 from runner.sections.parallel import Parallel
 from runner.sections.predict import Predict
-from runner.sections.section import Arguments, Count, Dotted, Glob, Positive, Section, refusal
+from runner.sections.section import Count, Dotted, Glob, Positive, Section, refusal
 from runner.sections.training import Evaluate, Train
 
 Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]

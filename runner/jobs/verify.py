@@ -189,7 +189,7 @@ def _about_rounding(comparison: Comparison, precision: str) -> str:
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config:
     """`config` with the steps of verification and `sections` changed; without evaluation and checkpoints."""
-    content = config.model_dump(mode="json")
+    content = config.model_dump()
     content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
     content["evaluate"] |= {"metric": None, "every": None, "args": {}, "batch_size": None}
     content["checkpoint"] |= {"every": None, "minutes": None, "best": None, "best_mode": None, "at_end": False}
@@ -201,7 +201,7 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 def _reference(config: Config) -> Config:
     """The single-process run: the user's module, or the one-device module that a hybrid recipe names."""
-    content = config.model_dump(mode="json")
+    content = config.model_dump()
     content["world_size"] = None
     content["train"]["accumulate"] = config.parts
     content["train"]["compile"] = False

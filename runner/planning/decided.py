@@ -38,7 +38,7 @@ def choice_of(told: dict[str, Any]) -> Choice:
 def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = None) -> Config:
     """The config with what `choice` says of the keys that are open, computing again in these `modules` alone if not in
     all that may be. Raises ConfigError where its sections do not go together."""
-    content = config.model_dump(mode="json")
+    content = config.model_dump()
     parallel, staged = content["parallel"], choice.stages > 1
     if config.parallel.zero.stage == "auto":
         parallel["zero"] |= {"stage": choice.zero}

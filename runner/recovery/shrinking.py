@@ -47,7 +47,7 @@ def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, fo
 def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Values of a `Config` for `count` ranks, the closest to `config` first: with its own strategies or with those that
     a search finds, each with its pipeline and then without."""
-    own = config.model_dump(mode="json")
+    own = config.model_dump()
     own["world_size"] = count
     own["train"]["resume"] = "auto"
     own["parallel"] |= {"mesh": None, "plan": None}

@@ -8,12 +8,13 @@ from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_v
 
 from runner.errors import allowed
 from runner.forms import AxisName, OperandForm, Place, StrategyForm, check_layouts, read_operands, read_strategies
+from runner.sections.arguments import Arguments
 from runner.sections.fusion import CommFusion
 from runner.sections.memory import Bytes
 from runner.sections.offload import OffloadForm
 from runner.sections.pipeline import Pipeline
 from runner.sections.recompute import Recompute
-from runner.sections.section import Arguments, Count, Glob, Section, by_path, refusal
+from runner.sections.section import Count, Glob, Section, by_path, refusal
 
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]

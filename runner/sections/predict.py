@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from runner.sections.section import Arguments, Count, Dotted, Section, refusal
+from runner.sections.arguments import Arguments
+from runner.sections.section import Count, Dotted, Section, refusal
 
 LINES = ".jsonl"
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-Arguments = dict[str, Any]
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from runner.errors import allowed
-from runner.sections.section import Arguments, Count, Positive, Section, dotted, refusal
+from runner.sections.arguments import Arguments
+from runner.sections.section import Count, Positive, Section, dotted, refusal
 
 
 def _metric(name: str) -> str:

@@ -1,6 +1,7 @@
 """The config as a value: what conf/ and the schema agree on, strategy forms, the round trip to the ranks."""
 
 import ast
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -91,6 +92,54 @@ def test_json_round_trip(recipe, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(checked.model_dump_json(indent=2))
     assert config.read(file) == checked
+
+
+VALUES = r"""
+  limits: [.inf, -.inf, .nan, -0.0, 1.0, 1e300, 5.0e-324]
+  nested: {deep: [{1: a, -2: {true: .inf}}, {1.5: b, .inf: c}, {"1": a}]}
+  mixed: {1: int, "one": text}
+  large: [123456789012345678901234567890, -9223372036854775809]
+  date: 2020-01-01
+  bytes: !!binary aGVsbG8=
+  marks: [{$float: inf}, {$map: [[1, 2]]}, {$bytes: x}, {$other: 1, a: 2}]
+  texts: ["inf", "NaN", "null", "1", "", "\u00e9\u20ac", "\uD800"]
+  nothing: [null, {}, [], [[]], true]
+"""
+
+
+def typed(value):
+    """A value with its types, in which nan equals itself and 1 is neither 1.0 nor True."""
+    if isinstance(value, dict):
+        return [(typed(key), typed(inner)) for key, inner in value.items()]
+    return [typed(inner) for inner in value] if isinstance(value, list) else (type(value), repr(value))
+
+
+def test_arguments_arrive_as_yaml_has_them(tmp_path):
+    wanted = OmegaConf.to_container(OmegaConf.create(VALUES))
+    values = compose(*MINIMAL).model_dump()
+    values["model"] |= {"args": wanted, "config": wanted}
+    for section in ("data", "loss", "optimizer"):
+        values[section] |= {"args": wanted}
+    checked = Config.model_validate(values)
+    text = checked.model_dump_json(indent=2)
+    json.loads(text, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    read = config.read(tmp_path / "config.json")
+    assert read.model_dump_json(indent=2) == text
+    for one in (checked, read, Config.model_validate(read.model_dump())):
+        for args in (one.model.args, one.model.config, one.data.args, one.loss.args, one.optimizer.args):
+            assert typed(args) == typed(wanted)
+    assert json.loads(text)["model"]["args"]["limits"][:2] == [{"$float": "inf"}, {"$float": "-inf"}]
+    assert json.loads(text)["model"]["args"]["mixed"] == {"$map": [[1, "int"], ["one", "text"]]}
+
+
+@pytest.mark.parametrize("wrong", [{"$float": "much"}, {"$map": [1]}, {"$bytes": "?"}, {"$float": None}])
+def test_arguments_that_no_run_wrote_are_refused(tmp_path, wrong):
+    values = json.loads(compose(*MINIMAL).model_dump_json())
+    values["model"]["args"]["x"] = wrong
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"config\.json: model\.args"):
+        config.read(tmp_path / "config.json")
 
 
 def test_config_file_that_is_missing_or_wrong(tmp_path):
