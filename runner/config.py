@@ -7,7 +7,7 @@ the value, what is allowed, the closest match and where the value came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -106,13 +106,16 @@ def keys(parent: str) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`."""
+def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, bool]:
+    """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`, and whether each
+    may be null."""
+    found: dict[str, bool] = {}
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            yield from open_mappings(info.annotation, f"{prefix}{name}.")
+            found |= open_mappings(info.annotation, f"{prefix}{name}.")
         elif _is_mapping(info.annotation):
-            yield prefix + name
+            found[prefix + name] = type(None) in get_args(info.annotation)
+    return found
 
 
 def _is_mapping(annotation: Any) -> bool:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, model_serializer
 from pydantic_core import PydanticCustomError
 
 from runner.errors import allowed
-from runner.sections.section import Section, refusal
+from runner.sections.section import Section, refusal, removed
 
 
 def _name(name: str) -> str:
@@ -72,7 +72,7 @@ def read_strategies(value: Any) -> dict[str, StrategyForm]:
 
     `{dense1: {matmul: F}}`, which `parallel.strategies.dense1.matmul=F` builds on the command line, is
     `{"dense1.matmul": F}`. A mapping with no other keys than `in` and `out` is a form, so an operator whose own last
-    name is `in` or `out` must be written with a flat key. Where a path occurs twice the later one counts.
+    name is `in` or `out` must be written with a flat key. Where a path occurs twice the later one counts; null removes.
     """
     if value is None:
         return {}
@@ -84,6 +84,8 @@ def read_strategies(value: Any) -> dict[str, StrategyForm]:
     found: dict[str, StrategyForm] = {}
     for path, form in value.items():
         for dotted, leaf in _leaves(str(path), form):
+            if removed(found, dotted, leaf, "parallel.strategies"):
+                continue
             found.pop(dotted, None)
             found[dotted] = read_strategy(leaf, f"parallel.strategies.{dotted}")
     return found

@@ -6,6 +6,7 @@ holds the key is the one that gave it. That costs time and is done only for a co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,7 +61,7 @@ class Origins:
             key = _key(override).split(".")
             shared = min(len(key), len(parts))
             if key[:shared] == parts[:shared] and (".".join(key) not in self.groups or len(parts) == 1):
-                return f"the command line: {override.removeprefix('++')}"
+                return f"the command line: {as_typed(override)}"
         for label, package, tree in reversed(self._files):
             if parts[: len(package)] == package and _holds(tree, parts[len(package) :]):
                 return str(label)
@@ -86,6 +87,13 @@ def given(composed: DictConfig) -> tuple[str, ...]:
     """The overrides of a config that still has its `hydra` node, as they were written: `a=${b}` is not resolved."""
     written = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     return tuple(map(str, written)) if isinstance(written, list) else ()
+
+
+def as_typed(override: str) -> str:
+    """An override as it is typed; `words.for_hydra` puts pluses before keys in open mappings, and says in its own way
+    what `~` removes from them."""
+    removal = re.fullmatch(r"\+\+([^=]+)=\{-(.*): null\}", override)
+    return override.removeprefix("++") if removal is None else f"~{removal[1]}.{removal[2]}"
 
 
 def _load(loader: ConfigLoader, path: str) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from runner.config import unknown
 from runner.errors import ConfigError, allowed
 from runner.origins import Origins
 
-QUOTING = "a value that holds = , & # or spaces needs quotes inside quotes: 'key=\"a b\"'"
+QUOTING = "a value that holds a comma or begins with a bracket needs quotes inside quotes: 'key=\"a,b\"'"
 
 OWN = {
     "cluster": " One of your own is named by its file: cluster.file=PATH.",
@@ -90,7 +90,9 @@ def _grammar(override: str, text: str) -> str:
         r"(?:mismatched input|extraneous input|viable alternative at input|error at:) '(.*?)'(?: |$)", text
     )
     near = "" if found is None else found[1]
-    if "=" not in override:
+    if not re.sub(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", "", override).isascii():  # values are quoted
+        problem = "keys on the command line are ASCII; give this one in a recipe"
+    elif "=" not in override:
         problem = "write KEY=VALUE"
     elif (
         near.endswith("<EOF>") or override.count("[") > override.count("]") or override.count("{") > override.count("}")

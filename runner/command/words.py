@@ -1,8 +1,9 @@
 """The words of the command line, made ready for Hydra.
 
-Three things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), mappings whose keys
-the user chooses (`model.args.width=8` needs no plus), and the refusal to be started by another launcher, which would
-have every one of its processes start all ranks.
+Four things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), values that Hydra's
+grammar cannot read (see `values`), mappings whose keys the user chooses (`model.args.width=8` needs no plus,
+`parallel.strategies={}` empties, a mesh replaces another mesh), and the refusal to be started by another launcher,
+which would have every one of its processes start all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
+from runner.command.values import quoted, readable
 from runner.command.verbs import VERBS
 from runner.config import open_mappings
 from runner.errors import ConfigError, allowed
@@ -33,6 +35,10 @@ LAUNCHERS = {
     "PMI_RANK": "PMI_SIZE",
 }
 DRY_RUN = "launch.dry_run=true"
+BY_PATH = ("parallel.strategies", "parallel.place", "parallel.pipeline.cuts")
+"""Mappings whose keys are dotted paths: `~parallel.strategies.dense1.matmul` takes one of them away."""
+REPLACED = ("parallel.mesh",)
+"""Mappings that are one value: another one takes their place, whatever its keys are."""
 
 
 def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -51,7 +57,7 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
         if not bare or (verb is not None and not VERBS[verb].composed):
             rest.append(word)
         elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
-            rest.append(f"{VERBS[verb].argument}='{word}'")
+            rest.append(f"{VERBS[verb].argument}={quoted(word)}")
         elif word not in VERBS:
             raise ConfigError(f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}")
         elif verb is not None:
@@ -66,8 +72,8 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
 def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
     """The words as Hydra understands them."""
     chosen = [] if verb is None else [f"job={verb}"]
-    mappings = tuple(open_mappings())
-    return chosen + [_opened(_meant(verb, word), mappings) for word in words]
+    mappings = open_mappings()
+    return chosen + [made for word in words for made in _opened(_readable(_meant(verb, word)), mappings)]
 
 
 def check_options(words: Sequence[str]) -> None:
@@ -118,9 +124,24 @@ def _meant(verb: str | None, word: str) -> str:
     return f"predict.{word}" if named else word
 
 
-def _opened(word: str, mappings: tuple[str, ...]) -> str:
-    key, _, value = word.partition("=")
+def _readable(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return word if word.startswith("--") else key + equals + readable(value)
+
+
+def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
+    """The overrides that do to open mappings what `word` says; Hydra alone would merge whatever is in braces."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
+    if key.startswith("~"):
+        mapping = next((one for one in BY_PATH if name.startswith(f"{one}.")), None)
+        if mapping is not None:
+            return [f"++{mapping}={{-{name.removeprefix(mapping + '.')}: null}}"]
+        if name in mappings:
+            return [f"++{name}=null"] if mappings[name] else [f"++{name}=null", f"++{name}={{}}"]
+    if name in mappings and (value == "{}" or (name in REPLACED and value.startswith("{"))):
+        return [f"++{name}=null", f"++{name}={value}"]
     inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in mappings)
     # a whole section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
     around = value.startswith("{") and any(mapping.startswith(f"{key}.") for mapping in mappings)
-    return f"++{word}" if "=" in word and (inside or around) else word
+    return [f"++{word}" if equals and (inside or around) else word]

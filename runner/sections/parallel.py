@@ -101,7 +101,7 @@ class Parallel(Section):
     @classmethod
     def _place_by_path(cls, value: Any) -> Any:
         """`parallel.place.layers.0=host` on the command line builds nested keys."""
-        return by_path(value)
+        return by_path(value, "parallel.place")
 
     @field_validator("dataset_strategy", mode="before")
     @classmethod

@@ -27,7 +27,7 @@ class Pipeline(Section):
     @classmethod
     def _cuts(cls, value: Any) -> Any:
         """A dotted key on the command line builds nested keys: they are made one path again."""
-        return by_path(value)
+        return by_path(value, "parallel.pipeline.cuts")
 
     @model_validator(mode="after")
     def _enough_to_do(self) -> Pipeline:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from runner.errors import allowed
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -35,10 +37,30 @@ def refusal(text: str, *keys: str) -> PydanticCustomError:
     return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys})
 
 
-def by_path(value: Any) -> Any:
+def by_path(value: Any, key: str) -> Any:
     """A mapping of dotted paths whose keys may be nested, as `parallel.place.layers.0=host` builds them on the command
-    line, with one flat key per path; anything else is returned as it is."""
-    return dict(_leaves("", value)) if isinstance(value, Mapping) else value
+    line, with one flat key per path; anything else is returned as it is. `key` is that of the mapping."""
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for path, leaf in _leaves("", value):
+        if not removed(found, path, leaf, key):
+            found[path] = leaf
+    return found
+
+
+def removed(found: dict[str, Any], path: str, leaf: Any, key: str) -> bool:
+    """Whether an entry takes `path`, or all below it, out of what was `found` before: with null as its value, or a
+    minus before its path, for which the command line's `~` stands. The latter is refused where nothing is there."""
+    if leaf is not None:
+        return False
+    name = path.removeprefix("-")
+    gone = [other for other in found if other == name or other.startswith(f"{name}.")]
+    if not gone and name != path:
+        raise refusal(f"{key}.{name} cannot be removed: it is not there.{allowed(name, found)}", f"{key}.{name}")
+    for other in gone:
+        del found[other]
+    return True
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

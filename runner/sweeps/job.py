@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.command.folders import CONFIG_FILE
+from runner.origins import as_typed
 
 FILE = "job.json"
 STARTED = "sweep.json"
@@ -103,8 +104,11 @@ def _but_how_it_begins(overrides: Sequence[str]) -> list[str]:
 
 
 def typed(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings."""
-    return tuple(override.removeprefix("++") for override in overrides)
+    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings, and a null before a
+    mapping that replaces another."""
+    bare = [as_typed(override) for override in overrides]
+    following = [*bare[1:], ""]
+    return tuple(one for one, after in zip(bare, following, strict=True) if not after.startswith(f"{one[:-4]}{{"))
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
