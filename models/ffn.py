@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from models.matmul import MatMul
+from .matmul import MatMul
 
 
 class FFN(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.transformer import Block
+from .transformer import Block
 
 
 class GPT(nn.Module):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.transformer import SelfAttention
+from .transformer import SelfAttention
 
 
 class Router(nn.Module):

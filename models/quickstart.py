@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from models.matmul import MatMul
+from .matmul import MatMul
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from models.transformer import FeedForward
+from .transformer import FeedForward
 
 
 class VocabularyFFN(nn.Module):

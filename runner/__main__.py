@@ -6,6 +6,7 @@ it is ignored, since only the interpreter's own end is left.
 
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -28,6 +29,11 @@ def _at_once(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    if sys.path[:1] == [here := os.path.dirname(os.path.realpath(__file__))]:  # started by the name of this file
+        sys.path[0] = os.path.dirname(here)
+        import runner  # noqa: F401  # ours, whatever else is called so
+
+        del sys.path[0]
     from runner.search_path import installed_first
 
     installed_first()

@@ -1,10 +1,16 @@
 """`python -m runner.join FOLDER [--host NAME]`: what every launcher starts. See `runner.launchers.joining`."""
 
+import os
 import sys
 
-from runner.search_path import installed_first
-
 if __name__ == "__main__":
+    if sys.path[:1] == [here := os.path.dirname(os.path.realpath(__file__))]:  # started by the name of this file
+        sys.path[0] = os.path.dirname(here)
+        import runner  # noqa: F401  # ours, whatever else is called so
+
+        del sys.path[0]
+    from runner.search_path import installed_first
+
     installed_first()
     from runner.launchers.joining import main
 

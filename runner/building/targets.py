@@ -4,7 +4,8 @@ Models, losses, datasets, optimizers, schedulers, metrics and collate functions 
 other. The invariant: whatever is wrong with a name, with its arguments or in the code behind them ends as one
 `ConfigError` paragraph that starts with the config key; no other exception leaves this file.
 
-The user's working directory is searched last, so that a file there can never hide an installed package.
+The user's working directory is searched last, so that a file there can never hide an installed package; what names
+mean that our packages and the user's share, `runner.packages` says.
 Nothing here imports torch; the named module may.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from runner import packages
 from runner.errors import ConfigError
 from strategies.errors import closest
 
@@ -42,6 +44,7 @@ def resolve(target: str, what: str) -> Callable[..., Any]:
     if len(words) < 2 or not all(word.isidentifier() for word in words):
         raise ConfigError(f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
     _add_working_directory()
+    packages.add_theirs(words[0])
     found: Any = _top_level(words[0], target, what)
     for position, word in enumerate(words[1:], start=1):
         found = _member(found, ".".join(words[:position]), word, target, what)
@@ -144,14 +147,14 @@ def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
 
 
 def _hidden(dotted: str, owner: Any) -> str:
-    """A sentence for the user whose own `./models/net.py` lies behind an installed package `models`."""
+    """A sentence for the user whose own `./xml/net.py` or `./xml.py` is behind an installed package `xml`."""
     here = Path.cwd()
-    stem = here.joinpath(*dotted.split("."))
-    mine = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+    stem, top = here.joinpath(*dotted.split(".")), dotted.partition(".")[0]
+    places = (stem.with_suffix(".py"), stem / "__init__.py", here / f"{top}.py")
+    mine = next((path for path in places if path.is_file()), None)
     loaded = getattr(owner, "__file__", None)
     if mine is None or loaded is None or here in Path(loaded).resolve().parents:
         return ""
-    top = dotted.partition(".")[0]
     return f" {mine.relative_to(here)} is not searched, because another package is called {top} too; rename yours."
 
 

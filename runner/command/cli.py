@@ -34,8 +34,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+<<<<<<< HEAD
 from runner import config
 from runner.command import console, recipes, words
+=======
+from runner import config, packages
+from runner.command import recipes, words
+>>>>>>> 1940733 (Find ours as ours and the user's as theirs)
 from runner.command.folders import CONFIG_FILE, remove_if_unused
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
@@ -46,9 +51,14 @@ from runner.sweeps.job import Job, folder_of, records, typed
 from runner.sweeps.results import Sweep, mark_of
 
 ERROR_FILE = "error.txt"
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
 READER_GONE = 128 + signal.SIGPIPE
 """As of a program that the signal ends, of which Python makes an exception."""
+TARGETS = (
+    *("model.target", "loss.target", "data.target", "data.collate", "optimizer.target", "optimizer.scheduler.target"),
+    *("evaluate.metric", "predict.data.target", "predict.data.collate", "verify.reference.target"),
+)
+"""Keys whose values are dotted names of python."""
 TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 
@@ -118,6 +128,7 @@ def _command(typed: list[str]) -> None:
     if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
         os.environ["COMP_LINE"], verbs = words.complete(line)
         print("\n".join(verbs))
+    recipes.search(None)
     verb, rest = words.split_verb(typed)
     if verb is not None and not VERBS[verb].composed:
         if {"--help", "-h"} & set(rest):
@@ -126,8 +137,9 @@ def _command(typed: list[str]) -> None:
         sys.exit(VERBS[verb].function()(rest))
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()
-    words.check_options(rest)
     sys.argv[1:] = words.for_hydra(verb, rest)
+    config_dir = words.check_options(sys.argv[1:])
+    recipes.search(config_dir)
     _register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
     CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
@@ -152,6 +164,8 @@ def _register() -> None:
     """What Hydra and the files in `conf/` need to know of this package."""
     recipes.register()
     OmegaConf.register_new_resolver("run.unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    # of a sweep's first config, whatever its jobs choose
+    OmegaConf.register_new_resolver("run.first", lambda value: value, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("run.folder", folder_of, replace=True)
     OmegaConf.register_new_resolver("run.recipes", recipes.table, replace=True)
     OmegaConf.register_new_resolver("run.verbs", _verb_table, replace=True)
@@ -253,11 +267,19 @@ class CheckConfig(Callback):
         HydraConfig.instance().set_config(config)
         if faults := _faults(config):
             _leave(faults, 2)
+        _tell_whose(config)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
+<<<<<<< HEAD
         count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
         CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
+=======
+        if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
+            self._check_grid(config)
+        _tell_whose(config)
+        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute())
+>>>>>>> 1940733 (Find ours as ours and the user's as theirs)
 
     def _check_grid(self, config: DictConfig) -> int:
         """How many jobs a grid sweep has."""
@@ -271,6 +293,8 @@ class CheckConfig(Callback):
                 found = _faults(loader.load_sweep_config(config, list(overrides)))
             except COMPOSITION_ERRORS as error:
                 found = tuple(map(str, reword(error, list(overrides)).args))
+            except ConfigError as error:
+                found = tuple(map(str, error.args))
             faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
         if faults:
             _leave(faults, 2)
@@ -292,6 +316,17 @@ def _faults(composed: DictConfig) -> tuple[str, ...]:
     except ConfigError as error:
         return tuple(map(str, error.args))
     return ()
+
+
+def _tell_whose(composed: DictConfig) -> None:
+    """Say which recipes and modules are the user's although others of the same names come with this package."""
+    for notice in recipes.NOTICES:
+        print(notice, flush=True)
+    for key in TARGETS:
+        name = OmegaConf.select(composed, key, throw_on_missing=False)
+        if isinstance(name, str) and (file := packages.hidden(name)) is not None:
+            where = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            print(f"{key}: {name} is in {where}; the one that comes with Meshwright is meshwright.{name}", flush=True)
 
 
 def _verb_table() -> str:

@@ -2,7 +2,8 @@
 
 Hydra names a config group after the folder that holds it, so the top-level folder `recipes/` would be a group `recipes`
 whose files are bare configs. `RecipeSource` serves the files of a folder one level down instead, as `recipe/NAME`.
-The shipped recipes come first, then `recipes/` of the working directory; the first file of a name wins.
+The user's recipes come first: `recipe/` of `--config-dir`, then `recipes/` of the working directory, then the shipped
+ones. The first file of a name is taken, and `NOTICES` says so where that hides a shipped recipe.
 
 Invariant: a file is read when it is asked for, so a broken recipe spoils nothing but itself.
 """
@@ -12,29 +13,48 @@ from __future__ import annotations
 import builtins
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner.errors import ConfigError
+from runner.packages import ours_alone
 
 GROUP = "recipe"
+NO_MESH = ".no_mesh"
+"""Configs `recipe/.no_mesh/NAME` set the mesh to null; they come before a recipe that has one, whose axes Hydra would
+else add to those of the recipes below it."""
+NOTICES: dict[str, None] = {}
+"""What to say of the recipes that were read, each once and in order."""
+READ: dict[str, None] = {}
+"""The files of recipes that were read."""
+_given: list[Path] = []
+"""The folder of `--config-dir`."""
+
+
+def shipped() -> Path:
+    """The folder of the recipes that come with the package."""
+    return Path(str(files("recipes"))).resolve()
 
 
 def folders() -> list[Path]:
-    """The folders that hold recipes, in search order: the shipped one, then `recipes/` here if there is one."""
-    shipped, own = Path(str(files("recipes"))).resolve(), Path("recipes").resolve()
-    return [shipped, own] if own.is_dir() and own != shipped else [shipped]
+    """The folders that hold recipes, in search order: those of the user that there are, then the shipped one."""
+    own = [*(folder / GROUP for folder in _given), Path("recipes").resolve()]
+    return [*(folder for folder in own if folder.is_dir() and folder != shipped()), shipped()]
 
 
 def catalogue() -> dict[str, Path]:
-    """Every recipe by name."""
+    """Every recipe by name, the shipped ones first."""
     found: dict[str, Path] = {}
-    for folder in folders():
-        for file in sorted(folder.rglob("*.yaml")):
-            found.setdefault(file.relative_to(folder).with_suffix("").as_posix(), file)
+    for folder in reversed(folders()):
+        found |= {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
     return found
 
 
@@ -74,19 +94,23 @@ class RecipeSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         file = self._locate(self._normalize_file_name(config_path))
-        return file is not None and file.is_file()
+        return file is not None and (file.is_file() or NO_MESH in PurePosixPath(config_path).parts)
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = self._locate(self._normalize_file_name(config_path))
+        if file is not None and NO_MESH in PurePosixPath(config_path).parts:
+            nothing = OmegaConf.create({"parallel": {"mesh": None}})
+            return ConfigResult(self.provider, self.full_path(), nothing, {"package": "_global_"})
         if file is None or not file.is_file():
             raise ConfigLoadError(f"there is no recipe {config_path!r} in {self.path}")
-        text = file.read_text(encoding="utf-8")
-        return ConfigResult(
-            provider=self.provider,
-            path=self.full_path(),
-            config=OmegaConf.create(text),
-            header=self._get_header_dict(text),
-        )
+        name = file.relative_to(self.path).with_suffix("").as_posix()
+        config, header = _read(file)
+        if Path(self.path) == shipped():
+            _mean_ours(config)
+        elif (shipped() / f"{name}.yaml").is_file():
+            NOTICES[f"recipe: {name} is {_shown(file)}, not the one of the same name that comes with Meshwright"] = None
+        _put_no_mesh_before(config, name)
+        return ConfigResult(self.provider, self.full_path(), config, header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
         if config_path.strip("/") == "":
@@ -103,12 +127,86 @@ class RecipeSource(ConfigSource):
         return Path(self.path, *rest) if group == GROUP else None
 
 
+def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
+    """The content of a recipe and its header. Raises ConfigError for a file that is no recipe."""
+    where = _shown(file)
+    READ[where] = None
+    try:
+        text = file.read_text(encoding="utf-8")
+        config = OmegaConf.create(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {where} cannot be read: {error}.") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the recipe {where} cannot be read: {in_yaml(error)}.") from None
+    if not isinstance(config, DictConfig):
+        raise ConfigError(
+            f"the recipe {where} holds a list, but a recipe is a mapping of config keys, e.g. `train: {{steps: 10}}`."
+        )
+    if not config:
+        raise ConfigError(
+            f"the recipe {where} is empty; begin it with `# @package _global_` and give at least model.target and "
+            "data.target, or `defaults: [NAME, _self_]` of another recipe."
+        )
+    header = RecipeSource._get_header_dict(text)
+    if header.get("package") != "_global_":
+        raise ConfigError(
+            f"the recipe {where} must begin with the line `# @package _global_`, without which its keys are not those "
+            "of the config."
+        )
+    return config, header
+
+
+def in_yaml(error: Exception) -> str:
+    """What is wrong with a YAML file and where, without the name that its reader makes up."""
+    return " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
+
+
+def _shown(file: Path) -> str:
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+
+def _mean_ours(node: Any) -> None:
+    """Make every name of a model in a shipped recipe mean ours, where the user has a package `models` too."""
+    for key in list(node.keys()) if isinstance(node, DictConfig) else range(len(node)):
+        value = node._get_node(key)
+        if isinstance(value, (DictConfig, ListConfig)):
+            _mean_ours(value)
+        elif isinstance(text := value._value(), str):
+            node[key] = ours_alone(text)
+
+
+def _put_no_mesh_before(config: DictConfig, name: str) -> None:
+    """Let `recipe/.no_mesh/NAME` come before the file's own values, if these have a mesh."""
+    parallel = config.get("parallel")
+    if not isinstance(parallel, DictConfig) or not isinstance(parallel.get("mesh"), DictConfig):
+        return
+    defaults = list(config.get("defaults") or [])
+    overriding = [n for n, one in enumerate(defaults) if isinstance(one, DictConfig) and _overrides(one)]
+    if "_self_" not in defaults:  # where Hydra would put it
+        defaults.insert(0 if defaults and len(overriding) == len(defaults) else len(defaults), "_self_")
+        overriding = [n + 1 for n in overriding] if defaults[0] == "_self_" else overriding
+    first = min([defaults.index("_self_"), *overriding])
+    config["defaults"] = [*defaults[:first], f"/{GROUP}/{NO_MESH}/{name}", *defaults[first:]]
+
+
+def _overrides(default: DictConfig) -> bool:
+    return any(str(key).startswith("override ") for key in default)
+
+
 class RecipeSearchPath(SearchPathPlugin):
     """Puts the recipe folders on Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder, provider in zip(folders(), ("recipes", "recipes-here"), strict=False):
+        for folder in folders():
+            provider = "recipes" if folder == shipped() else f"recipes in {folder}"
             search_path.append(provider, f"{RecipeSource.scheme()}://{folder}")
+
+
+def search(config_dir: str | None) -> None:
+    """Begin a command whose `--config-dir` is `config_dir`."""
+    _given[:] = [] if config_dir is None else [Path(config_dir).resolve()]
+    NOTICES.clear()
+    READ.clear()
 
 
 def register() -> None:

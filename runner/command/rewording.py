@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hydra.errors import MissingConfigException, OverrideParseException
 from yaml import YAMLError
 
+from runner.command.recipes import READ, in_yaml
 from runner.config import unknown
 from runner.errors import ConfigError, allowed
 from runner.origins import Origins
@@ -37,7 +38,12 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         return ConfigError(_grammar(error.override.removeprefix("++"), text))
     if isinstance(error, YAMLError):
-        return ConfigError(f"a config file is not valid YAML: {_one_line(str(error))}.")
+        return ConfigError(f"a config file is not valid YAML: {in_yaml(error)}.")
+    if isinstance(error, RecursionError):
+        return ConfigError(
+            f"the defaults of a recipe lead back to itself, by {', '.join(READ) or 'a file of --config-dir'}; a recipe "
+            "that builds on a shipped one needs another name."
+        )
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, name = _chosen(str(error.missing_cfg_file), overrides)
         right = allowed(name, error.options)

@@ -70,18 +70,27 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
-    """The words as Hydra understands them."""
-    chosen = [] if verb is None else [f"job={verb}"]
-    mappings = open_mappings()
-    return chosen + [made for word in words for made in _opened(_readable(_meant(verb, word)), mappings)]
+    """The words as Hydra understands them: first the overrides, then the options, between which its parser stops."""
+    overrides = [] if verb is None else [f"job={verb}"]
+    options: list[str] = []
+    mappings, previous = open_mappings(), ""
+    for word in words:
+        is_value = previous in OPTIONS_WITH_VALUE and not (previous in ("--info", "-i") and "=" in word)
+        previous = word
+        if is_value or word.startswith("-"):
+            options.append(word)
+        else:
+            overrides += _opened(_readable(_meant(verb, word)), mappings)
+    return overrides + options
 
 
-def check_options(words: Sequence[str]) -> None:
-    """Raise ConfigError for an option that does not exist or lacks its value."""
+def check_options(words: Sequence[str]) -> str | None:
+    """The value of `--config-dir`. Raises ConfigError for an option that does not exist or lacks its value."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            get_args_parser().parse_args(list(words))
+            config_dir: str | None = get_args_parser().parse_args(list(words)).config_dir
+        return config_dir
     except SystemExit as exit_:
         if exit_.code:
             reason = said.getvalue().strip().rpartition("error: ")[2]
@@ -126,7 +135,7 @@ def _meant(verb: str | None, word: str) -> str:
 
 def _readable(word: str) -> str:
     key, equals, value = word.partition("=")
-    return word if word.startswith("--") else key + equals + readable(value)
+    return key + equals + readable(value)
 
 
 def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:

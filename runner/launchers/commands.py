@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runner.packages import ROOT
+
 JOIN = "runner.join"
 
 
@@ -40,10 +42,18 @@ class Place:
     environment: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
 
+    def module(self, name: str, option: str = "-m") -> tuple[str, ...]:
+        """The words, behind the interpreter's name, that start a module of ours: by its name, or by its file where a
+        folder of the user's is called `runner` too, which python would look into first."""
+        if any((self.directory / taken).exists() for taken in ("runner", "runner.py")):
+            file = ROOT.joinpath(*name.split("."))
+            return (str(file / "__main__.py" if file.is_dir() else file.with_suffix(".py")),)
+        return (option, name)
+
     @property
     def join(self) -> tuple[str, ...]:
-        """The words, behind the interpreter's name and `-m`, that start a rank."""
-        return (JOIN, str(self.folder))
+        """The words, behind the interpreter's name, that start a rank."""
+        return (*self.module(JOIN), str(self.folder))
 
 
 @dataclass(frozen=True)

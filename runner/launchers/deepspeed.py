@@ -5,7 +5,7 @@ It is told not to add words of its own to the program. The library itself is not
 
 from __future__ import annotations
 
-from runner.launchers.commands import Command, Place, Started
+from runner.launchers.commands import JOIN, Command, Place, Started
 from runner.sections.launch import Launch
 
 HOSTFILE = "hostfile"
@@ -16,6 +16,6 @@ def deepspeed(launch: Launch, place: Place) -> Started:
     words = [place.python, "-m", "deepspeed.launcher.runner", f"--hostfile={place.folder / HOSTFILE}"]
     words += [f"--master_addr={place.address}", f"--master_port={place.port}"]
     words += ["--force_multi"] if len(launch.hosts) > 1 else ["--no_ssh_check"]
-    words += ["--no_local_rank", *launch.options, "--module", *place.join]
+    words += ["--no_local_rank", *launch.options, *place.module(JOIN, "--module"), str(place.folder)]
     content = "".join(f"{host.name} slots={len(host.ranks)}\n" for host in launch.hosts)
     return Started((Command(tuple(words)),), {HOSTFILE: content})

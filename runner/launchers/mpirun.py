@@ -34,4 +34,4 @@ def mpirun(launch: Launch, place: Place) -> Started:
     words += ["--map-by", "slot", "--bind-to", "none"]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")
-    return Started((Command((*words, *launch.options, place.python, "-m", *place.join)),))
+    return Started((Command((*words, *launch.options, place.python, *place.join)),))

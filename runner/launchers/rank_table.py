@@ -10,7 +10,7 @@ def rank_table(launch: Launch, place: Place) -> Started:
     """One command per host."""
     return Started(
         tuple(
-            Command((place.python, "-m", *place.join, "--host", host.name), host.name, place.environment)
+            Command((place.python, *place.join, "--host", host.name), host.name, place.environment)
             for host in launch.hosts
         )
     )

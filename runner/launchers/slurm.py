@@ -21,7 +21,7 @@ def slurm(launch: Launch, place: Place) -> Started:
         resources.append(f"--nodelist={','.join(host.name for host in launch.hosts)}")
     step = ["srun", *resources, "--kill-on-bad-exit=1", "--distribution=block", "--export=ALL"]
     step += [f"--chdir={place.directory}", *launch.options]
-    command = Command((*step, place.python, "-m", *place.join))
+    command = Command((*step, place.python, *place.join))
     repeated = [word for word in place.overrides if not word.startswith(REPEATED)]
     script = "\n".join(
         [
@@ -29,7 +29,7 @@ def slurm(launch: Launch, place: Place) -> Started:
             *(f"#SBATCH {word}" for word in ("--job-name=meshwright", *resources)),
             f"cd {shlex.quote(str(place.directory))}",
             "unset SLURM_PROCID  # of the script itself, which is no rank",
-            shlex.join(["exec", place.python, "-m", "runner", "train", *repeated]),
+            shlex.join(["exec", place.python, *place.module("runner"), "train", *repeated]),
             "",
         ]
     )

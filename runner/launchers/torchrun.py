@@ -30,5 +30,5 @@ def torchrun(launch: Launch, place: Place) -> Started:
                 f"--rdzv-conf=is_host={int(number == 0)},join_timeout={max(1, round(launch.timeout))}",
             ]
         words += [f"--local-addr={name or place.address}", "--max-restarts=0", *launch.options]
-        commands.append(Command((*words, "-m", *place.join), name, place.environment if name else {}))
+        commands.append(Command((*words, *place.join), name, place.environment if name else {}))
     return Started(tuple(commands))

@@ -1,4 +1,4 @@
-"""What words of the command line do to a config: what they clear, take away and replace, and the values they can hold."""
+"""What words of the command line do to a config: what they clear, remove and replace, and the values they can hold."""
 
 import os
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.command.values import quoted, readable
+from runner.command.words import for_hydra
 from runner.errors import ConfigError
 from runner.sweeps.job import typed
 
@@ -133,3 +134,9 @@ def test_keys_that_hydra_cannot_read_are_refused_for_that_reason(command, word):
 def test_words_behind_a_verb_may_hold_anything(command, tmp_path):
     done = command("predict", "no such/it's é=3", FFN)
     assert done.code == 2 and "no such/it's é=3" in done.paragraphs[0]
+
+
+def test_options_may_be_anywhere():
+    words = ("--cfg", "job", "a=1", "-m", "b=1", "--config-dir", "x=y", "~c", "--info", "d=2", "-i", "all")
+    options = ["--cfg", "job", "-m", "--config-dir", "x=y", "--info", "-i", "all"]
+    assert for_hydra("plan", words) == ["job=plan", "a=1", "b=1", "~c", "d=2", *options]

@@ -104,6 +104,64 @@ def test_recipes_of_the_working_directory(command, tmp_path):
     assert "steps: 77" in command("+recipe=deep/mine", "--cfg", "job").out
 
 
+@pytest.mark.parametrize("place", ["recipes", "user/recipe"])
+def test_a_recipe_of_the_user_wins_over_a_shipped_one(command, job, tmp_path, place):
+    seen = []
+    job(lambda config, run_dir: seen.append(config.train.steps))
+    (tmp_path / place).mkdir(parents=True)
+    text = "# @package _global_\n# Mine\ndefaults: [zero, _self_]\ntrain: {steps: 77}\n"
+    (tmp_path / place / "quickstart.yaml").write_text(text)
+    option = ("--config-dir", "user") if place != "recipes" else ()
+    done = command(*option, "+recipe=quickstart")
+    (line,) = [line for line in done.out.splitlines() if line.startswith("recipe: ")]
+    assert f"{place}/quickstart.yaml" in line
+    done = command(*option, "+recipe=zero")
+    assert (done.code, done.out) == (0, ""), done.err
+    done = command("-m", *option, "+recipe=quickstart,zero", "train.seed=1")
+    assert (done.code, done.out.count("recipe: ")) == (0, 1), done.err
+    assert seen[0] == 77 and seen[2] == 77
+
+
+def test_the_catalogue_shows_the_users(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").write_text("# @package _global_\n# Mine\ntrain: {steps: 7}\n")
+    lines = command("recipes").out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES and "  Mine" in lines[NAMES.index("quickstart")]
+    assert "# Mine" in command("recipes", "quickstart").out
+
+
+def test_a_recipe_that_builds_on_itself_is_refused(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    text = "# @package _global_\ndefaults: [/recipe/quickstart, _self_]\ntrain: {steps: 7}\n"
+    (tmp_path / "recipes" / "quickstart.yaml").write_text(text)
+    done = command("+recipe=quickstart")
+    assert done.code == 2 and len(done.paragraphs) == 1 and "recipes/quickstart.yaml" in done.paragraphs[0]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "parallel", "mesh"),
+    [
+        ("defaults: [mesh_2d, _self_]", "mesh: {tp: 8}", {"tp": 8}),
+        ("defaults: [mesh_2d]", "mesh: {tp: 2, dp: 4}", {"tp": 2, "dp": 4}),
+        ("defaults: [mesh_2d, {override /cluster: a100}, _self_]", "mesh: {tp: 8}", {"tp": 8}),
+        ("defaults: [_self_, mesh_2d]", "mesh: {tp: 8}", {"dp": 4, "tp": 2}),
+        ("defaults: [{override /parallel: auto}]", "mesh: {tp: 8}", {"tp": 8}),
+        ("defaults: []", "mesh: {tp: 8}", {"tp": 8}),
+        ("defaults: [mesh_2d, _self_]", "search: dynamic_programming", {"dp": 4, "tp": 2}),
+    ],
+)
+def test_a_mesh_of_a_recipe_replaces_that_below_it(tmp_path, monkeypatch, defaults, parallel, mesh):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    text = f"# @package _global_\n{defaults}\nparallel: {{{parallel}}}\n"
+    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    recipes.register()
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        found = hydra.compose("config", ["+recipe=mine"]).parallel.mesh
+        both = hydra.compose("config", ["+recipe=[mesh_2d,mine]"]).parallel.mesh if "mesh_2d" not in defaults else mesh
+    assert found == both == mesh and list(found) == list(mesh)
+
+
 def test_recipes_of_a_config_directory(command, tmp_path):
     (tmp_path / "user" / "recipe").mkdir(parents=True)
     (tmp_path / "user" / "recipe" / "mine.yaml").write_text(
@@ -121,7 +179,7 @@ def test_verb_lists_and_prints(command):
 
 
 def test_source_serves_one_group():
-    source = recipes.RecipeSource(provider="test", path=f"recipes://{recipes.folders()[0]}")
+    source = recipes.RecipeSource(provider="test", path=f"recipes://{recipes.shipped()}")
     assert source.available()
     assert source.is_group("") and source.is_group("recipe") and not source.is_group("other")
     assert source.is_config("recipe/zero") and not source.is_config("zero") and not source.is_config("recipe/none")

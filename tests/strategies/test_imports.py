@@ -21,21 +21,22 @@ SPECIAL = {
 }
 
 
-def imported(source):
-    """Dotted names that a source imports, anywhere in it."""
+def imported(source, siblings=0):
+    """Dotted names that a source imports, anywhere in it. A model may import its siblings by relative names: it must
+    find ours where the user's own package is called `models` too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level <= siblings, "imports are absolute"
+            yield from (f"{'models.' * node.level}{node.module}.{alias.name}" for alias in node.names)
 
 
 def wrong(path, package):
     allowed = STANDARD | ALLOWED[package] | SPECIAL.get(str(path.relative_to(ROOT)), set())
     return [
         name
-        for name in imported(path.read_text())
+        for name in imported(path.read_text(), siblings=int(package == "models"))
         if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
     ]
 
