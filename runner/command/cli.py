@@ -34,13 +34,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-<<<<<<< HEAD
-from runner import config
-from runner.command import console, recipes, words
-=======
 from runner import config, packages
-from runner.command import recipes, words
->>>>>>> 1940733 (Find ours as ours and the user's as theirs)
+from runner.command import console, recipes, words
 from runner.command.folders import CONFIG_FILE, remove_if_unused
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
@@ -271,15 +266,9 @@ class CheckConfig(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
-<<<<<<< HEAD
         count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
-        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
-=======
-        if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__):
-            self._check_grid(config)
         _tell_whose(config)
-        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute())
->>>>>>> 1940733 (Find ours as ours and the user's as theirs)
+        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
 
     def _check_grid(self, config: DictConfig) -> int:
         """How many jobs a grid sweep has."""

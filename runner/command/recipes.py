@@ -137,7 +137,7 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {where} cannot be read: {error}.") from None
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the recipe {where} cannot be read: {in_yaml(error)}.") from None
+        raise ConfigError(f"the recipe {where} is not valid YAML: {in_yaml(error)}.") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(
             f"the recipe {where} holds a list, but a recipe is a mapping of config keys, e.g. `train: {{steps: 10}}`."
