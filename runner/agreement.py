@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.fx import GraphModule
 
 from runner.data.description import described
 from runner.data.loader import Collate, MapDataset
+from runner.gathering import gather
 from runner.planning.prepare import WEIGHTS, Prepared
 
 
@@ -68,8 +68,7 @@ def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> 
 def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:
     """Every rank of a group, by default all, has the same `facts` (collective). Raises RuntimeError, which names the
     ranks that differ from most and in what, and ends with `otherwise`."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, dict(facts), group=group)
+    found = gather(dict(facts), group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if told := different(ranks, found):
         raise RuntimeError(f"{told} {otherwise}")

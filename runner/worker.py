@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.launch.rank import Orders, whereabouts_of
+from runner.launch.rank import OPEN_FILES, Orders, whereabouts_of
 from runner.launchers import network
 from strategies.engine.whereabouts import here
 
@@ -77,16 +77,8 @@ def _announce(orders: Orders) -> None:
 
 def _join(orders: Orders) -> None:
     timeout = timedelta(seconds=orders.timeout)
-    # Whoever found the port has been listening on it ever since: two runs can never choose the same one.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        orders.address,
-        orders.port,
-        orders.world_size,
-        is_master=orders.listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if orders.listener is None else orders.listener.number,
-    )
+    store = _store(orders)
+    store.set_timeout(timeout)
     backend = "gloo"
     if orders.device != "cpu":
         backend = "nccl"
@@ -94,6 +86,23 @@ def _join(orders: Orders) -> None:
     for name, value in network.variables(orders.address).items():
         os.environ.setdefault(name, value)
     dist.init_process_group(backend, store=store, rank=orders.rank, world_size=orders.world_size, timeout=timeout)
+
+
+def _store(orders: Orders) -> Any:
+    """Where the ranks find each other. TCPStore answers whoever reaches its port, so it is for several hosts alone."""
+    if orders.store is not None:
+        return dist.FileStore(f"{OPEN_FILES}/{orders.store.number}", orders.world_size)  # type: ignore[attr-defined]
+    # Whoever found the port has been listening on it ever since: two runs can never choose the same one.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        orders.address,
+        orders.port,
+        orders.world_size,
+        is_master=orders.listener is not None,
+        timeout=timedelta(seconds=orders.timeout),
+        wait_for_workers=False,
+        master_listen_fd=None if orders.listener is None else orders.listener.number,
+    )
+    return dist.PrefixStore(orders.secret, store) if orders.secret else store  # type: ignore[attr-defined]
 
 
 def _leave() -> None:

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import RunFailed
-from runner.launch import failure, hangs
+from runner.launch import failure, hangs, messages
 from runner.launch.failure import Failure, Order
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.liveness import Signs
+from runner.launch.messages import Done
+from runner.launch.rank import OPEN_FILES, Orders, enter, log_of, whereabouts_of
 from runner.launch.rank import STOP as STOP_ORDER
-from runner.launch.rank import Done, Orders, enter, log_of, whereabouts_of
 from runner.launch.server import Descriptor
 from runner.launch.telling import tell
 from runner.launchers import network
@@ -76,6 +77,7 @@ def run_ranks(
         ConfigError, StrategyError: a rank raised one of these, which say that the input is wrong.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
+    together = part is None and Path(OPEN_FILES).is_dir()
     part = part or Part.whole(world_size)
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,10 @@ def run_ranks(
         content = resources.enter_context(tempfile.TemporaryFile())
         pickle.dump(payload, content, protocol=pickle.HIGHEST_PROTOCOL)
         content.flush()
-        listener = resources.enter_context(network.listener(part.address, part.port)) if 0 in part.ranks else None
+        store = resources.enter_context(tempfile.TemporaryFile()) if together else None
+        listener = None
+        if 0 in part.ranks and store is None:
+            listener = resources.enter_context(network.listener(part.address, part.port))
         port = part.port if listener is None else listener.getsockname()[1]
         try:
             for local_rank, rank in enumerate(ranks):
@@ -111,10 +116,13 @@ def run_ranks(
                     threads=threads,
                     environment=dict(os.environ),
                     payload=Descriptor(content.fileno()),
+                    store=None if store is None else Descriptor(store.fileno()),
                     address=part.address,
                     port=port,
+                    secret="",
                     listener=Descriptor(listener.fileno()) if first and listener is not None else None,
                     console=Descriptor(1) if first else None,
+                    plain=False,
                     connection=rank.far_end,
                 )
                 rank.start(orders, name or f"rank {rank.number}")
@@ -180,7 +188,7 @@ class _Rank:
         if self.report is None:
             try:
                 if self.connection.poll(0):
-                    self.report = self.connection.recv()
+                    self.report = messages.reported(self.connection)
             except (EOFError, ConnectionError):
                 self._process.join(STOP)  # the end of the connection is a little ahead of the exit code
                 if self._process.exitcode is None:
@@ -198,7 +206,7 @@ class _Rank:
     def tell_to_stop(self) -> None:
         """Ask the rank to stop after the step at hand."""
         try:
-            self.connection.send(STOP_ORDER)
+            messages.send(self.connection, STOP_ORDER)
         except OSError:
             return  # it has ended, which `listen` tells
 

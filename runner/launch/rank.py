@@ -8,6 +8,7 @@ started, and a rank that fails says so through its connection before its neighbo
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import pickle
 import signal
@@ -18,9 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from runner import logs
+from runner.launch import messages
 from runner.launch.failure import from_exception
+from runner.launch.messages import Done
 from runner.launch.server import Descriptor
 from runner.recovery import stopping
 
@@ -28,6 +32,8 @@ STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""
 WHERE = "where"
 """What a command sends to ranks of any host that shall write their stack into their log."""
+OPEN_FILES = "/proc/self/fd"
+"""Where a process finds its open files under names of its own, on Linux."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,12 @@ class Orders:
         threads: torch's threads in this rank.
         environment: the parent's environment variables at this moment.
         payload: an open file that holds the pickled payload.
-        address, port: where the store of the rendezvous listens; `listener` is the listening socket, for rank 0 only.
+        store: where all ranks are of this machine, an open file without a name in which the rendezvous keeps its keys:
+            nobody but these processes can open it.
+        address, port: elsewhere, where the store of the rendezvous listens; `listener` is the listening socket, for
+            rank 0 only, and `secret` comes before all keys.
         console: where rank 0's stdout is shown.
+        plain: whether the result of rank 0 is sent as JSON, which whoever is at the other end can read without trust.
         connection: reports go out here, and STOP comes in; that the parent's end closes is the order to end.
     """
 
@@ -59,18 +69,14 @@ class Orders:
     threads: int
     environment: dict[str, str]
     payload: Descriptor
+    store: Descriptor | None
     address: str
     port: int
+    secret: str
     listener: Descriptor | None
     console: Descriptor | None
+    plain: bool
     connection: Connection
-
-
-@dataclass(frozen=True)
-class Done:
-    """A rank's last word when all went well; `value` is the pickled result of rank 0, None elsewhere."""
-
-    value: bytes | None
 
 
 def log_of(run_dir: Path, rank: int) -> Path:
@@ -104,16 +110,20 @@ def enter(orders: Orders) -> None:
         from runner.worker import work  # torch; here, so that failing to import it is reported too
 
         value = work(orders)
-        done = Done(pickle.dumps(value) if orders.rank == 0 else None)
+        done = Done(_packed(value, orders.plain) if orders.rank == 0 else None)
     except BaseException as error:
         with suppress(OSError):  # the log may be on a disk that is full, which is what the parent is to hear
             traceback.print_exc()
         _flush()
-        orders.connection.send(from_exception(orders.rank, error))
+        messages.report(orders.connection, from_exception(orders.rank, error))
         # Without the usual farewells: they could wait for ranks that will not answer.
         os._exit(1)
     _flush()
-    orders.connection.send(done)
+    messages.report(orders.connection, done)
+
+
+def _packed(value: Any, plain: bool) -> bytes:
+    return json.dumps(value).encode() if plain else pickle.dumps(value)
 
 
 def _flush() -> None:
@@ -124,7 +134,7 @@ def _flush() -> None:
 
 def _end_with_parent(connection: Connection) -> None:
     try:
-        while order := connection.recv():
+        while order := messages.receive(connection):
             if order == STOP:
                 stopping.ask()
             elif order == WHERE:

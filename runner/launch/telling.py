@@ -11,7 +11,8 @@ from typing import Protocol
 from runner.errors import ConfigError, RunFailed
 from runner.launch import failure, hangs
 from runner.launch.failure import Failure, Order
-from runner.launch.rank import Done, whereabouts_of
+from runner.launch.messages import Done
+from runner.launch.rank import whereabouts_of
 from strategies.errors import StrategyError
 
 DUMP = 0.5  # seconds for a hung rank to write where it is

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
-from runner.launchers.line import Hello, answer
+from runner.launch import messages
+from runner.launchers.line import GREETING, Hello, answer
 
+MOST = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+"""Callers that may be unknown at one time, each of which holds an open file; the others wait in the system's queue."""
+HASTE, PAUSE = 0.5, 0.02
+"""Seconds that a caller may take to say who it is where many are unknown, and between two looks where all may be."""
 FLUSH = 2.0  # seconds for the last words of rank 0 to reach the console
 
 
@@ -31,11 +38,24 @@ class Front:
         self._consoles: list[threading.Thread] = []
         self._store: tuple[str, int] | None = None
         self._waiting: list[Connection] = []
+        self._unknown = 0
+        """Callers who have not said yet who they are."""
+        self._counting = threading.Lock()
 
     def take(self) -> None:
         """Answer one call, in the background; call it when `listener` is readable."""
-        plain, _ = self.listener.accept()
-        threading.Thread(target=self._answer, args=(plain,), daemon=True).start()
+        if self._unknown >= MOST:
+            time.sleep(PAUSE)
+            return
+        try:
+            plain, _ = self.listener.accept()
+        except OSError:  # no more open files, or the caller has gone
+            time.sleep(PAUSE)
+            return
+        with self._counting:
+            self._unknown += 1
+            patience = GREETING if self._unknown < MOST / 4 else HASTE
+        threading.Thread(target=self._answer, args=(plain, patience), daemon=True).start()
 
     def arrived(self) -> Iterator[tuple[Hello, Connection]]:
         """Ranks that have called, with their lines. As soon as rank 0 has, all of them are told where its store is."""
@@ -48,7 +68,7 @@ class Front:
         if self._store is not None:
             for connection in self._waiting:
                 with suppress(OSError):  # whoever watches the line learns that it is broken
-                    connection.send(self._store)
+                    messages.send(connection, self._store)
             self._waiting.clear()
 
     def close(self) -> None:
@@ -57,11 +77,14 @@ class Front:
         for thread in self._consoles:
             thread.join(FLUSH)
 
-    def _answer(self, plain: socket.socket) -> None:
+    def _answer(self, plain: socket.socket, patience: float) -> None:
         try:
-            connection, hello = answer(plain, self._secret, self._silence)
+            connection, hello = answer(plain, self._secret, self._silence, patience)
         except (OSError, EOFError, AuthenticationError):
             return  # a stranger, or a rank that has ended: the launcher tells of that
+        finally:
+            with self._counting:
+                self._unknown -= 1
         if hello.console:
             self._consoles.append(threading.current_thread())
             _show(connection)

@@ -8,21 +8,24 @@ run, whatever becomes of the launcher.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
+from runner.launch import messages
 from runner.launch.forks import fork, warm
-from runner.launch.rank import STOP, Orders, enter
+from runner.launch.rank import OPEN_FILES, STOP, Orders, enter
 from runner.launch.server import Descriptor
 from runner.launchers import network
 from runner.launchers.identity import Identity, identity
-from runner.launchers.line import PAYLOAD_FILE, SECRET_FILE, Hello, Task, call, own_address, silence_of
+from runner.launchers.line import PAYLOAD_FILE, SECRET_FILE, STORE_FILE, Hello, Task, call, own_address, silence_of
 
 
 def main(words: Sequence[str]) -> int:
@@ -70,13 +73,14 @@ def rank(folder: Path, who: Identity) -> None:
         console = call(task.address, task.port, secret, silence) if first else None
         connection = call(task.address, task.port, secret, silence)
         address = own_address(connection)
-        listener = network.listener(address) if first else None
+        together = network.is_loopback(address) and Path(OPEN_FILES).is_dir()
+        listener = network.listener(address) if first and not together else None
         name = socket.gethostname()
         if console is not None:
-            console.send(Hello(who.rank, name, address, console=True))
-        store_at = None if listener is None else (address, _port(listener))
-        connection.send(Hello(who.rank, name, address, store=store_at))
-        store = connection.recv()
+            messages.send(console, asdict(Hello(who.rank, name, address, console=True)))
+        store_at = (address, 0 if listener is None else _port(listener)) if first else None
+        messages.send(connection, asdict(Hello(who.rank, name, address, store=store_at)))
+        store = messages.receive(connection)
     except (OSError, EOFError, AuthenticationError) as error:
         raise RunFailed(
             f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
@@ -100,8 +104,11 @@ def rank(folder: Path, who: Identity) -> None:
             threads=task.threads,
             environment=dict(os.environ),
             payload=Descriptor(content),
+            store=Descriptor(os.open(folder / STORE_FILE, os.O_RDWR | os.O_CREAT, 0o600)) if together else None,
             address=store[0],
             port=store[1],
+            secret=hashlib.sha256(b"the store" + secret).hexdigest(),
+            plain=True,
             listener=None if listener is None else Descriptor(listener.detach()),
             console=None if console is None else Descriptor(_kept(console)),
             connection=connection,

@@ -11,15 +11,17 @@ import json
 import secrets
 import socket
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
+from runner.launch import messages
+
 SILENCE = 60.0
 GREETING = 10.0
 """Seconds: the longest silence on a line, and how long the two ends may take to know each other."""
-LINE_FILE, SECRET_FILE, PAYLOAD_FILE = "line.json", "secret", "payload.pickle"
+LINE_FILE, SECRET_FILE, PAYLOAD_FILE, STORE_FILE = "line.json", "secret", "payload.pickle", "store"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,18 @@ class Hello:
     console: bool = False
     store: tuple[str, int] | None = None
 
+    @classmethod
+    def read(cls, told: Any) -> Hello:
+        """Raises OSError for what is none."""
+        try:
+            hello = cls(**told)
+            if hello.store is not None:
+                address, port = hello.store
+                hello = replace(hello, store=(str(address), int(port)))
+            return replace(hello, rank=int(hello.rank), console=bool(hello.console))
+        except (TypeError, ValueError) as error:
+            raise OSError("what arrived is no greeting") from error
+
 
 def silence_of(timeout: float) -> float:
     """How long a line may be silent in a run whose collectives may take `timeout`."""
@@ -91,22 +105,25 @@ def call(address: str, port: int, secret: bytes, silence: float) -> Connection:
     plain = socket.create_connection((address, port), timeout=max(GREETING, silence))
     plain.settimeout(None)
     connection = _opened(plain, silence)
+    _may_wait(connection, SILENCE)  # others may be before this one
     answer_challenge(connection, secret)
     deliver_challenge(connection, secret)
     _may_wait(connection, 0.0)
     return connection
 
 
-def answer(plain: socket.socket, secret: bytes, silence: float) -> tuple[Connection, Any]:
-    """Take a call that `plain` has accepted; returns the connection and the caller's first words.
+def answer(plain: socket.socket, secret: bytes, silence: float, patience: float = GREETING) -> tuple[Connection, Hello]:
+    """Take a call that `plain` has accepted; returns the connection and the caller's first words, each of which may
+    take `patience` seconds.
 
     Raises OSError, EOFError or AuthenticationError where the caller does not know the secret or is too slow.
     """
     connection = _opened(plain, silence)
     try:
+        _may_wait(connection, patience)
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
-        hello = connection.recv()
+        hello = Hello.read(messages.receive(connection))
         _may_wait(connection, 0.0)
     except BaseException:
         connection.close()
@@ -128,15 +145,13 @@ def _opened(plain: socket.socket, silence: float) -> Connection:
     ):
         if hasattr(socket, name):
             plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection = Connection(plain.detach())
-    _may_wait(connection, GREETING)
-    return connection
+    return Connection(plain.detach())
 
 
 def _may_wait(connection: Connection, seconds: float) -> None:
     """Limit every single wait for the other end's words; 0 sets no limit."""
     with socket.socket(fileno=connection.fileno()) as plain:
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
         plain.detach()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runner.errors import ConfigError
+from runner.gathering import gather
 from runner.schema import Config
 
 TOKEN = ".shared"
@@ -20,12 +21,11 @@ def require_shared(config: Config, run_dir: Path) -> None:
     if not (wanted.at_end or wanted.every or wanted.minutes or wanted.best):
         return
     file, first = run_dir / TOKEN, dist.get_rank() == 0
-    token = [secrets.token_hex(8) if first else ""]
+    token = secrets.token_hex(8) if first else ""
     if first:
-        file.write_text(token[0])
-    dist.broadcast_object_list(token)
-    found: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(found, file.is_file() and file.read_text() == token[0])
+        file.write_text(token)
+    token = gather(token)[0]
+    found = gather(file.is_file() and file.read_text() == token)
     if first:
         file.unlink()
     if not all(found):

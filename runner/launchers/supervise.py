@@ -7,8 +7,8 @@ here; and what the user is told names the ranks and their hosts.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import failure, hangs
+from runner.launch import failure, hangs, messages
 from runner.launch.failure import Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.local import CAUSE, ECHO
-from runner.launch.rank import STOP, WHERE, Done, log_of, whereabouts_of
+from runner.launch.messages import Done
+from runner.launch.rank import STOP, WHERE, log_of, whereabouts_of
 from runner.launch.telling import DUMP, LOG_LINES
 from runner.launchers import network
 from runner.launchers.commands import Command, Started
@@ -65,7 +66,7 @@ class _Seat:
             return
         try:
             if self.line.poll(0):
-                self.report = self.line.recv()
+                self.report = messages.reported(self.line)
         except (EOFError, ConnectionResetError):
             self.wordless = True
             place = failure.dumped_place(self.said())
@@ -80,7 +81,7 @@ class _Seat:
         """Give the rank an order."""
         if self.line is not None:
             with suppress(OSError):  # it has ended, which `listen` tells
-                self.line.send(order)
+                messages.send(self.line, order)
 
     def said(self) -> str:
         """What the rank has written since it was started, where its log can be read from here."""
@@ -146,7 +147,10 @@ class Watch:
         stall = Stall([seat.whereabouts for seat in self.seats], self.timeout)
         while True:
             lines = [seat.line for seat in self.seats if seat.line is not None and seat.report is None]
-            if self.front.listener in connection.wait([self.front.listener, *lines], LOOK):
+            door = [] if all(seat.line for seat in self.seats) else [self.front.listener]
+            if not door:
+                self.front.listener.close()  # all are there: nobody else is heard
+            if self.front.listener in connection.wait([*door, *lines], LOOK):
                 self.front.take()
             for hello, line in self.front.arrived():
                 self.seats[hello.rank].line = line
@@ -334,4 +338,4 @@ def supervise(
                 seat.whereabouts.unlink(missing_ok=True)
     result = watch.seats[0].report
     assert isinstance(result, Done) and result.value is not None
-    return pickle.loads(result.value)
+    return json.loads(result.value)

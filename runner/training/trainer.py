@@ -27,6 +27,7 @@ from runner.building.precision import DTYPES, cast
 from runner.checkpoints.keeping import Keeper
 from runner.data.loader import LocalBatches, Order
 from runner.errors import ConfigError
+from runner.gathering import gather
 from runner.planning import communication
 from runner.planning.prepare import WEIGHTS, Prepared, datasets
 from runner.recovery.faults import Faults
@@ -227,9 +228,7 @@ class Trainer:
     def _measured(self) -> list[dict[str, Any]]:
         """What `Meter` tells of every rank (collective)."""
         assert self.meter is not None
-        found: list[Any] = [None] * self.rank.world_size
-        dist.all_gather_object(found, self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
-        return found
+        return gather(self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
 
     def _agree_on_order(self) -> None:
         """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
@@ -349,9 +348,18 @@ class Trainer:
         if self.execution.runner is None:
             return found
         first = self.execution.communicator.rank == 0
-        parts: list[Any] = [None] * self.rank.world_size
-        dist.gather_object(found if first else {}, parts if self.rank.rank == 0 else None)
-        return {name: tensor for part in parts if part is not None for name, tensor in part.items()}
+        own = found if first else {}
+        parts = gather([(name, tensor.shape, str(tensor.dtype).rpartition(".")[2]) for name, tensor in own.items()])
+        if self.rank.rank:
+            for tensor in own.values():
+                dist.send(tensor.to(self.rank.device).contiguous(), 0)
+            return {}
+        for rank, part in enumerate(parts[1:], 1):
+            for name, shape, dtype in part:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.rank.device)
+                dist.recv(tensor, rank)
+                own[name] = tensor.cpu()
+        return own
 
     def _publish(self) -> None:
         """Write the whole initial weights of a hybrid module, from which its reference starts."""

@@ -38,6 +38,7 @@ def describe(rank: RankContext, payload: Any) -> dict[str, Any]:
         "environment": {name: os.environ.get(name) for name in names},
         "threads": torch.get_num_threads(),
         "backend": dist.get_backend(),
+        "store": type(dist.distributed_c10d._get_default_store().underlying_store).__name__,
     }
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 
 import pytest
 
 from runner.errors import ConfigError
+from runner.launch import messages, run_ranks
+from runner.launch.failure import Failure, Order
+from runner.launch.messages import Done
 from runner.launchers import network
 from runner.launchers.front import Front
 from runner.launchers.line import GREETING, Hello, Task, call, new_secret, own_address, silence_of
@@ -47,8 +53,8 @@ def calling(front: Front, hello: Hello, secret: bytes = SECRET) -> tuple[threadi
         try:
             connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, 5.0)
             assert own_address(connection) == network.LOOPBACK
-            connection.send(hello)
-            told.append(connection.recv())
+            messages.send(connection, asdict(hello))
+            told.append(messages.receive(connection))
         except (OSError, EOFError, AuthenticationError) as error:
             told.append(type(error))
 
@@ -65,7 +71,7 @@ def test_ranks_are_told_where_the_store_is(front: Front) -> None:
     assert [hello.rank for hello, _ in answering(front)] == [0]
     first.join(3)
     second.join(3)
-    assert told_first == told_second == [("10.0.0.1", 77)]
+    assert told_first == told_second == [["10.0.0.1", 77]]
 
 
 def test_strangers_are_not_heard(front: Front) -> None:
@@ -88,7 +94,7 @@ def test_a_silent_stranger_holds_nobody_up(front: Front) -> None:
 def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
     def rank() -> None:
         connection = call(network.LOOPBACK, front.listener.getsockname()[1], SECRET, 5.0)
-        connection.send(Hello(0, "a", "a", console=True))
+        messages.send(connection, asdict(Hello(0, "a", "a", console=True)))
         with open(connection.fileno(), "w", closefd=False) as console:
             console.write("step 1\nstep 2\n")
         connection.close()
@@ -125,3 +131,59 @@ def test_addresses() -> None:
             network.listener(*address)
     with pytest.raises(ConfigError, match=r"the host 'no\.such\.host\.invalid' cannot be found"):
         network.resolve("no.such.host.invalid")
+
+
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
+    """More of them than this process may open files; each is heard for a moment at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    crowd = 600
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == -1 else min(hard, 4096), hard))
+    strangers = [socket.create_connection(front.listener.getsockname()) for _ in range(crowd)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # for the answers there is less room
+    try:
+        thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)))
+        assert [hello.rank for hello, _ in answering(front, 30.0)] == [0]
+        thread.join(3)
+        assert told == [["a", 1]]
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Evil:
+    """Notes that it was unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None:
+    near, far = Pipe()
+    for content in (pickle.dumps(Evil(tmp_path / "ran")), b"[" * 100_000, b'{"kind": "Failure"}', b"[]\nx", b""):
+        far.send_bytes(content)
+        with pytest.raises(OSError, match="what arrived is no"):
+            messages.reported(near)
+    far.send(Evil(tmp_path / "ran"))
+    with pytest.raises(OSError, match="what arrived is no message"):
+        messages.receive(near)
+    for told in (["rank"], {"rank": "no", "host": "a", "address": "a"}, {"rank": 0}, None):
+        with pytest.raises(OSError, match="no greeting"):
+            Hello.read(told)
+    failed = Failure(3, 1.5, Order.TIMEOUT, "failed", "here", None, "text")
+    for outcome in (failed, Done(b"\n{}"), Done(None)):
+        messages.report(far, outcome)
+        assert messages.reported(near) == outcome
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_port_is_open_where_all_ranks_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous keeps its keys in a file without a name; gloo's own ports are left."""
+    monkeypatch.setattr(network, "listener", None)  # which would be called
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    told = run_ranks("rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1)
+    assert told["total"] == 1 and told["store"] == "FileStore"
+    assert {path.name for path in tmp_path.iterdir()} == {"ranks"}

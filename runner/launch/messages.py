@@ -1,0 +1,62 @@
+"""What a rank and its command say to each other: a line of JSON, and after it the bytes of a result.
+
+A command may hear its ranks through the network. Invariant: nothing that arrives is unpickled here, and what is no
+message of ours is an OSError, as a broken line is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from runner.launch.failure import Failure, Order
+
+LONGEST = 1 << 24
+"""Bytes of a message without a result."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rank's last word when all went well; `value` is the result of rank 0, pickled or as JSON, None elsewhere."""
+
+    value: bytes | None
+
+
+def send(connection: Connection, value: Any) -> None:
+    """Send a plain value. Raises OSError where the line is broken."""
+    connection.send_bytes(json.dumps(value).encode())
+
+
+def receive(connection: Connection) -> Any:
+    """The next plain value. Raises EOFError when the other end is closed, OSError for what is none."""
+    return _read(connection.recv_bytes(LONGEST))
+
+
+def _read(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise OSError("what arrived is no message") from error
+
+
+def report(connection: Connection, outcome: Done | Failure) -> None:
+    """Send the last word of a rank."""
+    fields = asdict(outcome)
+    value = fields.pop("value", None)
+    head = json.dumps({"kind": type(outcome).__name__, "valued": value is not None, **fields})
+    connection.send_bytes(head.encode() + b"\n" + (value or b""))
+
+
+def reported(connection: Connection) -> Done | Failure:
+    """What `report` has sent. Raises EOFError and OSError as `receive`."""
+    head, _, value = connection.recv_bytes().partition(b"\n")
+    fields = _read(head)
+    try:
+        kind, valued = fields.pop("kind"), fields.pop("valued")
+        if kind == Done.__name__:
+            return Done(value if valued else None)
+        return Failure(**fields | {"order": Order(fields["order"])})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise OSError("what arrived is no report") from error
