@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from strategies.addressing import Configured, configured, in_module
@@ -21,26 +21,36 @@ from strategies.recompute import recomputed
 from strategies.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.cheapest import Priced, StepPrice, certificate, cheapest, least_seconds, of_meshes
 from strategies.search.defaults import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.repricing import propagated
 from strategies.search.solving import SOLVERS, Solved, Solving
 
+EXACT = "dynamic_programming"
+"""The search that bounds what it finds."""
 
-def make_plan(graph: OperatorGraph, request: Request, cluster: Cluster | None = None) -> Plan:
-    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Raises
-    StrategyError for strategies that do not fit the mode, the model, the mesh or one another."""
-    planning = Planning(graph, request, cluster or one_level(request.world_size))
+
+def make_plan(
+    graph: OperatorGraph, request: Request, cluster: Cluster | None = None, price: StepPrice | None = None
+) -> Plan:
+    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Of what
+    they find the cheapest by `price` is taken; without one their own sum of seconds decides. Raises StrategyError for
+    strategies that do not fit the mode, the model, the mesh or one another."""
+    planning = Planning(graph, request, cluster or one_level(request.world_size), price)
     return planning.plan(request.stage, request.memory_limit, proven=True)
 
 
 class Planning:
     """Plans of one graph, as one request wants them, for one stage of ZeRO and limit of memory after another."""
 
-    def __init__(self, graph: OperatorGraph, request: Request, cluster: Cluster) -> None:
+    def __init__(
+        self, graph: OperatorGraph, request: Request, cluster: Cluster, price: StepPrice | None = None
+    ) -> None:
         check(request)
         request = without_idle_axes(request)
-        self.graph, self.request, self.cluster = graph, request, cluster
+        self.graph, self.request, self.cluster, self.price = graph, request, cluster, price
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
@@ -80,35 +90,97 @@ class Planning:
         Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
         problem = replace(self.problem, stage=stage, memory=memory)
-        certificate: dict[str, Any] = {"cost": None, "lower_bound": None}
-        shared: Mapping[Ref, Layout] = {}
+        told: dict[str, Any] = {"cost": None, "lower_bound": None}
+        reached: Collection[str] = ()
         if self.request.mode == "auto" and self.request.search in SOLVERS:
             solved = self._solve(stage, memory)
-            searched = {id: (assignment, True) for id, assignment in solved.assignments.items()}
-            shared = solved.tensors
-            certificate |= solved.proven() if proven and solved.proven is not None else solved.told
+            if self.price is not None:
+                solved = self._repriced(problem, solved, self.price)
+            told |= solved.proven() if proven and solved.proven is not None else solved.told
+            reached = solved.assignments
         elif self.request.mode == "auto":
-            propagation = propagated(problem, self.meshing, self.cluster)
-            searched, certificate["propagation"] = propagation.found, propagation.to_json()
+            pricer = None if self.price is None else lambda found: self._seconds(problem, Solved(found))
+            found = propagated(problem, self.meshing, self.cluster, pricer)
+            solved = Solved({id: assignment for id, (assignment, _) in found.found.items()})
+            reached = [id for id, (_, arrived) in found.found.items() if arrived]
+            told |= {"propagation": found.to_json()}
         else:
-            searched = self._defaults(problem)
+            solved = Solved(self._defaults(problem))
+        algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
+        told = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **told}
+        return replace(self._made(problem, solved, reached), search=told)
+
+    def _made(self, problem: Problem, solved: Solved, reached: Collection[str] = ()) -> Plan:
+        """The plan of assignments; `reached` are the operators that a search decided."""
         operators = {
-            operator.name: OperatorPlan(assignment, self._origin(operator, reached), problem.outputs.get(operator.id))
+            operator.name: OperatorPlan(
+                solved.assignments[operator.id],
+                self._origin(operator, operator.id in reached),
+                problem.outputs.get(operator.id),
+            )
             for operator in self.graph.operators
-            for assignment, reached in (searched[operator.id],)
         }
         tensors = self._tensors(operators)
-        tensors |= {source.name: shared[ref] for source in self.graph.sources if (ref := Ref(source.id)) in shared}
-        algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        told = {
-            "algorithm": algorithm,
-            "seconds": round(time.perf_counter() - started, 4),
-            **certificate,
+        tensors |= {
+            source.name: solved.tensors[ref]
+            for source in self.graph.sources
+            if (ref := Ref(source.id)) in solved.tensors
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
-        plan = merged(Plan(self.mesh, operators, self.inputs, tensors, told), self.meshing.boundaries())
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
+
+    def _seconds(self, problem: Problem, solved: Solved) -> float:
+        """Of a step as it runs."""
+        assert self.price is not None
+        return self.price.seconds(self._made(problem, solved))
+
+    def _repriced(self, problem: Problem, found: Solved, price: StepPrice) -> Solved:
+        """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
+        no dearer one than the other searches have."""
+        exact = self.request.search == EXACT
+        axes = self.meshing.fixed if self.meshing.named else None
+
+        def fits(one: Solved) -> bool:
+            return problem.memory is None or plan_bytes(problem, one.assignments) <= problem.memory
+
+        def more() -> Iterator[Solved]:
+            if found.second is not None:
+                yield found.second
+            for other in self._others(problem, axes) if exact else ():
+                if fits(other):
+                    yield other
+
+        def bounds() -> Iterator[tuple[float, Solved | None]]:
+            if price.floor:
+                yield price.floor, None
+            if price.running is not None:
+                for bound, one in least_seconds(problem, self.cluster, axes, price.running):
+                    yield bound, one if one is not None and fits(one) else None
+
+        first = Priced(found, self._seconds(problem, found))
+        every, bound = cheapest(first, bounds() if exact else iter(()), more(), partial(self._seconds, problem))
+        best = every[0]
+        told = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
+        told["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
+        if "mesh" in told:
+            told |= of_meshes(problem, every)
+        return replace(best.solved, told=told, proven=None)
+
+    def _others(self, problem: Problem, axes: tuple[Axes, ...] | None) -> Iterator[Solved]:
+        """What the other searches find."""
+        for name, solver in SOLVERS.items():
+            if name != self.request.search:
+                try:
+                    found = solver(problem, self.cluster, axes)(problem.memory)
+                except StrategyError:
+                    continue  # it found nothing that keeps the memory
+                yield found
+                if found.second is not None:
+                    yield found.second
+        if problem.fixed:
+            yield from map(Solved, propagated(problem, self.meshing, self.cluster).both)
 
     def _operator(self, id: str) -> Operator:
         node = self.graph.by_id[id]
@@ -300,22 +372,22 @@ class Planning:
             for operand, spec, layout in zip(entry.wanted.outputs, operator.results, natural, strict=True)
         )
 
-    def _defaults(self, problem: Problem) -> dict[str, tuple[Assignment, bool]]:
-        found: dict[str, tuple[Assignment, bool]] = {}
+    def _defaults(self, problem: Problem) -> dict[str, Assignment]:
+        found: dict[str, Assignment] = {}
         for operator in self.graph.operators:
             assignment = problem.fixed.get(operator.id)
             if assignment is None:
                 assignment = batch_parallel(problem, self.meshing, operator)
                 shown = self.graph.by_id[operator.operands[0].id] if operator.op in VIEWS else None
                 if isinstance(shown, Operator):
-                    have = problem.result_layout(operator.operands[0], found[shown.id][0])
+                    have = problem.result_layout(operator.operands[0], found[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)
-            found[operator.id] = assignment, False
+            found[operator.id] = assignment
         return found
 
     def _axes(self) -> tuple[Axes, ...] | None:
         """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""
-        certain = self.request.search == "dynamic_programming" and not self.request.runner_up
+        certain = self.request.search == EXACT and not self.request.runner_up
         return self.meshing.fixed if self.meshing.named or certain else None
 
     def _origin(self, operator: Operator, reached: bool) -> Origin:

@@ -46,6 +46,7 @@ from strategies.errors import StrategyError, TooLarge
 from strategies.plan import Plan
 from strategies.recompute import repeated_layers
 from strategies.request import Request
+from strategies.search.cheapest import priced_at
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
 from strategies.uncollected import uncollected
 
@@ -88,8 +89,9 @@ class Deciding:
         with uncollected():
             decision = decide(self.bounds, self.limit, self._aloud)
         seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
-        plan = decision.priced.plan
-        plan = replace(plan, search={**plan.search, "seconds": seconds, "decided": decision.to_json()})
+        plan, cost = decision.priced.plan, decision.priced.seconds
+        told = priced_at(plan.search, cost, self.bounds[decision.choice].seconds)
+        plan = replace(plan, search={**told, "seconds": seconds, "decided": decision.to_json()})
         if folder is not None:
             plan_cache.store(folder, key, plan, self.say)
         return plan

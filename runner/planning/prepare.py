@@ -49,6 +49,7 @@ from strategies.pipeline.cutting import Stage
 from strategies.plan import Plan
 from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
+from strategies.search.cheapest import priced_at
 
 WEIGHTS = "initial.pt"
 DESCRIBING = ("plan", "explain")
@@ -198,6 +199,8 @@ def prepare(
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
+    from runner.planning.pricing import price_for  # which lowers plans as this file says
+
     device, world_size = device_of(config)
     if config.train.compile:
         compiled.check(device)
@@ -260,9 +263,10 @@ def prepare(
         pipelining.check_ranks(config, world_size)
         decided = plan is not None
         request = request_of(config, world_size // pipelining.groups_of(config))
-        search = partial(planned, config, graph, cluster=cluster_of(config, device, world_size), say=say)
+        of_step, cluster = partial(copies.of_step, config, step, tensors, graph), cluster_of(config, device, world_size)
+        price = price_for(config, graph, of_step, device, world_size, cluster)
+        search = partial(planned, config, graph, cluster=cluster, price=price, say=say)
         plan = plan or search(request)
-        of_step = partial(copies.of_step, config, step, tensors, graph)
         in_step = of_step(plan)
         stages = pipelining.stages_of(config, *in_step, options_of(config))
         if stages:
@@ -274,6 +278,8 @@ def prepare(
             )
             fitted = first_within(plan, request, fit, search if config.parallel.plan is None else None)
             if fitted != plan:
+                if fitted.recompute != plan.recompute and fitted.search["cost"] is not None:
+                    fitted = replace(fitted, search=priced_at(fitted.search, price.seconds(fitted)))
                 plan, in_step = fitted, of_step(fitted)
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number

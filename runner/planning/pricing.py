@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from runner.planning import pipelining
-from runner.planning.prepare import lowered, options_of
+from runner.planning import communication, pipelining
+from runner.planning.memory_limit import updating_of
+from runner.planning.prepare import lowered, options_of, wanted_recompute
 from runner.planning.programs import Programs
 from runner.schema import Config
 from strategies.cost.cluster import Cluster
+from strategies.cost.least import least
 from strategies.cost.memory import Memory, memory
-from strategies.cost.operators import Work
+from strategies.cost.operators import Work, operator_work
 from strategies.cost.repeating import Outline, Traces, outline
-from strategies.cost.step import StepCost, least_with_zero, seconds_again, step_cost
+from strategies.cost.step import (
+    StepCost,
+    calling_seconds,
+    least_with_zero,
+    need_of,
+    norm_seconds,
+    seconds_again,
+    step_cost,
+)
 from strategies.cost.stored import least_stored
 from strategies.cost.updating import Updating
 from strategies.engine.program import Program
-from strategies.graph import OperatorGraph
+from strategies.graph import OperatorGraph, Ref
+from strategies.mesh import Mesh
 from strategies.pipeline.cutting import Stage, recompute_in
 from strategies.pipeline.describe import cost_of_stages
 from strategies.pipeline.memory import group_memory
 from strategies.pipeline.schedule import Schedule, held
 from strategies.plan import Plan, Recompute
+from strategies.recompute import recomputed
+from strategies.rules import rule_of
+from strategies.search.cheapest import StepPrice
+from strategies.search.sure import Running
 
 USUAL = 1.5
 """Bytes that are stored for backward, of those that are stored at least (a 7B llama on 8 devices: 1.3 to 1.8)."""
@@ -221,3 +236,46 @@ def price_of(
         for works in [made.works(graph, plan, cluster)]
     ]
     return Price(parts, stages, schedule, updating, cluster, traces)
+
+
+def price_for(
+    config: Config,
+    graph: OperatorGraph,
+    of_step: Callable[[Plan], tuple[OperatorGraph, Plan]],
+    device: str,
+    ranks: int,
+    cluster: Cluster,
+) -> StepPrice:
+    """How plans of `graph` are priced: as `run plan` tells it. `of_step` says what a step computes."""
+    updating, made, traces = updating_of(config, graph, device), Programs(), Traces()
+
+    def seconds(plan: Plan) -> float:
+        return price_of(config, of_step(plan), updating, cluster, made, traces).seconds
+
+    parallel = config.parallel
+    stages, parts = pipelining.groups_of(config), parallel.pipeline.parts
+    if stages > 1 or parallel.copies > 1:
+        waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and stages > 1
+        found = least(graph, cluster, ())
+        floor = found.seconds(stages, ranks // stages, parts, 1, again=False, waits=waits)
+        return StepPrice(seconds, floor=config.train.accumulate * floor)
+    return StepPrice(seconds, running_of(config, graph, updating, cluster, ranks))
+
+
+def running_of(config: Config, graph: OperatorGraph, updating: Updating, cluster: Cluster, ranks: int) -> Running:
+    """What is known of a step without a plan."""
+    cut = updating.cut
+    bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
+    learning = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
+    count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
+    constant = calling_seconds(count, cluster, updating)
+    if updating.stage and ranks > 1:
+        constant += norm_seconds(Mesh((("all", ranks),)), cluster)
+    wanted = wanted_recompute(config.parallel.recompute)
+    if wanted is not None:
+        rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        again, alone = recomputed(graph, rules, wanted), Mesh((("alone", 1),))
+        works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
+        constant += config.parts * seconds_again(graph, works, again) / ranks
+    beside = config.parallel.comm_async and not config.train.compile
+    return Running(beside, bool(communication.joined(config)), bucket, need_of(updating).moved, constant)

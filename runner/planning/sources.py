@@ -23,6 +23,7 @@ from strategies.planner import make_plan
 from strategies.recompute import recomputed
 from strategies.request import Request
 from strategies.rules import rule_of
+from strategies.search.cheapest import StepPrice, priced_at
 from strategies.stored_plan import read_plan
 
 EVERY = 10.0
@@ -30,9 +31,15 @@ EVERY = 10.0
 
 
 def planned(
-    config: Config, graph: OperatorGraph, request: Request, cluster: Cluster, say: Callable[[str], None]
+    config: Config,
+    graph: OperatorGraph,
+    request: Request,
+    cluster: Cluster,
+    price: StepPrice,
+    say: Callable[[str], None],
 ) -> Plan:
-    """The plan of `graph` for `cluster`; `search["loaded_from"]` says where it was found, if it was not made now.
+    """The plan of `graph` for `cluster`, the cheapest by `price`; `search["loaded_from"]` says where it was found, if
+    it was not made now.
 
     Raises ConfigError for a file that cannot be read, StrategyError for one that does not fit and for a request that
     the planner refuses.
@@ -42,14 +49,22 @@ def planned(
     folder = cache_folder(config.parallel.plan_cache)
     if folder is None:
         with telling(say, graph, request):
-            return make_plan(graph, request, cluster)
-    key = plan_cache.key_of(graph, request, cluster)
+            return make_plan(graph, request, cluster, price)
+    key = plan_cache.key_of(graph, request, cluster, _priced_by(config))
     if (found := plan_cache.load(folder, key, say)) is not None:
         return _loaded(found, "the plan cache")
     with telling(say, graph, request):
-        plan = make_plan(graph, request, cluster)
+        plan = make_plan(graph, request, cluster, price)
     plan_cache.store(folder, key, plan, say)
     return plan
+
+
+def _priced_by(config: Config) -> tuple[object, ...]:
+    """What the seconds of a plan's step follow from beside graph, request and cluster."""
+    parallel, train = config.parallel, config.train
+    ways = parallel.comm_fusion, parallel.comm_overlap, parallel.comm_async, parallel.copies, parallel.reduce_precision
+    step = train.accumulate, train.compile, train.precision, train.random
+    return *ways, parallel.zero, parallel.pipeline, parallel.place, config.optimizer, *step, config.data.batch_size
 
 
 @contextmanager
@@ -84,7 +99,7 @@ def _from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
     if request.recompute is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         plan = replace(plan, recompute=recomputed(graph, rules, request.recompute))
-    return _loaded(plan, str(file))
+    return _loaded(replace(plan, search=priced_at(plan.search, None)), str(file))
 
 
 def _loaded(plan: Plan, where: str) -> Plan:

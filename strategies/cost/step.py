@@ -14,7 +14,7 @@ import torch
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.operators import Work, operator_work
-from strategies.cost.optimizer import needed
+from strategies.cost.optimizer import Need, needed
 from strategies.cost.updating import Updating
 from strategies.cost.waiting import added_seconds
 from strategies.engine import zero_traffic
@@ -22,6 +22,7 @@ from strategies.engine.buckets import Bucket, buckets, sent
 from strategies.engine.program import Program
 from strategies.engine.updates import local_elements, parameters
 from strategies.graph import ITEM_BYTES, Operator, OperatorGraph
+from strategies.mesh import Mesh
 from strategies.plan import Plan, Recompute
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE
 from strategies.rules import rule_of
@@ -193,15 +194,19 @@ def _zero(program: Program, cluster: Cluster, updating: Updating) -> dict[str, f
         if call.kind == ALL_GATHER and updating.stage == 3:
             found[call.kind] += call.count * HOST_PER_GATHER * cluster.view
     if updating.stage and mesh.size > 1:
-        norm = collective_seconds(ALL_REDUCE, MASTER * sent([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster)
-        found[ALL_REDUCE] = found.get(ALL_REDUCE, 0.0) + norm
+        found[ALL_REDUCE] = found.get(ALL_REDUCE, 0.0) + norm_seconds(mesh, cluster)
     return found
+
+
+def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of adding the norm of the gradients over all ranks."""
+    return collective_seconds(ALL_REDUCE, MASTER * sent([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster)
 
 
 def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) -> float:
     """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
     gradient between parameters, buckets and flat tensors, and updates its part of them."""
-    need = needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
+    need = need_of(updating)
     moved, count, names = 0.0, 0, set(program.learns)
     for source in parameters(program):
         if source.name in names:
@@ -210,7 +215,18 @@ def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) ->
             moved += elements / (replicas if updating.stage else 1) * item_bytes / MASTER * need.moved
             moved += updating.accumulate * elements * item_bytes * ZERO_COPIES * bool(updating.stage)
             count += 1
+    return calling_seconds(count, cluster, updating) + moved / cluster.memory_bandwidth
+
+
+def need_of(updating: Updating) -> Need:
+    """What the optimizer needs for fp32."""
+    return needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
+
+
+def calling_seconds(count: int, cluster: Cluster, updating: Updating) -> float:
+    """Seconds of the calls of an optimizer of `count` parameters, whatever their sizes."""
+    need = need_of(updating)
     host = need.calls * bool(count) + need.each * count
     if updating.stage:
         host = HOST_PER_STEP + count * HOST_PER_GRADIENT * updating.accumulate
-    return cluster.launch * bool(count) + cluster.view * host + moved / cluster.memory_bandwidth
+    return cluster.launch * bool(count) + cluster.view * host

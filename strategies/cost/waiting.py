@@ -10,12 +10,12 @@ were done at once, and without starts exactly that. Cost: linear in the instruct
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import joined_seconds
 from strategies.cost.operators import Work
-from strategies.engine.program import Compute, Copy, Fused, Program, Redistribute, Start, Wait
+from strategies.engine.program import Compute, Copy, Fused, Instruction, Program, Redistribute, Start, Wait
 from strategies.redistribution import LOCAL
 
 COPIES = "copies"
@@ -38,12 +38,14 @@ def added_seconds(
     def backward(one: Redistribute | Fused) -> Stages:
         return () if any(ref.id in without for ref in one.operands) else _stages(one, True, program, cluster)
 
+    main = main_calls(program.instructions)
     ahead, back = _Queues(forward, cluster.overlap, added), _Queues(backward, cluster.overlap, added)
     for queues, instructions in ((ahead, program.instructions), (back, program.instructions[::-1])):
         left = {name: work.forward if queues is ahead else work.backward for name, work in works.items()}
         for one in instructions:
             if isinstance(one, Compute):
-                queues.now += left.pop(one.operator, 0.0)  # all calls of an operator with the first of them
+                if one is main[one.operator]:
+                    queues.now += left.get(one.operator, 0.0)
             elif isinstance(one, Start | Wait):
                 (queues.begin if isinstance(one, Start) == (queues is ahead) else queues.finish)(one.of)
             elif not isinstance(one, Copy):
@@ -53,6 +55,18 @@ def added_seconds(
             if isinstance(one, Redistribute | Fused) and program.recompute.region(one.path) is not None:
                 back.carry(forward(one))
     return dict(added)
+
+
+def main_calls(instructions: Iterable[Instruction]) -> dict[str, Compute]:
+    """The call that stands for all of an operator's, by the operator's name: the first of those that take most
+    values."""
+    found: dict[str, Compute] = {}
+    for one in instructions:
+        if isinstance(one, Compute):
+            known = found.setdefault(one.operator, one)
+            if len(one.operands) > len(known.operands):
+                found[one.operator] = one
+    return found
 
 
 def _stages(one: Redistribute | Fused, backward: bool, program: Program, cluster: Cluster) -> Stages:

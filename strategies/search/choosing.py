@@ -73,13 +73,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best plan over all meshes, with the least that any takes (0: not known); the best on another mesh; of how
-    many factorisations the best plan is known, and how many were left out."""
+    """The best plan over all meshes, with the least that any takes (0: not known); the best on another mesh, with its
+    plan; of how many factorisations the best plan is known, and how many were left out."""
 
     answer: Answer
     bound: float
     best: Tried
     runner_up: Tried | None
+    second: Answer | None
     known: int
     left_out: int
 
@@ -201,7 +202,8 @@ def choose(problem: Problem, cluster: Cluster, searcher: Searcher) -> Chosen:
         Tried(tuple(problem.mesh.product(run) for run in mesh), best[mesh][1].seconds) for mesh in (first, *others[:1])
     ]
     bound = min(bounds.get(whole) or searcher.least(), answer.seconds)
-    return Chosen(answer, bound, tried[0], tried[1] if others else None, known, left_out)
+    second = best[others[0]][1] if others else None
+    return Chosen(answer, bound, tried[0], tried[1] if others else None, second, known, left_out)
 
 
 def _certain(seconds: float, bound: float) -> bool:

@@ -203,7 +203,7 @@ class Power:
         for level in self.levels[1:]:
             total, joint = product(total, self.doubled[level][0])
             self.joints.append(joint)
-        return total.reshape(*self.before, *self.shape, *self.shape)
+        return np.asarray(total.reshape((*self.before, *self.shape, *self.shape)))
 
     def complete(self, picks: dict[int, int]) -> None:
         """Adds the options of all blocks' variables, from those of the table's."""

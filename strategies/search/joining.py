@@ -111,7 +111,7 @@ def least(problem: Problem, cluster: Cluster) -> float:
         sharding, machine = problem.shardings[operator.id], fast if fixed is None else cluster
         learns = operator.id in graph.returning
         seconds += operator_seconds(sharding, fixed or {}, operator, graph, problem.mesh, machine, learns)
-    alone = Own(replace(problem, mesh=Mesh(())), fast)
+    alone = Own(replace(problem, mesh=Mesh(()), sure=None), fast)
     for source in graph.of_kind("parameter"):
         if source.trainable and any(user.id in graph.returning for user, _ in graph.users[Ref(source.id)]):
             seconds += alone.parameter_seconds(Layout.replicated(len(source.spec.shape)), source.spec)

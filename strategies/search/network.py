@@ -262,14 +262,15 @@ class Building:
             if uses and ref in self.parameters:
                 variable, shared = self.parameters[ref]
                 self.network.tables.append(Table((variable,), shared.own))
-                for (user, _), cell in zip(uses, shared.uses, strict=True):
+                for (user, _), cell in zip(uses, shared.uses, strict=False):
                     self.network.tables.append(Table((variable, self.variables[user.id]), cell))
-            elif uses and ref.id not in self.learned:
+            elif uses and ref.id not in self.learned and self.problem.counts(ref):
                 self._value(ref, [self.variables[user.id] for user, _ in uses])
-        for ref in self.graph.outputs:
+        for ref in self.graph.outputs if self.problem.sure is None else ():  # one number, once per step
             self._whole(ref, ref in self.graph.trained)
         for _, ref in self.graph.updates:
-            self._whole(ref, False)
+            if self.problem.counts(ref):
+                self._whole(ref, False)
 
     def _own(self, choices: Choices) -> Callable[[], Cell]:
         return lambda: Cell(lambda: choices.own + self.menu.pressure * choices.bytes)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_seconds, roofline
+from strategies.cost.operators import operator_work, roofline
 from strategies.graph import Operator, Ref, TensorSpec
 from strategies.layout import Layout
 from strategies.redistribution import chain
@@ -99,6 +99,7 @@ class Menu:
         self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
         self.known: dict[tuple[Any, ...], Choices] = {}
         self.sides: dict[tuple[int, bytes], Side] = {}
+        self.cluster = transfers.cluster if problem.sure is None else problem.sure.cluster
         self.own = Own(problem, transfers.cluster)
         users = problem.graph.users
         self.lone = frozenset(ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1)
@@ -120,6 +121,8 @@ class Menu:
             self.stored.get(operator.id),
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
+            self.problem.counts(Ref(operator.id)),
+            self.problem.sure is not None and operator.id in self.problem.sure.free,
         )
 
     @cached_property
@@ -132,15 +135,19 @@ class Menu:
 
     def _choices(self, operator: Operator) -> Choices:
         sharding, fixed = self.problem.shardings[operator.id], self.problem.fixed.get(operator.id)
-        graph, mesh, cluster = self.problem.graph, self.problem.mesh, self.transfers.cluster
+        graph, mesh, cluster = self.problem.graph, self.problem.mesh, self.cluster
+        sure = self.problem.sure
+        counted = (1.0 if sure is None else sure.backward) * (operator.id in graph.returning)
+        whole = float(sure is None or operator.id not in sure.free)
         if fixed is not None:
             wanted = [[layout] for layout in sharding.operand_layouts(fixed)]
             returned = [[layout] for layout in sharding.gradient_layouts(fixed)]
             given = [[layout] for layout in self.problem.outputs.get(operator.id) or sharding.result_layouts(fixed)]
             one = np.zeros(1, dtype=np.int64)
             sides = [tuple(Side(self.transfers.rows_of(x), one) for x in group) for group in (wanted, returned, given)]
-            work = operator_seconds(sharding, fixed, operator, graph, mesh, cluster, operator.id in graph.returning)
-            own = self._own(operator, sharding, np.array([work]), (fixed,), sides[1])
+            one_way = operator_work(sharding, fixed, operator, graph, mesh, cluster)
+            work = np.array([whole * (one_way.forward + counted * one_way.backward)])
+            own = self._own(operator, sharding, work, (fixed,), sides[1])
             return Choices((fixed,), own, self._bytes(operator, sides[0], sides[2]), sides[0], sides[1], sides[2])
         places = self._places(sharding)
         assignments = Placed(self.axes, tuple(sharding.factors), places)
@@ -157,7 +164,7 @@ class Menu:
             results.append(self._side(np.where(summed & (lying == WHOLE), PARTIAL, lying), len(dims)))
         share = self._shares(sharding, places)
         ahead, behind, _ = roofline(sharding, share, operator, graph, cluster, np.maximum)
-        work = ahead + (behind if operator.id in graph.returning else 0.0)
+        work = whole * (ahead + counted * behind)
         own = self._own(operator, sharding, np.zeros(len(places)) + work, assignments, back)
         return Choices(
             assignments, own, self._bytes(operator, forward, results), tuple(forward), tuple(back), tuple(results)
@@ -215,7 +222,7 @@ class Menu:
             if trained and ref in self.lone and ref in graph.trained:
                 found = found + self.parameters(side.rows, graph.specs[ref])[side.of_option]
         after = problem.outputs.get(operator.id)
-        if after is not None:
+        if after is not None and problem.counts(Ref(operator.id)):
             natural = sharding.result_layouts(assignments[0])
             for number, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
                 found = found + self.chain_seconds(have, then, spec)

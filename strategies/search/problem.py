@@ -7,11 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from strategies.cost.cluster import Cluster
 from strategies.cost.saved import saved
 from strategies.graph import OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment, Sharding
+
+
+@dataclass(frozen=True)
+class Sure:
+    """Prices below those of any plan as it runs, see `strategies.search.sure`: what is computed and added takes its
+    time on `cluster`; only the redistributions of `sent` values are priced, and not what operators send themselves
+    (None: all, as the search's cluster says); `free` operators (by id) take no time. Of the seconds of backward and of
+    adding gradients such shares count, the latter in calls of at most `bucket` bytes (None: as many as are chosen, 0:
+    any number)."""
+
+    cluster: Cluster
+    sent: frozenset[Ref] | None
+    free: frozenset[str]
+    backward: float
+    adding: float
+    bucket: int | None
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class Problem:
     the optimizer keeps per parameter element, `moved` the bytes that it reads and writes for one (at least those that
     it must: the weight, its gradient, and two states there and back), `overlaps` whether gradients are added during
     backward, `memory` the bytes that a rank may keep. What is priced is one micro-batch, of which a step takes so many
-    `turns`, and its part of what is done once per step."""
+    `turns`, and its part of what is done once per step; where it is for a bound, as `sure` says."""
 
     graph: OperatorGraph
     mesh: Mesh
@@ -35,6 +52,11 @@ class Problem:
     turns: int = 1
     moved: float = 28.0
     overlaps: bool = True
+    sure: Sure | None = None
+
+    def counts(self, ref: Ref) -> bool:
+        """Whether redistributions of a value are priced."""
+        return self.sure is None or self.sure.sent is None or ref in self.sure.sent
 
     @property
     def trained(self) -> frozenset[Ref]:

@@ -11,7 +11,8 @@ more than `FEW_RANKS` devices. Either way both prices are told.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.cost.cluster import Cluster
@@ -33,23 +34,29 @@ FEW_RANKS, DEARER = 16, 2.0
 slices for all of them are then smaller than what it takes to call for them."""
 
 
+Pricer = Callable[[Mapping[str, Assignment]], float]
+"""Assignments by operator id -> seconds of a step."""
+
+
 @dataclass(frozen=True)
 class Propagated:
     """Assignments by operator id, and whether propagation reached it; seconds of the plan that was followed step by
-    step, and of the cheapest that was found; which of the two it is."""
+    step, and of the cheapest that was found; which of the two it is; and the assignments of both."""
 
     found: dict[str, tuple[Assignment, bool]]
     followed: float
     cheapest: float
     by_price: bool
+    both: tuple[Mapping[str, Assignment], ...]
 
     def to_json(self) -> dict[str, Any]:
         """What a plan's `search` tells of it."""
         return {"followed": self.followed, "cheapest": self.cheapest, "by_price": self.by_price}
 
 
-def propagated(problem: Problem, meshing: Meshing, cluster: Cluster) -> Propagated:
-    """The plan from the configured operators outward. Raises StrategyError where there are none."""
+def propagated(problem: Problem, meshing: Meshing, cluster: Cluster, price: Pricer | None = None) -> Propagated:
+    """The plan from the configured operators outward; `price` says what a plan costs, if it is not the sum of its
+    parts. Raises StrategyError where there are none."""
     reached = propagate(problem, meshing, cluster)
     pricing, limit = prices(problem, cluster), problem.memory or math.inf
     chosen = {id: assignment for id, (assignment, _) in reached.items()}
@@ -60,12 +67,16 @@ def propagated(problem: Problem, meshing: Meshing, cluster: Cluster) -> Propagat
         for axes in (meshing.fixed, (problem.mesh.names,))  # from all axes as one, too
     ]
     best = min((followed, refined, *around), key=lambda one: (max(one.bytes, limit), one.seconds))
+    if price is not None:
+        followed = replace(followed, seconds=price(chosen))
+        best = followed if best.assignments == chosen else replace(best, seconds=price(best.assignments))
+        best = min(followed, best, key=lambda one: (max(one.bytes, limit), one.seconds))
     near = problem.mesh.size <= FEW_RANKS or followed.seconds <= DEARER * best.seconds
     by_hand = near and _small(problem) and not _settled(problem)
     by_price = best is not followed and not by_hand
     taken = best.assignments if by_price else chosen
     found = {id: (taken[id], arrived) for id, (_, arrived) in reached.items()}
-    return Propagated(found, followed.seconds, best.seconds, by_price)
+    return Propagated(found, followed.seconds, best.seconds, by_price, (chosen, best.assignments))
 
 
 def _small(problem: Problem) -> bool:

@@ -21,7 +21,7 @@ from strategies.search.transfers import Rows, Seconds, Transfers
 
 
 class SharedParameter:
-    """`layouts` per option; tables `own` and, per use, `uses` [options, options of the user]."""
+    """`layouts` per option; tables `own` and, per use, `uses` [options, options of the user] if those are priced."""
 
     def __init__(
         self, menu: Menu, source: Source, uses: Sequence[tuple[Operator, int, bool]], choices: Mapping[str, Choices]
@@ -52,18 +52,19 @@ class SharedParameter:
         self.parts = [
             _Use(self.transfers, source.spec, mesh, options, choices[user.id], place, gradient, share)
             for user, place, gradient in uses
+            if menu.problem.counts(ref)
         ]
         self.uses = [Cell(part.seconds) for part in self.parts]
 
     def settle(self, option: int, users: Sequence[int]) -> None:
         """Prices what a solution uses."""
-        for part, user in zip(self.parts, users, strict=True):
+        for part, user in zip(self.parts, users, strict=False):
             part.settle(option, user)
 
     def cost(self, option: int, users: Sequence[int]) -> float:
         """Seconds of a solution whose prices are settled: uses without a gradient pay once for what they share."""
         total, paid = float(self.own_seconds[option]), {}
-        for part, cell, user in zip(self.parts, self.uses, users, strict=True):
+        for part, cell, user in zip(self.parts, self.uses, users, strict=False):
             seconds = float(cell.seconds[option, user])
             if part.returned is None:
                 wanted = part.wanted.rows

@@ -15,7 +15,7 @@ from strategies.graph import Ref
 from strategies.layout import Layout
 from strategies.meshing import Axes
 from strategies.rules.sharding import Assignment
-from strategies.search.choosing import Exactly, Halving, choose, searchable
+from strategies.search.choosing import Answer, Exactly, Halving, choose, searchable
 from strategies.search.exact import Exact, on_mesh, proven
 from strategies.search.finding import Found
 from strategies.search.kept import plan_bytes
@@ -27,14 +27,17 @@ from strategies.uncollected import uncollected
 @dataclass(frozen=True)
 class Solved:
     """Assignments by operator id, layouts of parameters with several uses (others lie as their first use wants them),
-    and what a plan's `search` tells; `proven` is the same with a bound that takes longer to find."""
+    and what a plan's `search` tells; `proven` is the same with a bound that takes longer to find. `second` is the best
+    plan on another mesh, where the mesh was chosen."""
 
     assignments: Mapping[str, Assignment]
     tensors: Mapping[Ref, Layout] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
     proven: Callable[[], Mapping[str, Any]] | None = None
+    second: Solved | None = None
 
 
+Within = Callable[[float | None], Found]
 Solving = Callable[[float | None], Solved]
 """What finds plans of one problem for so many bytes of a rank; what it prices for one limit is known for the next.
 Raises StrategyError where no plan within them is found."""
@@ -44,12 +47,8 @@ be chosen."""
 
 
 def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
-    """The cheapest plan with its certificate, and with an open mesh the best plan on another one. Where configured
-    strategies tell apart what a named axis consists of, its parts are axes."""
-    named = tuple(run for run in axes or () if run)
-    within = on_mesh(problem, cluster, named) if named else None
-    if within is None and axes is not None and searchable(problem):
-        within = Exact(problem, cluster).within
+    """The cheapest plan with its certificate, and with an open mesh the best plan on another one."""
+    within = None if axes is None else exact_within(problem, cluster, axes)
     if within is not None:
         return lambda memory: _certified(problem, cluster, within(memory), {})
 
@@ -58,9 +57,17 @@ def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> 
         best = choose(asked, cluster, Exactly(asked, cluster))
         one = best.answer
         found = Found(one.assignments, one.tensors, one.seconds, best.bound, one.bytes)
-        return _certified(problem, cluster, found, best.to_json())
+        return replace(_certified(problem, cluster, found, best.to_json()), second=_second(best.second))
 
     return chosen
+
+
+def exact_within(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Within | None:
+    """The exact search of all plans along these axes; None where it takes too long. Where configured strategies tell
+    apart what a named axis consists of, its parts are axes."""
+    named = tuple(run for run in axes or () if run)
+    within = on_mesh(problem, cluster, named) if named else None
+    return Exact(problem, cluster).within if within is None and searchable(problem) else within
 
 
 def _certified(problem: Problem, cluster: Cluster, found: Found, meshes: Mapping[str, Any]) -> Solved:
@@ -71,19 +78,23 @@ def _certified(problem: Problem, cluster: Cluster, found: Found, meshes: Mapping
     return Solved(found.assignments, found.tensors, told(found), lambda: told(proven(problem, cluster, found)))
 
 
+def _second(answer: Answer | None) -> Solved | None:
+    return None if answer is None else Solved(answer.assignments, answer.tensors)
+
+
 def halving(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solving:
     """A cheap plan, with an open mesh the best of those on all meshes."""
 
     def solve(memory: float | None) -> Solved:
-        told: dict[str, Any] = {}
         asked = replace(problem, memory=memory)
         if axes is not None:
-            found: Mapping[str, Assignment] = bisect(asked, cluster, axes)
-        else:
-            with uncollected():
-                chosen = choose(asked, cluster, Halving(asked, cluster))
-            found, told = chosen.answer.assignments, chosen.to_json()
-        return Solved(found, told=told | {"bytes": plan_bytes(asked, found)})
+            found = bisect(asked, cluster, axes)
+            return Solved(found, told={"bytes": plan_bytes(asked, found)})
+        with uncollected():
+            chosen = choose(asked, cluster, Halving(asked, cluster))
+        assignments = chosen.answer.assignments
+        told = chosen.to_json() | {"bytes": plan_bytes(asked, assignments)}
+        return Solved(assignments, told=told, second=_second(chosen.second))
 
     return solve
 
