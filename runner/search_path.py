@@ -6,9 +6,11 @@ everything that is installed it is found all the same, as the script `run` has i
 
 import os
 import sys
+from contextlib import suppress
 
 
 def installed_first() -> None:
     """Move the working directory to the end, if Python put it first."""
-    if sys.path[:1] == [os.getcwd()]:
-        sys.path.append(sys.path.pop(0))
+    with suppress(FileNotFoundError):  # the working directory is gone, which the command tells
+        if sys.path[:1] == [os.getcwd()]:
+            sys.path.append(sys.path.pop(0))

@@ -17,7 +17,8 @@ import torch
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from runner.building.targets import call, resolve
+from runner.building import annotated
+from runner.building.targets import call, describe, resolve
 from runner.errors import ConfigError
 from runner.schema import Optimizer, Scheduler
 from strategies.cost.optimizer import Need, needed
@@ -73,6 +74,7 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
     function = resolve(config.target, "optimizer.target")
 
     def make(groups: list[dict[str, Any]], args: dict[str, Any], what: str = "optimizer") -> TorchOptimizer:
+        annotated.check(function, args, config.target, what)
         made = call(partial(function, groups), args, config.target, what)
         if not isinstance(made, TorchOptimizer):
             raise ConfigError(
@@ -97,6 +99,19 @@ def need_of(config: Optimizer) -> Need:
     return needed(make, torch.float32)
 
 
+def check_scheduler(config: Scheduler, optimizer: TorchOptimizer) -> None:
+    """Make the scheduler on an `optimizer` that nothing else uses, and step it. Raises ConfigError as `scheduler` does,
+    and where a step fails."""
+    made = scheduler(config, optimizer)
+    if made is None:
+        return
+    try:
+        optimizer.step()
+        made.step()
+    except Exception as error:
+        raise ConfigError(f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}.") from error
+
+
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:
     """The scheduler on `optimizer`, or None if none is configured; call its `step` per step or epoch, as `config.per`
     says.
@@ -106,6 +121,7 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
     if config.target is None:
         return None
     function = resolve(config.target, "optimizer.scheduler.target")
+    annotated.check(function, config.args, config.target, "optimizer.scheduler")
     made = call(partial(function, optimizer), config.args, config.target, "optimizer.scheduler")
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(

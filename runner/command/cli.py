@@ -9,6 +9,7 @@ go to `error.txt` in the run folder, or to the terminal with MESHWRIGHT_TRACEBAC
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import secrets
 import select
@@ -17,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -36,7 +37,7 @@ from yaml import YAMLError
 
 from runner import config, packages
 from runner.command import console, recipes, words
-from runner.command.folders import CONFIG_FILE, remove_if_unused
+from runner.command.folders import CONFIG_FILE, remove_if_unused, require_working_directory, require_writable
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
@@ -54,6 +55,7 @@ TARGETS = (
     *("evaluate.metric", "predict.data.target", "predict.data.collate", "verify.reference.target"),
 )
 """Keys whose values are dotted names of python."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 
@@ -85,6 +87,9 @@ class Failure:
             return cls((str(error),), 1)
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            named = f" {error.filename}" if error.filename else " what the command needs"
+            return cls((f"{error.strerror}: writing{named} failed; free some space, or choose another folder.",), 1)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
@@ -123,6 +128,7 @@ def _command(typed: list[str]) -> None:
     if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
         os.environ["COMP_LINE"], verbs = words.complete(line)
         print("\n".join(verbs))
+    require_working_directory()
     recipes.search(None)
     verb, rest = words.split_verb(typed)
     if verb is not None and not VERBS[verb].composed:
@@ -191,6 +197,8 @@ def _settled(composed: DictConfig) -> float | None:
         Interrupts.again()
         _tell_traceback(error)
         failure = Failure.of(error)
+        if failure.code == READER_GONE:  # what was to be seen on the terminal is lost, and nothing else
+            sys.exit(READER_GONE)
         if failure.code == 2:
             if before is None:
                 remove_if_unused(run_dir)
@@ -260,13 +268,16 @@ class CheckConfig(Callback):
 
     def on_run_start(self, config: DictConfig, **_: object) -> None:
         HydraConfig.instance().set_config(config)
-        if faults := _faults(config):
+        faults = _faults(config) or _unwritable(config.hydra.run.dir, "hydra.run.dir")
+        if faults:
             _leave(faults, 2)
         _tell_whose(config)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
         count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
+        if faults := _unwritable(config.hydra.sweep.dir, "hydra.sweep.dir"):
+            _leave(faults, 2)
         _tell_whose(config)
         CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
 
@@ -318,6 +329,15 @@ def _tell_whose(composed: DictConfig) -> None:
             print(f"{key}: {name} is in {where}; the one that comes with Meshwright is meshwright.{name}", flush=True)
 
 
+def _unwritable(folder: str, key: str) -> tuple[str, ...]:
+    """Why the folder of a run or a sweep cannot be written; nothing where it can."""
+    try:
+        require_writable(folder, key)
+    except ConfigError as error:
+        return (str(error),)
+    return ()
+
+
 def _verb_table() -> str:
     width = max(map(len, VERBS))
     return "\n".join(
@@ -333,7 +353,8 @@ def _is_strategy_error(error: Exception) -> bool:
 
 def _record(failure: Failure, run_dir: Path) -> None:
     text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
-    (run_dir / ERROR_FILE).write_text(text, encoding="utf-8")
+    with suppress(OSError):  # a full disk is told on the terminal
+        (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _nobody_reads() -> bool:

@@ -1,10 +1,52 @@
-"""Run folders that hold nothing worth keeping."""
+"""Run folders: whether one can be written, and those that hold nothing worth keeping."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from runner.errors import ConfigError
+
 CONFIG_FILE = "config.json"
+ROOM = 1 << 16
+"""Bytes that must fit, so that a full disk is noticed before anything starts."""
+
+
+def require_working_directory() -> None:
+    """Raises ConfigError where the working directory has been removed."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory is gone ({error.strerror}); change to another one.") from None
+
+
+def require_writable(folder: str, key: str) -> None:
+    """Make `folder`, the value of `key`, unless it is there, and write a file that leaves no trace.
+
+    Raises ConfigError where that fails; folders that were made are removed again.
+    """
+    made: list[Path] = []
+    try:
+        path = Path(folder).absolute()
+        path.as_posix().encode()
+        made = [one for one in (path, *path.parents) if not one.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(ROOM))
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key} = {folder!r}: the name is not ASCII, which Python takes for this system's encoding; set "
+            "PYTHONUTF8=1 or a locale such as LC_ALL=C.UTF-8."
+        ) from None
+    except (OSError, ValueError) as error:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        shown = folder if len(folder) < 100 else f"{folder[:97]}..."
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR.") from None
 
 
 def remove_if_unused(run_dir: Path) -> None:

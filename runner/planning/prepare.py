@@ -340,7 +340,7 @@ def _check_training(config: Config, model: nn.Module) -> None:
         made = factory(groups)
         if config.parallel.mode not in ("stand_alone", "hybrid"):
             check_kind(made)
-        optimizers.scheduler(config.optimizer.scheduler, made)
+        optimizers.check_scheduler(config.optimizer.scheduler, made)
     if config.evaluate.metric is not None and config.loss.target is None:
         raise ConfigError(
             f"evaluate.metric = {config.evaluate.metric!r} compares outputs with a target, but loss.target is null, so "

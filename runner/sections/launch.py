@@ -13,6 +13,10 @@ Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_ta
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Number = Annotated[int, Field(strict=True, ge=0)]
 Word = Annotated[str, Field(min_length=1)]
+YEAR = 31_536_000
+"""Seconds; libraries count them in milliseconds, or fail."""
+THREADS = 1024
+"""More than any processor runs at once; where a system starts no more threads, OpenMP ends the process."""
 
 
 class Host(Section):
@@ -41,8 +45,10 @@ def _in_order(value: Any) -> Any:
 
 class Launch(Section):
     launcher: Annotated[Launcher, Field(description="What starts the ranks; `launch=NAME` chooses it.")]
-    timeout: Annotated[Positive, Field(description="Seconds that a collective may take before its rank is given up.")]
-    threads: Annotated[Count, Field(description="Threads of torch in each rank.")]
+    timeout: Annotated[
+        Positive, Field(ge=1e-3, le=YEAR, description="Seconds that a collective may take before its rank is given up.")
+    ]
+    threads: Annotated[Count, Field(le=THREADS, description="Threads of torch in each rank.")]
     max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
     min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
     rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runner.building.optimizers import frozen, need_of, optimizer_factory, parameter_groups, scheduler
+from runner.building.optimizers import check_scheduler, frozen, need_of, optimizer_factory, parameter_groups, scheduler
 from runner.errors import ConfigError
 from runner.schema import Optimizer, Scheduler
 from strategies.errors import StrategyError
@@ -75,6 +75,13 @@ def test_the_optimizer_is_made_with_arguments_and_groups():
             {"args": {"lr": 0.1, "momentun": 0.9}},
             r"optimizer\.args: .* no argument 'momentun'.* Did you mean 'momentum'",
         ),
+        ({"args": {"lr": "abc"}}, r"optimizer\.args\.lr = 'abc': torch\.optim\.SGD takes a finite number"),
+        ({"args": {"lr": float("nan")}}, r"optimizer\.args\.lr = nan: .* takes a finite number"),
+        ({"args": {"lr": True}}, r"optimizer\.args\.lr = True: .* takes a finite number"),
+        ({"args": {"lr": 0.1, "nesterov": "maybe"}}, r"optimizer\.args\.nesterov = 'maybe': .* takes true or false"),
+        ({"target": "torch.optim.AdamW", "args": {"betas": [0.9]}}, r"optimizer\.args\.betas = .* takes a list of 2"),
+        ({"target": "torch.optim.AdamW", "args": {"betas": ["a", "b"]}}, r"optimizer\.args\.betas = .* a list of 2"),
+        ({"groups": [{"match": ["*"], "args": {"lr": "abc"}}]}, r"optimizer\.groups\[0\]\.args\.lr = 'abc'"),
         ({"args": {"lr": -1.0}}, r"optimizer: .*Invalid learning rate: -1\.0"),
         ({"groups": [{"match": ["*"], "args": {"decay": 1}}]}, r"optimizer\.groups\[0\]\.args: .* no argument 'decay'"),
         (
@@ -106,6 +113,9 @@ def test_schedulers():
     [
         ("StepLR", {"gama": 0.5, "step_size": 1}, r"optimizer\.scheduler\.args: .* no argument 'gama'.* 'gamma'"),
         ("StepLR", {}, r"optimizer\.scheduler\.args: .* needs 'step_size'"),
+        ("StepLR", {"step_size": "abc"}, r"optimizer\.scheduler\.args\.step_size = 'abc': .* takes a whole number"),
+        ("MultiStepLR", {"milestones": "abc"}, r"optimizer\.scheduler\.args\.milestones = 'abc': .* takes a list"),
+        ("CosineAnnealingLR", {"T_max": 0}, "fails in a step: ZeroDivisionError"),
         ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
         ("ReduceLROnPlateau", {}, "must be told a measurement at every step, which is not offered"),
         ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
@@ -116,7 +126,7 @@ def test_what_is_wrong_with_a_scheduler_is_told(target, args, message):
     optimizer = torch.optim.SGD(parameters("a"), lr=1.0)
     given = {"target": f"torch.optim.lr_scheduler.{target}", "args": args, "per": "step"}
     with pytest.raises(ConfigError, match=message):
-        scheduler(Scheduler.model_validate(given), optimizer)
+        check_scheduler(Scheduler.model_validate(given), optimizer)
 
 
 @pytest.mark.parametrize(

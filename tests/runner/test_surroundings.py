@@ -1,0 +1,101 @@
+"""What surrounds a command: the folder that it is to write, its streams, the network of the machine.
+
+What cannot work is one paragraph, before anything starts; what can, works."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.command import folders
+from runner.errors import ConfigError
+
+QUICK = "+recipe=quickstart"
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize("folder", ["file", "file/inside", "/dev/null/x", "/proc/none/x", LONG, f"new/{LONG}"])
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_folder_that_cannot_be_written(command, job, left, tmp_path, folder, swept):
+    job(lambda config, run_dir: pytest.fail("it began"))
+    (tmp_path / "file").touch()
+    key, words = ("hydra.sweep.dir", ["-m", QUICK, "train.seed=1,2"]) if swept else ("hydra.run.dir", [QUICK])
+    done = command(*words, f"{key}={folder}")
+    assert (done.code, len(done.paragraphs)) == (2, 1), done.err
+    assert key in done.paragraphs[0] and "cannot be written" in done.paragraphs[0]
+    assert left() == [Path("file")]
+
+
+def test_a_folder_whose_name_python_cannot_encode():
+    """As os.fsdecode returns it where the locale is C and Python's UTF-8 mode is turned off."""
+    with pytest.raises(ConfigError, match="PYTHONUTF8=1"):
+        folders.require_writable("out/\udcc3\udcbc", "hydra.run.dir")
+
+
+def test_a_disk_that_is_full_at_the_start(command, job, left, monkeypatch):
+    job(lambda config, run_dir: pytest.fail("it began"))
+
+    def full(**options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folders.tempfile, "TemporaryFile", full)
+    done = command(QUICK)
+    assert (done.code, len(done.paragraphs), left()) == (2, 1, [])
+    assert "No space left on device" in done.paragraphs[0]
+
+
+def test_a_disk_that_is_full_later(command, job):
+    def full(config, run_dir):
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    job(full)
+    done = command(QUICK)
+    assert (done.code, len(done.paragraphs)) == (1, 1)
+    assert "No space left on device" in done.paragraphs[0] and "unexpected" not in done.paragraphs[0]
+
+
+def started(tmp_path, words, shell="", **environment):
+    line = [sys.executable, "-m", "runner", *words]
+    return subprocess.run(
+        ["sh", "-c", f'{shell} "$@" {environment.pop("after", "")}', "sh", *line],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("words", [["recipes"], [QUICK]])
+def test_a_working_directory_that_is_gone(tmp_path, words):
+    (tmp_path / "gone").mkdir()
+    done = started(tmp_path, words, "cd gone && rmdir ../gone &&")
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
+    assert b"working directory is gone" in done.stderr
+
+
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("after", "environment"),
+    [("", ASCII), (">&-", {}), (">&- 2>&-", {}), ("| head -1", {})],
+    ids=["ascii", "no stdout", "no stdout and stderr", "head"],
+)
+def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
+    here = tmp_path / ("plain" if environment else "über")
+    here.mkdir()
+    mine = ["world_size=2", "parallel.strategies={matmul: [[2,1],[1,1]]}"]
+    done = started(here, [QUICK, *mine, "train.steps=3", "hydra.run.dir=out"], after=after, **environment)
+    assert (done.returncode in (0, 141), done.stderr) == (True, b"")
+    assert (here / "out" / "metrics.jsonl").read_text().count("\n") == 3
+    assert not (here / "out" / "error.txt").exists()
+
+
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path):
+    done = started(tmp_path, [QUICK, "train.größe=1"], **ASCII)
+    assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count(b"\n") == 1, done.stderr
