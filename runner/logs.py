@@ -18,14 +18,14 @@ class Echo(io.TextIOBase):
     """A text stream that writes to a log and to a console."""
 
     def __init__(self, log: TextIO, console: TextIO) -> None:
-        self._log = log
+        self.log = log
         self.console: TextIO | None = console
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        self._log.write(text)
+        self.log.write(text)
         if self.console is not None:
             try:
                 self.console.write(text)
@@ -34,7 +34,7 @@ class Echo(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self._log.flush()
+        self.log.flush()
         if self.console is not None:
             try:
                 self.console.flush()
@@ -46,12 +46,12 @@ class Echo(io.TextIOBase):
 
     def fileno(self) -> int:
         """The descriptor of the log: child processes of a rank write there."""
-        return self._log.fileno()
+        return self.log.fileno()
 
     def _leave_console(self, error: OSError) -> None:
         # Nobody reads the console any more; whoever started the run may still want its result.
         self.console = None
-        self._log.write(f"The console is gone ({error.strerror}); output goes on in this log only.\n")
+        self.log.write(f"The console is gone ({error.strerror}); output goes on in this log only.\n")
 
 
 def attach(log: Path, console: int | None) -> None:
@@ -75,6 +75,12 @@ def console() -> TextIO:
     if isinstance(stdout, Echo) and stdout.console is not None:
         return stdout.console
     return sys.stdout
+
+
+def note(line: str) -> None:
+    """Write a line to the log of this rank alone."""
+    stdout: object = sys.stdout
+    print(line, file=stdout.log if isinstance(stdout, Echo) else sys.stdout, flush=True)
 
 
 def read_since(log: Path, offset: int) -> str:

@@ -72,6 +72,8 @@ class Data(Section):
     args: Arguments
     path: str | None
     batch_size: Annotated[Count, Field(description="Samples of one optimizer step over all ranks and micro-batches.")]
+    shuffle: Annotated[bool, Field(description="Whether every epoch has another order, from train.seed.")]
+    drop_last: Annotated[bool, Field(description="Whether a last batch of an epoch that is short is left out.")]
     collate: Dotted | None
     collate_args: Arguments
 

@@ -27,8 +27,11 @@ DECIDES = ("mesh", "inputs", "tensors", "assignments")
 SOURCE = ("data.target", "data.args", "data.path")
 """Config keys from which the rows of the data follow."""
 
-DATA = ("data.batch_size", "train.seed", *SOURCE)
+DATA = ("data.batch_size", "data.shuffle", "data.drop_last", "train.seed", *SOURCE)
 """Config keys from which the rows of a step follow."""
+
+LATER = {"data.shuffle": True, "data.drop_last": True}
+"""What keys stand for that the checkpoints of earlier versions do not have."""
 
 MODEL = ("model", "loss", "data", "train.accumulate", "train.random", "parallel")
 """Config keys that may change what the captured model computes, or how."""
@@ -86,7 +89,7 @@ def compare(
             f"{_shown(is_now)}. Plan, mode, number of ranks, ZeRO stage and precision may be others; the model's "
             "parameters and the optimizer must be those of the checkpoint."
         )
-    data = [one for key in DATA for one in differences(_at(before, key), _at(after, key), key)]
+    data = [one for key in DATA for one in differences(_data(before, key), _data(after, key), key)]
     had = saved.get("samples")
     if None not in (had, samples) and had != samples:
         if not any(key.startswith(SOURCE) for key, _, _ in data):
@@ -123,6 +126,11 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     for word in key.split("."):
         value = value.get(word) if isinstance(value, Mapping) else None
     return value
+
+
+def _data(config: Mapping[str, Any], key: str) -> Any:
+    value = _at(config, key)
+    return LATER.get(key) if value is None else value
 
 
 def _as_json(value: Any) -> Any:

@@ -32,15 +32,17 @@ _kept_order = lru_cache(maxsize=2)(epoch_order)
 
 @dataclass(frozen=True)
 class Order:
-    """The batches of training, over as many epochs as there are steps; the short last batch of an epoch is dropped.
+    """The batches of training, over as many epochs as there are steps.
 
-    `batch_size` is the global batch of one optimizer step. Raises ConfigError: fewer rows than one batch.
+    `batch_size` is the global batch of one optimizer step; a last batch of an epoch that is short is left out with
+    `drop_last`. Raises ConfigError: fewer rows than one batch.
     """
 
     length: int
     batch_size: int
     seed: int
     shuffle: bool = True
+    drop_last: bool = True
 
     def __post_init__(self) -> None:
         if self.length < self.batch_size:
@@ -51,19 +53,24 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.length // self.batch_size
+        return self.length // self.batch_size + (self.short > 0)
 
     @property
     def dropped(self) -> int:
         """How many rows each epoch leaves out (with `shuffle`, others each time)."""
-        return self.length % self.batch_size
+        return self.length % self.batch_size if self.drop_last else 0
+
+    @property
+    def short(self) -> int:
+        """The rows of the last batch of an epoch, where that is a short one; else 0."""
+        return 0 if self.drop_last else self.length % self.batch_size
 
     def epoch(self, step: int) -> int:
         """The epoch, from 0, to which the optimizer step `step`, from 0, belongs."""
         return step // self.steps_per_epoch
 
     def rows(self, step: int) -> list[int]:
-        """The `batch_size` row numbers of the optimizer step `step`, counted from 0 across epochs."""
+        """The row numbers of the optimizer step `step`, counted from 0 across epochs."""
         order = _kept_order(self.length, self.seed, self.epoch(step), self.shuffle)
         first = step % self.steps_per_epoch * self.batch_size
         rows: list[int] = order[first : first + self.batch_size].tolist()

@@ -20,14 +20,14 @@ from torch import Tensor
 from runner.building.modules import captured_from_shapes
 from runner.building.optimizers import optimizer_factory
 from runner.building.precision import DTYPES, cast
-from runner.data.loader import Order, flatten_batch, whole_batch
+from runner.data.loader import flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.planning import copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.fewest import Fewest
 from runner.planning.memory_limit import updating_of
-from runner.planning.prepare import Prepared, datasets, device_of, prepare, request_of, wanted_recompute
+from runner.planning.prepare import Prepared, datasets, device_of, order_of, prepare, request_of, wanted_recompute
 from runner.planning.pricing import Price, Sizes, price_of
 from runner.planning.programs import Programs
 from runner.planning.progress import Progress
@@ -117,7 +117,7 @@ class Deciding:
     def batch(self) -> tuple[list[str], list[Tensor]]:
         """Names and tensors of a step's batch."""
         training, _, collate = datasets(self.config)
-        order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
+        order = order_of(self.config, len(training))
         rows = self.config.data.batch_size // self.config.train.accumulate
         first = order.rows(0)[:rows]
         names, tensors = flatten_batch(whole_batch(training, collate, first, self.config.train.seed, 0))

@@ -40,12 +40,14 @@ from strategies.cost.step import MASTER
 from strategies.engine import compiled, weights
 from strategies.engine.buckets import buckets
 from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower
+from strategies.engine.lowering import lower, random_ordinals
 from strategies.engine.place import on_host, place
 from strategies.engine.program import Options, Program
 from strategies.engine.updates import check_kind
+from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage
+from strategies.pipeline.cutting import Stage, cut
+from strategies.pipeline.placing import as_trained
 from strategies.plan import Plan
 from strategies.planner import follow
 from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
@@ -54,6 +56,8 @@ from strategies.search.cheapest import priced_at
 WEIGHTS = "initial.pt"
 DESCRIBING = ("plan", "explain")
 """Jobs that run nothing."""
+TRAINING = ("train", "verify")
+"""Jobs that take steps."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ class Evaluation:
     graph: OperatorGraph
     plan: Plan
     structure: Structure
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Short:
+    """The last micro-batch of an epoch where it has fewer rows (`data.drop_last=false`): the training graph of so many
+    rows under the same plan, and its stages in a pipeline. Graph and plan are None as in `Prepared`."""
+
+    rows: int
+    graph: OperatorGraph | None = None
+    plan: Plan | None = None
     stages: tuple[Stage, ...] = ()
 
 
@@ -104,6 +119,8 @@ class Prepared:
     """What every rank must find, too."""
     single_draws: bool = False
     """Whether a module that runs alone in fp64 draws the random numbers of fp32."""
+    short: Short | None = None
+    """The short last micro-batch of an epoch, where there is one."""
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
@@ -121,6 +138,12 @@ def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | N
         return training, None, collate
     args = config.data.args | config.evaluate.args
     return training, build_dataset(config.data.target, args, config.data.path, what="data"), collate
+
+
+def order_of(config: Config, length: int) -> Order:
+    """The batches of training data of `length` rows. Raises ConfigError for fewer rows than one batch."""
+    data = config.data
+    return Order(length, data.batch_size, config.train.seed, data.shuffle, data.drop_last)
 
 
 def micro_rows(config: Config) -> int:
@@ -208,7 +231,7 @@ def prepare(
     evaluated_with = collate
     if config.job.name == "predict":
         evaluating, evaluated_with = predicted.dataset(config)
-    order = Order(len(training), config.data.batch_size, config.train.seed)
+    order = order_of(config, len(training))
     rows = micro_rows(config)
     first = order.rows(0)[:rows]
     names, tensors = flatten_batch(whole_batch(training, collate, first, config.train.seed, 0))
@@ -242,7 +265,8 @@ def prepare(
     prepared = Prepared(config, world_size, device, names, shapes, targeted, rows, None, None, {}, told, steps)
     held = frozenset(step.model.state_dict())
     prepared = replace(prepared, published=held, described=huggingface.described(step.model), evaluated=entries)
-    prepared = replace(prepared, data=data)
+    last = order.rows(order.steps_per_epoch - 1)[-(order.short % rows) :] if order.short % rows else []
+    prepared = replace(prepared, data=data, short=Short(len(last)) if last and config.job.name in TRAINING else None)
     if config.parallel.mode == "hybrid":
         _check_mesh(config, world_size)
         if folder is not None:
@@ -284,6 +308,10 @@ def prepare(
         deciding = plan.to_json() | {"search": None}
         del deciding["recompute"]  # it changes no number
         told = digest(graph.signature(), json.dumps(deciding), [list(one.graph.by_name) for one in stages])
+        if prepared.short is not None:
+            batch = whole_batch(training, collate, last, config.train.seed, 0)
+            batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
+            prepared = replace(prepared, short=_short(config, step, batch_tensors, plan, stages, order, say))
     if evaluating is not None:
         evaluations, more = _evaluations(config, step, plan, stages, evaluating, evaluated_with)
         values = more | values
@@ -315,6 +343,56 @@ def _described(
         )
         return replace(again, sample=None)
     return again
+
+
+def _short(
+    config: Config,
+    step: Objective,
+    tensors: Sequence[Tensor],
+    plan: Plan,
+    stages: Sequence[Stage],
+    order: Order,
+    say: Callable[[str], None],
+) -> Short:
+    """The training graph of a short micro-batch of `tensors`, whose operators and tensors are sliced as in `plan`
+    wherever so few rows can be. Raises ConfigError for a model that cannot train on them."""
+    rows = len(tensors[0])
+    try:
+        graph = capture(step, tensors, training=True).graph
+        own, options = replace(follow(plan, graph), recompute=plan.recompute), options_of(config)
+        parts: tuple[Stage, ...] = ()
+        if stages:
+            parts = cut(graph, own, as_trained(graph, stages), random_ordinals(graph, own, options))
+    except (ConfigError, StrategyError) as error:
+        raise ConfigError(
+            f"data.drop_last = false: an epoch ends with a batch of {order.short} samples, of which a micro-batch has "
+            f"{rows}, and the model cannot train on it: {error} Choose a data.batch_size that divides the "
+            f"{order.length} samples, or data.drop_last=true."
+        ) from error
+    slices = max((plan.mesh.product(axes) for layout in own.inputs.values() for axes in layout.dims[:1]), default=1)
+    say(
+        f"data: the last batch of an epoch has {order.short} samples; "
+        + (f"{slices} slices of the last {rows}" if slices > 1 else f"every rank computes the last {rows}")
+        + " (data.drop_last=false)."
+    )
+    return Short(rows, graph, own, parts)
+
+
+def short_lower(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> Lower:
+    """`lower`, for graphs whose gradients must be left open over the axes that those of another program are: by the
+    graph's identity."""
+
+    def opened(graph: OperatorGraph, plan: Plan, options: Options, **given: Any) -> Program:
+        wanted = reductions[id(graph)]
+        found = lower(graph, plan, options, **given | {"open_axes": wanted})
+        if found.reductions != wanted:
+            raise StrategyError(
+                "data.drop_last = false: a short last batch would add up gradients over other ranks than the others; "
+                "use data.drop_last=true, or a data.batch_size that divides the samples."
+            )
+        return found
+
+    return opened
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -365,8 +443,15 @@ def _evaluations(
     tensors: dict[str, Tensor] = {}
     found: dict[int, Evaluation] = {}
     for size in sorted(sizes):
-        order = None if config.job.name == "predict" else step.names
-        names, batch = flatten_batch(whole_batch(dataset, collate, range(size), config.train.seed), order)
+        whole = whole_batch(dataset, collate, range(size), config.train.seed)
+        names, batch = flatten_batch(whole)
+        if config.job.name != "predict":
+            if {*names} != {*step.names}:
+                raise ConfigError(
+                    f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
+                    f"{', '.join(step.names)}."
+                )
+            names, batch = flatten_batch(whole, step.names)
         entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
         wanted = [name for name in names if name not in step.targets]
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from runner.building.modules import objective
+from runner.errors import ConfigError
 from runner.planning import pipelining
-from runner.planning.prepare import WEIGHTS, Prepared, evaluation_options, lowered, lowered_evaluation, options_of
+from runner.planning.prepare import (
+    WEIGHTS,
+    Prepared,
+    evaluation_options,
+    lowered,
+    lowered_evaluation,
+    options_of,
+    short_lower,
+)
 from runner.training import eager
 from runner.worker import RankContext
 from strategies import collectives
@@ -44,6 +53,16 @@ Axes = Callable[[Program], Iterable[Sequence[str]]]
 
 
 @dataclass(frozen=True)
+class ShortExecution:
+    """The same for a short last micro-batch of an epoch: on the same tensors, and in a pipeline run by its runner."""
+
+    module: nn.Module | None
+    forward: Forward
+    blocks: tuple[Block, ...]
+    loss_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Execution:
     """`module` computes the loss through `forward(module, local entries, key)`; `evaluations` maps rows to (module,
     program), and is empty where the module itself is evaluated; `tensors` are the local slices by name; `blocks` the
@@ -61,6 +80,7 @@ class Execution:
     themselves."""
     loss_divisor: int = 1
     """The sum of the ranks' losses over `program.loss_axes`, divided by this, is the loss."""
+    short: ShortExecution | None = None
 
 
 def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
@@ -80,6 +100,11 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
         used += _axes_used(evaluation)
+    short, own_short = prepared.short, None
+    if short is not None and short.graph is not None and short.plan is not None:
+        opened = short_lower({id(short.graph): program.reductions})
+        own_short = lowered(prepared.config, short.graph, short.plan, opened)
+        used += [*_axes_used(own_short), own_short.loss_axes]
     communicator = Communicator(program.mesh, rank.rank, used)
     tensors = weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device)
     for evaluation in evaluations.values():
@@ -92,7 +117,18 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     blocks = _blocks(program, rank.rank)
 
     forward = _calling(program, prepared.step[0], prepared.config.train.compile)
-    return Execution(program, communicator, module, forward, tensors, blocks, modules)
+    made = Execution(program, communicator, module, forward, tensors, blocks, modules)
+    if short is None or short.graph is None or own_short is None:
+        return made
+    return replace(
+        made,
+        short=ShortExecution(
+            build(own_short, tensors, communicator, rank.device),
+            _calling(own_short, short.graph, False),
+            _blocks(own_short, rank.rank),
+            own_short.loss_axes,
+        ),
+    )
 
 
 def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
@@ -140,13 +176,19 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         used += [*_axes_used(one), one.loss_axes, *axes(one)]
     for evaluation in tried.values():
         used += [names for one in evaluation for names in _axes_used(one)]
+    short = () if prepared.short is None else prepared.short.stages
+    pairs = zip(short, programs, strict=False)
+    opened = short_lower({id(stage.graph): own.reductions for stage, own in pairs})
+    short_programs = pipelining.programs_of(config, short, options_of(config), opened) if short else ()
+    for one in short_programs:
+        used += [*_axes_used(one), one.loss_axes]
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     tensors = weights.read_slices(folder / WEIGHTS, program, local, rank.device)
     for evaluation in tried.values():
         for k in mine:
             tensors = weights.read_slices(folder / WEIGHTS, evaluation[k], local, rank.device) | tensors
 
-    def unit(stage: Stage, lowered: Program, learns: bool) -> tuple[Unit, nn.Module]:
+    def unit(stage: Stage, lowered: Program, learns: bool, compile_: bool = compile_) -> tuple[Unit, nn.Module]:
         module = build(lowered, tensors, communicator, rank.device, compiled=learns and compile_)
         module.meta[MODULE] = ""
         if learns and compile_:
@@ -164,10 +206,16 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     modules = [module for _, module in units]
     peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
     actions = pipelining.schedule_of(config)[number]
-    runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations)
+    short_units = [unit(short[k], short_programs[k], True, False)[0] for k in mine] if short else []
+    runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations, short_units)
     blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send
     module = modules[0] if len(modules) == 1 else Stages(modules)
-    return Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner)
+    made = Execution(program, communicator, module, _not_run, tensors, blocks, {}, runner)
+    if not short:
+        return made
+    own = joined([short[k] for k in mine], [short_programs[k] for k in mine])
+    short_blocks = _blocks(own, local)[: len(prepared.names)]
+    return replace(made, short=ShortExecution(None, _not_run, short_blocks, own.loss_axes))
 
 
 def _not_run(module: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
@@ -216,8 +264,12 @@ def _alone(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> E
     eager.start_from(module, weights.read_whole(folder / WEIGHTS))
     mesh = Mesh((("world", 1),))
     program = eager.described(module, mesh, prepared, {})
-    tensors = eager.tensors_of(step)
-    return Execution(program, Communicator(mesh, 0), module, eager.forward, tensors, _blocks(program, 0), {})
+    tensors, blocks = eager.tensors_of(step), _blocks(program, 0)
+    short = None
+    if prepared.short is not None:
+        rows = (0, prepared.short.rows)
+        short = ShortExecution(None, eager.forward, tuple((rows, *beyond) for _, *beyond in blocks), ())
+    return Execution(program, Communicator(mesh, 0), module, eager.forward, tensors, blocks, {}, short=short)
 
 
 def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
@@ -242,7 +294,18 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         """Other rows draw other random numbers, ranks that share rows the same."""
         return eager.forward(model, entries, mix(key, mesh.index(rank.rank, rows)) if rows else key)
 
-    return Execution(program, communicator, module, forward, tensors, blocks, {}, loss_divisor=mesh.size)
+    short = None
+    if prepared.short is not None:
+        shapes = [(prepared.short.rows, *shape[1:]) for shape in prepared.shapes]
+        try:
+            fed = eager.hybrid_inputs(prepared, mesh, prepared.short.rows)
+        except ConfigError as error:
+            raise ConfigError(
+                f"data.drop_last = false: an epoch ends with {prepared.short.rows} rows. {error}"
+            ) from error
+        parts = [fed[name].block(shape, mesh, rank.rank) for name, shape in zip(prepared.names, shapes, strict=True)]
+        short = ShortExecution(None, forward, tuple(parts), program.loss_axes)
+    return Execution(program, communicator, module, forward, tensors, blocks, {}, loss_divisor=mesh.size, short=short)
 
 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:

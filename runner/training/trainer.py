@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random as python_random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from runner import checkpoints
+from runner import checkpoints, logs
 from runner.agreement import agree, agree_on_code, agree_on_data, agree_on_program
 from runner.building import optimizers
 from runner.building.precision import DTYPES, cast
 from runner.checkpoints.keeping import Keeper
-from runner.data.loader import LocalBatches, Order
+from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
 from runner.gathering import gather
 from runner.planning import communication
-from runner.planning.prepare import WEIGHTS, Prepared, datasets
+from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
 from runner.recovery.faults import Faults
 from runner.recovery.stopping import begun
 from runner.training.evaluate import Evaluator, evaluator
@@ -77,19 +77,13 @@ class Trainer:
         self._seed()
         training, evaluating, self.collate = datasets(self.config)
         agree_on_data(self.prepared, training, evaluating, self.collate)
-        self.order = Order(len(training), self.config.data.batch_size, self.config.train.seed)
+        self.order = order_of(self.config, len(training))
         extra = gather_axes if job.record is not None else lambda program: []
         self.execution: Execution = execution(self.prepared, rank, job.folder, lambda p: [*axes_needed(p), *extra(p)])
         if (mesh := self.execution.communicator.mesh).size > 1:
             agree_on_code(self.execution.module, self.execution.communicator.group(mesh.names))
-        self.batches = LocalBatches(
-            training,
-            self.collate,
-            self.execution.blocks,
-            names=self.prepared.names,
-            shapes=self.prepared.shapes,
-            seed=self.config.train.seed,
-        )
+        self.batches, short = self._batches(training, self.execution.blocks), self.execution.short
+        self.short_batches = self.batches if short is None else self._batches(training, short.blocks)
         self.offload = offload_of(self.config, job.offload)
         self.activations = activations(self.execution.module, self.offload, rank.device)
         self.updates: Updates = self._updates()
@@ -104,6 +98,10 @@ class Trainer:
         self.keeper = Keeper(self.config, rank, self.order, self._saving)
         if job.record is not None and self.config.parallel.mode == "hybrid":
             self._publish()
+
+    def _batches(self, training: MapDataset, blocks: Sequence[Block]) -> LocalBatches:
+        names, shapes, seed = self.prepared.names, self.prepared.shapes, self.config.train.seed
+        return LocalBatches(training, self.collate, blocks, names=names, shapes=shapes, seed=seed)
 
     def _seed(self) -> None:
         seed = self.config.train.seed
@@ -129,6 +127,7 @@ class Trainer:
             accumulate=config.parts,
             precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
+            short=None if self.execution.short is None else self.execution.short.module,
             zero_options=communication.zero_options(config),
             cut=communication.cut(config),
             overlap=communication.overlapped(config) and self.execution.runner is None,
@@ -165,7 +164,7 @@ class Trainer:
                 if self.meter is not None:
                     self.meter.begin(self.updates.hosted())
                 lr = self.updates.optimizer.param_groups[0]["lr"]
-                loss = self._micro_batches(step)
+                loss, samples = self._micro_batches(step)
                 if not numpy.isfinite(loss):
                     raise FloatingPointError(
                         f"The loss of step {step} is {loss}; a smaller learning rate or train.clip may help."
@@ -186,6 +185,8 @@ class Trainer:
                     )
                 self._schedule(step)
                 self.keeper.whole(step)
+                if step % self.config.train.log_every == 0 or step == self.prepared.steps:
+                    logs.note(f"epoch {self.order.epoch(self._number(step)) + 1}  step {step}  loss {loss:.6g}")
                 if metrics is not None:
                     seconds = time.perf_counter() - started
                     if step == first and self.job.marks:
@@ -195,7 +196,7 @@ class Trainer:
                         loss=loss,
                         lr=lr,
                         seconds=seconds,
-                        samples=self.config.data.batch_size,
+                        samples=samples,
                         grad_norm=norm,
                         offload=change(moved, self._moved()),
                         loss_scale=self.updates.loss_scale,
@@ -240,28 +241,47 @@ class Trainer:
                 communicator.group(communicator.mesh.names),
             )
 
-    def _micro_batches(self, step: int) -> float:
-        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch."""
+    def _number(self, step: int) -> int:
+        """The number, from 0, of the batch of `step` (from 1). Verification ends with the short batch of an epoch."""
+        number = step - 1 + self.keeper.ahead
+        if self.job.record is not None and self.order.short and step == self.prepared.steps:
+            return max(number, self.order.steps_per_epoch - 1)
+        return number
+
+    def _micro_batches(self, step: int) -> tuple[float, int]:
+        """Forward and backward of every micro-batch of `step` (from 1). Returns the mean loss over the whole batch, and
+        the number of its rows."""
         with self._aside():
-            number = step - 1 + self.keeper.ahead
+            number = self._number(step)
             rows, epoch = self.order.rows(number), self.order.epoch(number)
-        total = torch.zeros((), dtype=torch.float64, device=self.rank.device)
+        size, short = self.prepared.rows, self.execution.short
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             micro = first + number
             here.at(DATA)
             self.faults.at("data")
-            part = rows[micro * self.prepared.rows : (micro + 1) * self.prepared.rows]
+            part = rows[micro * size : (micro + 1) * size]
+            batches = self.batches if len(part) == size else self.short_batches
             with self._aside():
                 entries = [
                     _placed(tensor, self.rank.device)
-                    for tensor in cast(self.batches.load(part, epoch), DTYPES[self.config.train.precision])
+                    for tensor in cast(batches.load(part, epoch), DTYPES[self.config.train.precision])
                 ]
             here.at(FORWARD)
             if self.writes:
                 self.keeper.changing()
             return entries, mix(self.config.train.seed, step, micro)
 
+        axes, divisor = self.execution.program.loss_axes, self.execution.loss_divisor
+        if len(rows) == self.order.batch_size:
+            return self._over_ranks({axes: self._equal(load)}) / self.config.parts / divisor, len(rows)
+        totals = {axes: self._zero(), axes if short is None else short.loss_axes: self._zero()}
+        self._unequal(load, len(rows), totals)
+        return self._over_ranks(totals) / divisor, len(rows)
+
+    def _equal(self, load: Callable[[int, int], tuple[list[Tensor], int]]) -> Tensor:
+        """All micro-batches of a full batch. Returns the sum of this rank's losses."""
+        total = self._zero()
         runner, parts = self.execution.runner, self.config.parallel.pipeline.parts
         for turn in range(self.config.train.accumulate):
             if runner is None:
@@ -273,16 +293,51 @@ class Trainer:
             else:
                 with self._phase("backward"):
                     total += runner.step(partial(load, turn * parts), self.updates)
-        axes, communicator = self.execution.program.loss_axes, self.execution.communicator
+        return total
+
+    def _unequal(
+        self,
+        load: Callable[[int, int], tuple[list[Tensor], int]],
+        rows: int,
+        totals: Mapping[tuple[str, ...], Tensor],
+    ) -> None:
+        """All micro-batches of a short batch: full ones, and one of the rows that are left. Each loss counts by its
+        rows, and is added to the total of the axes over which its program leaves it a partial sum."""
+        size, runner, short = self.prepared.rows, self.execution.runner, self.execution.short
+        for micro in range(-(-rows // size)):
+            left = rows - micro * size
+            share, last = min(left, size) / rows, short if left < size else None
+            if runner is None:
+                forward, module = self.execution.forward, self.updates.module
+                if last is not None:
+                    forward, module = last.forward, self.updates.short
+                with self._phase("forward"):
+                    loss = forward(module, *load(micro, 0))
+                with self._phase("backward"):
+                    self.updates.backward(loss, share, -(-left // size) - 1)
+            else:
+                with self._phase("backward"):
+                    loss = runner.one(partial(load, micro), self.updates, share, short=last is not None)
+            axes = self.execution.program.loss_axes if last is None else last.loss_axes
+            totals[axes].add_(loss.detach().double(), alpha=share)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.rank.device)
+
+    def _over_ranks(self, totals: Mapping[tuple[str, ...], Tensor]) -> float:
+        """The sum of the ranks' losses, each total over its axes, from the last stage of a pipeline."""
+        communicator, runner, found = self.execution.communicator, self.execution.runner, self._zero()
         self.faults.at("collective")  # where the program itself has none
-        if axes:
-            here.cells[PLACE] = here.place("the loss")
-            communicator.sum(total, communicator.group(axes))
-            ranks = communicator.mesh.product(axes)
-            communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
+        for axes, total in totals.items():
+            if axes:
+                here.cells[PLACE] = here.place("the loss")
+                communicator.sum(total, communicator.group(axes))
+                ranks = communicator.mesh.product(axes)
+                communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
+            found += total
         if runner is not None:
-            runner.peers.share_loss(total)
-        return float(total) / self.config.parts / self.execution.loss_divisor
+            runner.peers.share_loss(found)
+        return float(found)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         here.at(PHASES.index(name))

@@ -57,6 +57,7 @@ class BucketedUpdates:
         clip: float | None = None,
         accumulate: int = 1,
         evaluation: nn.Module | None = None,
+        short: nn.Module | None = None,
         cut: Cut = CHOSEN,
         overlap: bool = False,
         peers: Peers | None = None,
@@ -64,6 +65,7 @@ class BucketedUpdates:
     ) -> None:
         self.loss_scale = scale
         self.module, self.evaluation, self._peers = module, evaluation, peers
+        self.short = module if short is None else short
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
         named = held(module)
@@ -97,12 +99,16 @@ class BucketedUpdates:
     def optimizer(self) -> Optimizer:
         return self._optimizer
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
         self._micro_batches += 1
-        self._last = self._micro_batches == self._accumulate
+        self._last = self._micro_batches == self._accumulate if left is None else not left
         if self.loss_scale is not None:
             loss = loss.float() * self.loss_scale.value  # autograd casts what flows back to the loss's own dtype
-        (loss if self._accumulate == 1 else loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        if share is not None:
+            loss = loss * share
+        elif self._accumulate > 1:
+            loss = loss / self._accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
         self.collect()
 
     def skip(self, micro_batches: int) -> None:

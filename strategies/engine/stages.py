@@ -7,7 +7,7 @@ can block another: sends never wait, and receives wait in the order in which the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,7 +62,8 @@ class Unit:
 
 class StageRunner:
     """Runs the `actions` of one group on real ranks. `units` are its stages in training, `evaluations` by rows those of
-    evaluation; `parts` is the number of micro-batches of an optimizer step."""
+    evaluation, `short` those of a short last micro-batch of an epoch; `parts` is the number of micro-batches of an
+    optimizer step."""
 
     def __init__(
         self,
@@ -72,21 +73,35 @@ class StageRunner:
         parts: int,
         device: torch.device | str,
         evaluations: dict[int, list[Unit]],
+        short: Sequence[Unit] = (),
     ) -> None:
         self.peers, self.actions, self.parts, self.device = peers, actions, parts, device
         self.units = {unit.stage.number: unit for unit in units}
         self.evaluations = evaluations
+        self.short = {unit.stage.number: unit for unit in short}
 
     def step(self, load: Load, updates: Gradients) -> Tensor:
         """All micro-batches both ways. Returns the sum of this rank's losses in double, zero without the last stage."""
+        return self._run(self.actions, self.units, load, updates, 1 / self.parts)
+
+    def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
+        """As `step`, with one micro-batch alone, which has this share of the step's rows."""
+        units = self.short if short else self.units
+        actions = [Action(FORWARD, 0, stage) for stage in sorted(units)]
+        actions += [Action(BACKWARD, 0, stage) for stage in sorted(units, reverse=True)]
+        return self._run(actions, units, load, updates, share)
+
+    def _run(
+        self, actions: Sequence[Action], units: Mapping[int, Unit], load: Load, updates: Gradients, share: float
+    ) -> Tensor:
         received: dict[tuple[int, int], list[Tensor]] = {}
         made: dict[tuple[int, int], list[Tensor]] = {}
         later: dict[tuple[int, int], Later] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         scale = updates.loss_scale
-        weight = (1.0 if scale is None else scale.value) / self.parts
-        for action in self.actions:
-            at, unit = (action.stage, action.micro_batch), self.units[action.stage]
+        weight = (1.0 if scale is None else scale.value) * share
+        for action in actions:
+            at, unit = (action.stage, action.micro_batch), units[action.stage]
             if action.way == FORWARD:
                 received[at] = self._values(unit)
                 entries, key = load(action.micro_batch)

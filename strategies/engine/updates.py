@@ -66,8 +66,13 @@ class Updates(Protocol):
     def optimizer(self) -> Optimizer:
         """The torch optimizer that does the updates: schedulers work on it."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here."""
+    @property
+    def short(self) -> Callable[..., Any]:
+        """The training program of a short last micro-batch of an epoch, where there is one."""
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here. Of a
+        step with fewer rows, `share` is the part of them that this micro-batch has, and `left` more are to come."""
 
     def collect(self) -> None:
         """In a pipeline, in place of `backward`: half a pass of a micro-batch through a stage, or a whole one, has
@@ -130,6 +135,7 @@ def make_updates(
     accumulate: int = 1,
     precision: Precision = "fp32",
     evaluation: nn.Module | None = None,
+    short: nn.Module | None = None,
     zero_options: Mapping[str, Any] | None = None,
     cut: Cut = CHOSEN,
     overlap: bool = False,
@@ -140,8 +146,8 @@ def make_updates(
     """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
     `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
     micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
-    backward; DeepSpeed has options of its own for both. `peers` are the other stages of a pipeline. In fp16 the loss is
-    multiplied by `loss_scale`, or by one that adapts.
+    backward; DeepSpeed has options of its own for both. `short` is a second program on the same parameters. `peers` are
+    the other stages of a pipeline. In fp16 the loss is multiplied by `loss_scale`, or by one that adapts.
 
     Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
     """
@@ -157,6 +163,7 @@ def make_updates(
             clip=clip,
             accumulate=accumulate,
             evaluation=evaluation,
+            short=short,
             cut=cut,
             overlap=overlap,
             peers=peers,
@@ -180,6 +187,7 @@ def make_updates(
         accumulate=accumulate,
         precision=precision,
         evaluation=evaluation,
+        short=short,
         options=zero_options or {},
         offload=offload,
         loss_scale=loss_scale,

@@ -62,6 +62,7 @@ from strategies.errors import StrategyError
 
 MARKER = "_replica_groups"
 EVALUATION = "_evaluation"
+SHORT = "_short"
 
 
 class ZeroUpdates:
@@ -85,6 +86,7 @@ class ZeroUpdates:
         accumulate: int = 1,
         precision: Precision = "fp32",
         evaluation: nn.Module | None = None,
+        short: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
         offload: Offload = NOTHING,
         loss_scale: float | None = None,
@@ -114,6 +116,8 @@ class ZeroUpdates:
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
         if stage == 3:
             look_up_parameters(module)
+            if short is not None:
+                look_up_parameters(short)
         names = replica_groups(self._parameters, program, communicator, stage)
         cut = [one for members, values in torch_groups for one in self._by_replicas(members, values, names)]
         optimizer = optimizer_factory([options for _, options in cut])
@@ -123,6 +127,9 @@ class ZeroUpdates:
                 "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
                 "can write them; use parallel.offload.optimizer=host or another optimizer."
             )
+        self._short = short
+        if stage == 3 and short is not None:
+            self._attach(SHORT, short)
         if stage == 3 and evaluation is not None:
             self._attach(EVALUATION, evaluation)
         elif stage < 3 and any(names[name] for name in self._learning):
@@ -153,7 +160,9 @@ class ZeroUpdates:
             self._begin_adagrad(optimizer)
         if stage == 3 and evaluation is not None:
             for program_module in evaluation.children() if isinstance(evaluation, nn.ModuleDict) else (evaluation,):
-                program_module.register_forward_pre_hook(self._start_of_evaluation, prepend=True)
+                program_module.register_forward_pre_hook(self._start_of_pass, prepend=True)
+        if stage == 3 and short is not None:
+            short.register_forward_pre_hook(self._start_of_pass, prepend=True)
 
     def _attach(self, name: str, module: nn.Module) -> None:
         """Give the root a child for DeepSpeed to find, beside the user's."""
@@ -194,8 +203,8 @@ class ZeroUpdates:
                     "a larger model, or fewer ranks."
                 )
 
-    def _start_of_evaluation(self, *_: Any) -> None:
-        """DeepSpeed learns the order of the modules in one pass for the next. An evaluation is a pass of its own."""
+    def _start_of_pass(self, *_: Any) -> None:
+        """DeepSpeed learns the order of the modules in one pass for the next. Another program is a pass of its own."""
         self._zero.parameter_offload.get_param_coordinator().reset_step()
 
     @property
@@ -203,7 +212,20 @@ class ZeroUpdates:
         found: Optimizer = self._zero.optimizer
         return found
 
-    def backward(self, loss: Tensor) -> None:
+    def short(self, *args: Any) -> Any:
+        """DeepSpeed's forward, around another module."""
+        self._engine.module = self._short or self._root
+        try:
+            return self._engine(*args)
+        finally:
+            self._engine.module = self._root
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        if share is not None and left is not None:
+            loss = loss * (share * self._accumulate)
+            missing = self._accumulate - 1 - left - self._waiting
+            self._engine.micro_steps += missing  # by which it knows the last one
+            self._waiting += missing
         self._engine.backward(loss)
         self._waiting += 1
         if self._waiting < self._accumulate:

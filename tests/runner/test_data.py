@@ -1,8 +1,11 @@
 """The data of a run: augmented alike on all ranks, and the same data everywhere."""
 
+import networks
 import pytest
-from small import ALONE, DOUBLE, SMALL
+import torch
+from small import ALONE, DOUBLE, HYBRID, MODES, SMALL
 
+from runner.data.order import Order
 from runner.errors import ConfigError, RunFailed
 
 AUGMENTED = ("data.target=augmented.Augmented", DOUBLE)
@@ -51,3 +54,94 @@ def test_other_data_on_a_rank_is_named(start, args, named):
 def test_a_collate_makes_a_row_of_every_sample(start):
     with pytest.raises(ConfigError, match="makes '0' with 8 rows from 16 samples"):
         start(*SMALL, "data.collate=augmented.halves", "parallel=data_parallel")
+
+
+SHORT = ("data.args.rows=55", "data.drop_last=false", "verify.steps=2", DOUBLE)
+"""Three batches of 16 rows in an epoch, and one of 7."""
+LONGER = ("verify.steps=6", "train.precision=fp32")
+WHOLE = ("model.target=networks.Whole", "loss.target=null", "data.args.keys=true")
+SHORT_CASES = {
+    "data parallel": ("parallel=data_parallel",),
+    "no row for a rank": ("parallel=data_parallel", "data.args.rows=51"),
+    "rows that divide": ("parallel=data_parallel", "data.args.rows=60"),
+    "operators sliced in many ways": MODES["semi_auto"],
+    "batch norm": ("parallel=data_parallel", "model.args.norm=true"),
+    "dropout": ("parallel=data_parallel", "model.args.dropout=0.4"),
+    "accumulated": ("parallel=data_parallel", "train.accumulate=4", "train.clip=0.1"),
+    "one micro-batch less": ("parallel=data_parallel", "train.accumulate=4", "data.args.rows=52"),
+    "summed loss": ("parallel=data_parallel", "loss.args={reduction: sum}"),
+    "loss of its own": ("parallel=data_parallel", *WHOLE),
+    "hybrid": (*HYBRID, "data.args.rows=60", "verify.reference.target=networks.Classifier"),
+    "alone": (*ALONE, "train.accumulate=2"),
+    "pipeline": ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4", "parallel=data_parallel"),
+    "circular pipeline": (
+        "model.target=networks.Stack", "world_size=2", "parallel.pipeline.stages=2", "parallel=data_parallel",
+        "parallel.pipeline.virtual_stages=2", "model.args.dropout=0.2",
+        "parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.micro_batches=2", "train.accumulate=2",
+    ),
+    "zero 1": ("parallel=data_parallel", "parallel.zero.stage=1", "train.accumulate=4", "train.precision=fp32"),
+    "zero 2": ("parallel=data_parallel", "parallel.zero.stage=2", "train.accumulate=4", *LONGER),
+    "zero 3": ("parallel=data_parallel", "parallel.zero.stage=3", "train.accumulate=2", *LONGER),
+    "pipeline with zero": (
+        "parallel=data_parallel", "parallel.zero.stage=1", "parallel.pipeline.stages=2", *LONGER,
+        "parallel.pipeline.micro_batches=4", "model.args.hidden=12",
+    ),
+    "copies": ("parallel=data_parallel", "parallel.copies=2"),
+    "compiled": ("parallel=data_parallel", "train.compile=true"),
+}  # fmt: skip
+
+
+SLOW = frozenset(
+    {
+        "rows that divide", "dropout", "one micro-batch less", "summed loss", "loss of its own", "alone",
+        "circular pipeline", "zero 1", "zero 2", "pipeline with zero", "copies", "compiled",
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SHORT_CASES])
+def test_a_short_last_batch_trains_as_on_one_device(start, name):
+    assert start(*SMALL, *SHORT, *SHORT_CASES[name], verb="verify").verdict["passed"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
+    more = (*SMALL, "parallel=data_parallel", DOUBLE, "data.args.rows=55", "data.drop_last=false", "train.accumulate=2")
+    more += (f"data.shuffle={shuffle}".lower(), "train.steps=null", "train.epochs=2", "train.log_every=1")
+    ran = start(*more, "evaluate.metric=accuracy", folder="run")
+    assert [*ran.evaluations] == [4, 8]
+    for rank in range(4):
+        lines = [
+            line
+            for line in (ran.folder / "ranks" / f"{rank}.log").read_text().splitlines()
+            if line.startswith("epoch ")
+        ]
+        told = [line.split() for line in lines]
+        assert [(words[1], words[3]) for words in told] == [(str(1 + step // 4), str(step + 1)) for step in range(8)]
+        assert [float(words[5]) for words in told] == pytest.approx(ran.losses, rel=1e-5)
+    torch.manual_seed(0)
+    model, points, losses = networks.Classifier().double(), networks.Points(55), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    order = Order(55, 16, 0, shuffle, drop_last=False)
+    for step in range(8):
+        rows = order.rows(step)
+        assert len(rows) == (7 if step % 4 == 3 else 16)
+        loss = torch.nn.functional.cross_entropy(model(points.x[rows].double()), points.y[rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert ran.losses == pytest.approx(losses, rel=1e-10)
+    assert [*range(55)] == sorted(row for step in range(4) for row in order.rows(step))
+    if not shuffle:
+        assert order.rows(3) == order.rows(7) == [*range(48, 55)]
+        start(*more, "train.epochs=1", "checkpoint.every=3", folder="parts")
+        assert start(*more, "train.resume=auto", folder="parts").losses == ran.losses
+
+
+def test_a_model_that_cannot_train_on_the_last_rows_is_refused(start):
+    more = ("parallel=data_parallel", "model.args.norm=true", "data.args.rows=49", "data.drop_last=false")
+    with pytest.raises(ConfigError, match=r"data.drop_last = false: .* batch of 1 samples"):
+        start(*SMALL, *more)
+    with pytest.raises(ConfigError, match=r"data.drop_last = false: .*cannot slice batch entry '0' of shape \(7, 12\)"):
+        start(*SMALL, *HYBRID, *SHORT)
