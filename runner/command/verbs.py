@@ -67,7 +67,8 @@ VERBS = {
         "runner.jobs.verify:run",
     ),
     "explain": Verb(
-        "print the plan as a table: every operator, its slices, what is sent; or why one is sliced so",
+        "print the plan as a table: every operator, its slices, what is sent; why one is sliced so; or every rank's "
+        "slice of a tensor (--slices NAME)",
         "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.jobs.explain:run",
         argument="explain.operator",

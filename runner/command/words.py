@@ -35,6 +35,7 @@ LAUNCHERS = {
     "PMI_RANK": "PMI_SIZE",
 }
 DRY_RUN = "launch.dry_run=true"
+SLICES = "explain.slices"
 BY_PATH = ("parallel.strategies", "parallel.place", "parallel.pipeline.cuts")
 """Mappings whose keys are dotted paths: `~parallel.strategies.dense1.matmul` takes one of them away."""
 REPLACED = ("parallel.mesh",)
@@ -49,7 +50,7 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
     if "--diff" in words and "plan" in words:  # plans are compared without a config
         return "diff", [word for word in words if word not in ("--diff", "plan")]
     verb: str | None = None
-    rest: list[str] = []
+    words, rest = _with_slices(words)
     previous = ""
     for word in words:
         bare = word and word[0] not in "-+~" and "=" not in word and previous not in OPTIONS_WITH_VALUE
@@ -64,9 +65,28 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
         else:
             verb = word
+    if verb != "explain" and any(word.startswith(f"{SLICES}=") for word in rest):
+        raise ConfigError("--slices NAME is an option of `run explain`.")
     if verb == "launch":
         rest = [DRY_RUN if word == "--dry-run" else word for word in rest]
     return verb, rest
+
+
+def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without `--slices NAME`, and what it means. Raises ConfigError without a name."""
+    others: list[str] = []
+    names: list[str] = []
+    left = iter(words)
+    for word in left:
+        option, given, name = word.partition("=")
+        if option != "--slices":
+            others.append(word)
+            continue
+        name = name if given else next(left, "")
+        if not name or name.startswith("+") or "=" in name:
+            raise ConfigError("--slices needs the name of a parameter, batch entry or operator, such as --slices '*'.")
+        names.append(f"{SLICES}={quoted(name)}")
+    return others, names
 
 
 def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""`run explain`: the plan as a table, operator by operator, with what is sent; or why some operators are sliced so."""
+"""`run explain`: the plan as a table, operator by operator, with what is sent; or why some operators are sliced so, or
+which slice of some tensors every rank holds."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from runner.schema import Config
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Print the table, or what is to be said of the operators of `explain.operator`. Returns None."""
+    """Print the table, or what is to be said of the operators of `explain.operator` and the tensors of
+    `explain.slices`. Returns None."""
     from runner.planning.deciding import prepare_decided
     from runner.reporting import report
     from runner.reporting.decision_table import decision_table
     from runner.reporting.explanation import explanations
+    from runner.reporting.slices import slices
 
-    prepared, wanted = prepare_decided(config, None), config.explain.operator
-    told = None if wanted is None or prepared.plan is None else explanations(prepared, wanted)
+    prepared = prepare_decided(config, None)
+    asked = ((config.explain.operator, explanations), (config.explain.slices, slices))
+    told = [] if prepared.plan is None else [show(prepared, name) for name, show in asked if name is not None]
     content = report.write_plan(prepared, run_dir)
     print(report.headline(prepared, run_dir))
     if content is None:
@@ -24,8 +28,8 @@ def run(config: Config, run_dir: Path) -> float | None:
     report.write_page(content, prepared, run_dir)
     if content["search"].get("decided") is not None:
         print(decision_table(content["search"]["decided"]))
-    if told is not None:
-        print(told)
+    if told:
+        print("\n\n".join(told))
         return None
     print(report.table(content))
     print(report.totals(content))

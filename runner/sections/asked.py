@@ -16,3 +16,6 @@ class Calibrate(Section):
 
 class Explain(Section):
     operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
+    slices: Annotated[
+        Glob | None, Field(description="The tensors of which to show every rank's slice, also as --slices NAME.")
+    ]

@@ -80,3 +80,45 @@ def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
 def test_the_operator_is_a_bare_word(command):
     done = command("explain", "relu", "+recipe=quickstart")
     assert done.code == 0 and "relu (relu, models/quickstart.py" in done.out
+
+
+def table(out, name):
+    """The rows of the table of `name`: (rank, *dims, partial over)."""
+    lines = out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(f"{name} ["))
+    rows = lines[first + 1 : lines.index("", first) if "" in lines[first:] else None]
+    assert rows[0].split()[0] == "rank" and rows[0].endswith("partial over")
+    return [tuple(row.split()) for row in rows[1:]]
+
+
+def test_slices_of_parameters_inputs_and_results(start, capsys):
+    out = told(start, capsys, "+recipe=quickstart", "explain.slices='*'")
+    product = table(out, "matmul")
+    assert [row[0] for row in product] == [*map(str, range(8))]
+    assert product[0][1:] == ("0:8", "0:16", "d1") and product[7][1:] == ("8:16", "0:16", "d1")
+    sliced = told(start, capsys, *SMALL, *MODES["semi_auto"], "explain.slices=outer.weight")
+    assert [row[1:] for row in table(sliced, "outer.weight")] == [("0:4", "0:8", "-"), ("0:4", "8:16", "-")] * 2
+    assert "inner" not in sliced
+
+
+def test_slices_of_a_pipeline_name_the_ranks_of_the_stage(start, capsys):
+    options = (*SMALL, "parallel=data_parallel", "parallel.pipeline.stages=2", "data.args.keys=true")
+    out = told(start, capsys, *options, "explain.slices='{outer.bias,x}'".replace("{outer.bias,x}", "outer.*"))
+    assert table(out, "outer.bias") == [("2", "0:4", "-"), ("3", "0:4", "-")]
+    assert [row[1] for row in table(told(start, capsys, *options, "explain.slices=x"), "x")] == ["0:8", "8:16"]
+
+
+@pytest.mark.parametrize(
+    "typed", [("--slices", "matmul", "+recipe=quickstart"), ("+recipe=quickstart", "--slices=relu")]
+)
+def test_slices_are_an_option_in_any_place(command, typed):
+    done = command("explain", *typed)
+    assert done.code == 0 and "partial over" in done.out
+
+
+def test_slices_of_nothing_are_refused(start, command, tmp_path):
+    with pytest.raises(ConfigError, match=r"explain\.slices = 'inner\.wieght' .*Did you mean 'inner\.weight'"):
+        start(*SMALL, "parallel=data_parallel", "explain.slices=inner.wieght", verb="explain", folder="run")
+    assert list((tmp_path / "run").iterdir()) == []
+    assert command("plan", "+recipe=quickstart", "--slices", "relu").code == 2
+    assert command("explain", "+recipe=quickstart", "--slices").code == 2
