@@ -52,7 +52,7 @@ class Scores:
         """The scores of one batch. Raises whatever the user's functions raise, ConfigError for what is no number."""
         if self.loss is None:
             return {"loss": _number(loss_in(output), "the model's loss")}
-        results = {"loss": _number(self.loss(output, *target), "the loss")}
+        results = {"loss": _number(loss_in(self.loss(output, *target)), "the loss")}
         if self.metric is not None:
             results[self.name] = _number(self.metric(output, *target), f"evaluate.metric = {self.name}")
         return results

@@ -153,8 +153,7 @@ def loss_in(output: object) -> object:
 def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
     """The scalar loss in `output`. Raises StrategyError if there is none, or nothing to train."""
     assert isinstance(objective, Objective)
-    own = objective.loss is None
-    loss = loss_in(output) if own else output
+    own, loss = objective.loss is None, loss_in(output)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
         raise StrategyError(

@@ -40,6 +40,13 @@ def test_every_sample_once_with_a_short_last_batch(evaluate, mode, size):
     assert found == {1: pytest.approx(truth(50), rel=1e-6)}
 
 
+@pytest.mark.parametrize("loss", ["loss_and_scores", "named_loss"])
+def test_losses_that_return_more(evaluate, loss):
+    words = (*STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12")
+    found = evaluate("stand_alone", f"loss.target=networks.{loss}", *words)
+    assert found == {1: pytest.approx(evaluate("stand_alone", *words)[1], rel=1e-6)}
+
+
 def test_rows_that_mix_see_no_padding(evaluate):
     short = ("model.target=networks.Mixing", *STILL, "evaluate.args={rows: 50, seed: 1}", "evaluate.batch_size=12")
     assert evaluate("data_parallel", *short) == {1: pytest.approx(evaluate("stand_alone", *short)[1], rel=1e-6)}

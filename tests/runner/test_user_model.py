@@ -33,6 +33,8 @@ SHAPES = {
         ("loss={target: torch.nn.functional.cross_entropy, args: {label_smoothing: 0.1, reduction: sum}}",),
         DOUBLE,
     ),
+    "loss first in a tuple": (("loss.target=networks.loss_and_scores",), DOUBLE),
+    "loss by name in a pipeline": (("loss.target=networks.named_loss", "parallel.pipeline.stages=2"), DOUBLE),
     "own collate": (("data.target=networks.Words", "data.collate=networks.padded"), DOUBLE),
     "own collate, sliced rows": (
         (
