@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.errors import ConfigError
 from runner.planning import pipelining
 from runner.planning.clusters import cluster_of
 from runner.planning.memory_limit import updating_of
@@ -81,18 +82,30 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         content["search"] |= {"cost": content["cost"]["total"]}
     _predict(content, prepared, programs, cluster)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
-    if config.parallel.dump_ir:
-        for rank in range(prepared.world_size):
-            folder = run_dir / "ir" / f"rank_{rank}"
-            folder.mkdir(parents=True, exist_ok=True)
-            group, local = divmod(rank, prepared.plan.mesh.size)
-            for number in range(group, len(programs), pipelining.groups_of(config)):
-                graph, plan = _part(prepared, number)
-                first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
-                name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
-                (folder / name.format("begin")).write_text(first + ir.begin(graph, plan))
-                (folder / name.format("end")).write_text(first + ir.end(graph, plan, programs[number], local))
+    if (wanted := config.parallel.dump_ir) is not False:
+        try:
+            _write_ir(prepared, programs, run_dir / "ir" if wanted is True else Path(wanted).expanduser())
+        except OSError as error:
+            raise ConfigError(
+                f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
+                "that can."
+            ) from error
     return content
+
+
+def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> None:
+    """`rank_R/step_parallel_begin.ir` and `..._end.ir` of every rank in `place`, numbered for further stages."""
+    assert prepared.plan is not None
+    for rank in range(prepared.world_size):
+        folder = place / f"rank_{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        group, local = divmod(rank, prepared.plan.mesh.size)
+        for number in range(group, len(programs), pipelining.groups_of(prepared.config)):
+            graph, plan = _part(prepared, number)
+            first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
+            name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
+            (folder / name.format("begin")).write_text(first + ir.begin(graph, plan), "utf-8")
+            (folder / name.format("end")).write_text(first + ir.end(graph, plan, programs[number], local), "utf-8")
 
 
 def _copies(prepared: Prepared) -> dict[str, Any]:

@@ -72,7 +72,10 @@ class Parallel(Section):
     pipeline: Pipeline
     plan: Annotated[str | None, Field(min_length=1, description="A plan.json, or the folder of the run that wrote it.")]
     plan_cache: Annotated[str | None, Field(min_length=1, description="The folder of found plans; auto, or null.")]
-    dump_ir: StrictBool
+    dump_ir: Annotated[
+        StrictBool | Annotated[str, Field(min_length=1)],
+        Field(description="Whether to write the program of every rank to ir/ in the run folder, or a folder for it."),
+    ]
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from strategies.engine.program import Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
-from strategies.graph import OperatorGraph, Ref, TensorSpec, rewrite
+from strategies.graph import Operator, OperatorGraph, Ref, TensorSpec, rewrite
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.plan import Plan
@@ -22,26 +22,20 @@ def begin(graph: OperatorGraph, plan: Plan) -> str:
         layout = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
         lines.append(f"%{source.id} = {source.kind} {source.name} : {_spec(source.spec)}  layout {layout}")
     for operator in graph.operators:
-        chosen, sharding = plan.operators[operator.name], rule_of(operator, graph)
-        into = [layout.counts(plan.mesh) for layout in sharding.operand_layouts(chosen.assignment)]
-        out = [layout.counts(plan.mesh) for layout in chosen.outputs or sharding.result_layouts(chosen.assignment)]
         results = ", ".join(_spec(spec) for spec in operator.results)
         lines.append(
             f"%{operator.id} = {operator.target}({_arguments(operator.args, dict(operator.kwargs))}) : {results}"
         )
-        lines.append(
-            f"    name {operator.name}  module {operator.module or '-'}  in_strategy {_counts(into)}  out_strategy "
-            f"{_counts(out)}"
-        )
-        lines.append(f"    chosen {chosen.origin}  source {operator.source or '-'}")
+        lines.append(f"    name {operator.name}  module {operator.module or '-'}  {_strategies(operator, graph, plan)}")
+        lines.append(f"    chosen {plan.operators[operator.name].origin}  source {operator.source or '-'}")
     lines += [f"%{buffer} <- {_word(value)}" for buffer, value in graph.updates]
     lines.append(f"return {', '.join(f'%{ref.id}' for ref in graph.outputs)}")
     return "\n".join(lines) + "\n"
 
 
 def end(graph: OperatorGraph, plan: Plan, program: Program, rank: int) -> str:
-    """`step_parallel_end.ir` of `rank`: what it runs, with local shapes; collectives name their group and the
-    operator behind them."""
+    """`step_parallel_end.ir` of `rank`: what it runs, with local shapes, the strategies and the source line of every
+    operator; collectives name their group and the operator behind them."""
     mesh = program.mesh
     lines = [
         f"# rank {rank} of {mesh.size}, mesh {dict(mesh.axes)}, coordinate "
@@ -93,7 +87,16 @@ def _compute(instruction: Compute, graph: OperatorGraph, plan: Plan, mesh: Mesh,
     return [
         f"%{instruction.id} = {instruction.target}({arguments})",
         f"    of {operator.name}: ({', '.join(into)}) -> {', '.join(out)}{'  on the host' * instruction.host}",
+        f"    {_strategies(operator, graph, plan)}  source {operator.source or '-'}",
     ]
+
+
+def _strategies(operator: Operator, graph: OperatorGraph, plan: Plan) -> str:
+    """How many slices each dim of the operands and of the results has."""
+    chosen, sharding = plan.operators[operator.name], rule_of(operator, graph)
+    into = [layout.counts(plan.mesh) for layout in sharding.operand_layouts(chosen.assignment)]
+    out = [layout.counts(plan.mesh) for layout in chosen.outputs or sharding.result_layouts(chosen.assignment)]
+    return f"in_strategy {_counts(into)}  out_strategy {_counts(out)}"
 
 
 def _redistribution(instruction: Redistribute, mesh: Mesh, rank: int) -> list[str]:

@@ -41,7 +41,7 @@ from strategies.engine.program import (
     Start,
 )
 from strategies.engine.recompute import Hold, Part, parts_of, recomputing, watched
-from strategies.engine.reuse import Forms, Template, constants_of, function_of, several, tensors_of
+from strategies.engine.reuse import Forms, Template, constants_of, function_of, scalars, several, tensors_of
 from strategies.engine.units import owned, unit_path
 from strategies.engine.whereabouts import placed
 from strategies.graph import Ref, rewrite
@@ -107,6 +107,7 @@ class _Tree:
                 self.used.setdefault(ref, []).append(instruction.id)
         self.parts = parts_of(program)
         self.forms = Forms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
+        self.scalars = scalars(program)
         self.templates: dict[Hashable, Template] = {}
         self.functions: dict[Hashable, Callable[..., Any]] = {}
         self.leaves = {name.rpartition(".")[2] for name in program.parameter_order}
@@ -213,6 +214,8 @@ class _Tree:
                 local = leaf if owner == path else private(full, units, tensors, self.reserved)
                 tensors[local] = self.tensors[full]
                 values[ref] = reached("get_attr", local)
+                if full in self.scalars:
+                    values[ref] = graph.call_function(torch.ops.aten.view.default, (values[ref], []))
             return values[ref]
 
         def constant() -> fx.Node:

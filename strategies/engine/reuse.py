@@ -50,6 +50,7 @@ class Forms:
         owned: Mapping[Ref, str],
     ) -> None:
         self._program, self._rank, self._paths, self._owned = program, rank, paths, owned
+        self._scalars = scalars(program)
         self._numbers: dict[Hashable, int] = {}
         self._chains: dict[int, int] = {}  # by id: the program holds them
         self._calls = {
@@ -103,7 +104,8 @@ class Forms:
                 if ref in self._owned:
                     name = self._owned[ref]
                     inside = not path or name.startswith(f"{path}.")
-                    values[ref] = name.removeprefix(f"{path}.") if inside else ("foreign", len(values))
+                    word = name.removeprefix(f"{path}.") if inside else ("foreign", len(values))
+                    values[ref] = ("scalar", word) if name in self._scalars else word
                 else:
                     values[ref] = position[ref.id], ref.index
             return values[ref]
@@ -113,6 +115,11 @@ class Forms:
             place = tuple(("use", number) if name == use_of(step) else name for name in self._paths[step.id][depth:])
             rows.append((place, self._calls[step.id], tuple(map(value, step.operands))))
         return tuple(rows), len(inputs), tuple(map(value, outputs))
+
+
+def scalars(program: Program) -> frozenset[str]:
+    """The parameters of shape (). DeepSpeed holds them with shape (1,), so code views them as what they are."""
+    return frozenset(one.name for one in program.sources if one.kind == "parameter" and not one.spec.shape)
 
 
 def function_of(of: Redistribute | Fused) -> Hashable:

@@ -102,6 +102,9 @@ class ZeroUpdates:
         named = held(module)
         self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            if not parameter.dim():  # which DeepSpeed cannot hold; see `reuse.scalars`
+                parameter.data = parameter.data.view(1)
         self._learning, self._waiting = frozenset(program.learns), 0
         check_parameters(self._parameters, self._learning, stage, precision)
         torch_groups = learning_groups(program, groups)
@@ -262,7 +265,7 @@ class ZeroUpdates:
             found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._learning else None
             if found is None:
                 found = torch.zeros(self._shapes[name], device=parameter.device)
-            yield name, found.detach().float() / (1.0 if scale is None else scale.value)
+            yield name, found.detach().view(self._shapes[name]).float() / (1.0 if scale is None else scale.value)
 
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
@@ -287,9 +290,9 @@ class ZeroUpdates:
     def weight(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         if self._stage < 3:
-            return parameter.detach()
+            return parameter.detach().view(self._shapes[name])
         with self._deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+            return parameter.detach().clone().view(self._shapes[name])
 
     def pieces(self, write: bool = False) -> Iterator[Pieces]:
         return self._state.pieces(write)

@@ -171,12 +171,6 @@ def check_parameters(
             f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
             "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32."
         )
-    for name, parameter in found.items():
-        if parameter.dim() == 0:
-            raise StrategyError(
-                f"Parameter {name} has no dims (shape ()), which DeepSpeed cannot hold. Give it shape (1,) in the "
-                "model, or use parallel.zero.stage=0."
-            )
     dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))

@@ -129,7 +129,7 @@ class ZeroState:
         parameter: Any = self._found[name]
         shape, block, local = self._place(name)
         if self._stage < 3:
-            yield {MODEL + name: [of_slice(shape, block, parameter)]}
+            yield {MODEL + name: [of_slice(shape, block, parameter.view(local))]}
             return
         part = parameter.ds_tensor
         first = parameter.ds_zero_partition_rank * part.ds_numel

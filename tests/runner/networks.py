@@ -67,6 +67,28 @@ class Odd(Classifier):
         return super().forward(x)
 
 
+class Gate(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.rand(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate
+
+
+class Scalars(Classifier):
+    """A classifier with parameters of shape (), one beside its like of shape (12,), and one that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=15)
+        self.gates = nn.Sequential(Gate(), Gate(FEATURES), Gate())
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.tensor(0.1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.gates(x) + self.shift) * self.temperature.exp()
+
+
 class Scaled(nn.Module):
     """A classifier of points that are scaled by one learned number, which is all of a first stage."""
 

@@ -209,6 +209,16 @@ def forward_steps(operator, operand=0):
     return [step for entry in operator["redistributions"] if entry["operand"] == operand for step in entry["forward"]]
 
 
+def test_ir_in_a_folder_of_its_own(start, tmp_path):
+    ended = start("+recipe=quickstart", f"parallel.dump_ir='{tmp_path}/my programs'", verb="plan")
+    assert not (ended.folder / "ir").exists()
+    found = sorted(str(file.relative_to(tmp_path / "my programs")) for file in tmp_path.glob("my programs/*/*"))
+    assert found == [f"rank_{rank}/step_parallel_{part}.ir" for rank in range(8) for part in ("begin", "end")]
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match=r"parallel.dump_ir = .*taken.* cannot be written"):
+        start("+recipe=quickstart", f"parallel.dump_ir={tmp_path}/taken", verb="plan")
+
+
 def test_quickstart_plan(start):
     ended = start("+recipe=quickstart", "parallel.dump_ir=true", verb="plan")
     found = operators_of(ended.plan)

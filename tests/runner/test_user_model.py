@@ -9,6 +9,8 @@ import networks
 import pytest
 from small import DOUBLE, MODES, SMALL
 
+from runner import checkpoints
+
 KEYS = "data.args.keys=true"
 SHAPES = {
     "dropout": (("model.args.dropout=0.5",), DOUBLE),
@@ -65,6 +67,36 @@ SHAPES = {
     "hidden dim that nothing divides": (("model.args.hidden=13",), DOUBLE),
     "zero": (("model.target=networks.Tied", "parallel.zero.stage=3", "model.args={}"), "train.precision=fp32"),
 }
+
+
+NO_DIMS = (
+    *(*SMALL, "parallel=data_parallel", "model.target=networks.Scalars", "train.clip=0.01"),
+    *("optimizer.target=torch.optim.SGD", "optimizer.args={lr: 10.0, momentum: 0.9}"),
+)
+STAGES = [
+    ("parallel.zero.stage=1", "parallel.pipeline.stages=2"),
+    ("parallel.zero.stage=2", "parallel.offload.optimizer=host"),
+    ("parallel.zero.stage=3", "world_size=2"),
+]
+
+
+@pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
+def test_parameters_of_no_dims_under_zero(start, words):
+    """Plain descent by long steps shows a wrong norm in the weights."""
+    ended = start(*NO_DIMS, *words, "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"] and max(ended.verdict["weight_max_rel_diff"].values()) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", STAGES, ids=["1", "2", "3"])
+def test_checkpoints_of_parameters_of_no_dims(start, words):
+    words = (*NO_DIMS, *words, "checkpoint.every=2", "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}")
+    whole = start(*words, "train.steps=3", folder="whole")
+    start(*words, "train.steps=2", folder="parts")
+    parts = start(*words, "train.steps=3", "train.resume=auto", folder="parts")
+    assert parts.value == whole.value and parts.evaluations[3] == whole.evaluations[3]
+    stored = checkpoints.read(checkpoints.newest(parts.folder / "checkpoints"))
+    assert stored.read("model/temperature").shape == ()
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -55,7 +55,10 @@ def test_end(quickstart: tuple[Model, Plan, Program]) -> None:
         "    backward: all_gather dim 1 over d1  float64[8,4] -> float64[8,16]  group (0, 1, 2, 3), 768 bytes sent\n"
         in text
     )
-    assert "    of matmul2: (float64[8,4], float64[4,16]) -> float64[8,16] partial\n" in text
+    ran = re.escape("    of matmul2: (float64[8,4], float64[4,16]) -> float64[8,16] partial\n")
+    how = re.escape("    in_strategy ((2, 4), (4, 1))  out_strategy ((2, 1))  source ")
+    assert re.search(rf"{ran}{how}models/matmul.py:\d+\n", text)
+    assert text.count("  source ") == len(re.findall("^    of ", text, re.MULTILINE))
     assert "# gradient of matmul.weight: sum over d0, group (0, 4), after backward\n" in text
 
 
