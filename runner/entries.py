@@ -13,6 +13,7 @@ from runner.errors import ConfigError
 from runner.inference import weights
 from runner.inference.predictor import predict
 from runner.launchers.sharing import require_shared
+from runner.planning import capacity
 from runner.planning.deciding import prepare_decided
 from runner.planning.prepare import Prepared
 from runner.recovery import faults
@@ -47,7 +48,7 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
         checkpoints.verify(trained.path)
         if prepared.graph is not None:
             weights.check(trained, prepared.graph.sources)
-    report.write_plan(prepared, rank.run_dir)
+    capacity.check_plan(prepared, report.write_plan(prepared, rank.run_dir))
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
         told = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"

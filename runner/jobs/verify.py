@@ -112,6 +112,7 @@ def run(config: Config, run_dir: Path) -> float | None:
             "(and its args)."
         )
     launch.warm()
+    from runner.planning import capacity
     from runner.planning.deciding import prepare_decided
     from runner.planning.prepare import prepare
     from runner.reporting import report
@@ -128,7 +129,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ours.mkdir()
         theirs.mkdir()
         prepared = prepare_decided(sharded, folder)
-        report.write_plan(prepared, run_dir)
+        capacity.check_plan(prepared, report.write_plan(prepared, run_dir))
         print(report.headline(prepared, run_dir), flush=True)
         start = partial(
             launch.run_ranks,

@@ -29,6 +29,7 @@ from runner.launch.messages import Done
 from runner.launch.rank import OPEN_FILES, Orders, enter, log_of, whereabouts_of
 from runner.launch.rank import STOP as STOP_ORDER
 from runner.launch.server import Descriptor
+from runner.launch.starting import Starting
 from runner.launch.telling import tell
 from runner.launchers import network
 from runner.launchers.placing import Part
@@ -84,6 +85,7 @@ def run_ranks(
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm()
     ranks = [_Rank(rank, run_dir) for rank in part.ranks]
+    starting = Starting([rank.whereabouts for rank in ranks])
 
     def stop(number: int) -> bool:
         if number == signal.SIGINT and not hangs.any_step_done([rank.whereabouts for rank in ranks]):
@@ -125,11 +127,12 @@ def run_ranks(
                     plain=False,
                     connection=rank.far_end,
                 )
+                starting.look()
                 rank.start(orders, name or f"rank {rank.number}")
             if listener is not None:
                 listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
             signs = [Signs(rank.pid, computing=device == "cpu") for rank in ranks]
-            hung = _watch(ranks, Stall([rank.whereabouts for rank in ranks], timeout, signs))
+            hung = _watch(ranks, starting, Stall([rank.whereabouts for rank in ranks], timeout, signs))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
                 raise error_of(interrupts.asked)  # which reached ranks that were not training yet
@@ -240,7 +243,7 @@ class _Rank:
         self.far_end.close()
 
 
-def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
+def _watch(ranks: Sequence[_Rank], starting: Starting, stall: Stall) -> bool:
     """Return when all ranks have ended well, or when one has failed and the others had time to say why; True where they
     hang, and none has noticed."""
     deadline: float | None = None
@@ -259,6 +262,7 @@ def _watch(ranks: Sequence[_Rank], stall: Stall) -> bool:
             return False
         if not sources or (deadline is not None and now >= deadline):
             return False
+        starting.look()
         if deadline is None and stall.found():
             return True
         connection.wait(sources, LOOK if deadline is None else deadline - now)

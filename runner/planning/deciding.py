@@ -22,7 +22,7 @@ from runner.building.optimizers import optimizer_factory
 from runner.building.precision import DTYPES, cast
 from runner.data.loader import flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.planning import copies, pipelining, sources
+from runner.planning import capacity, copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.fewest import Fewest
@@ -60,6 +60,9 @@ WORTH = 0.005
 def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
     """`prepare`, with what is left open decided first. Raises ConfigError and StrategyError as that does, and where
     nothing fits."""
+    device, world_size = device_of(config)
+    capacity.check_processes(config, world_size)
+    capacity.check_model(config, device, world_size)
     if not config.parallel.open:
         return prepare(config, folder, say)
     if config.parallel.plan is not None:

@@ -51,6 +51,7 @@ class Launch(Section):
     threads: Annotated[Count, Field(le=THREADS, description="Threads of torch in each rank.")]
     max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
     min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
+    check_memory: Annotated[StrictBool, Field(description="Refuse ranks that this machine has no room for.")]
     rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]
     faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
     hosts: Annotated[

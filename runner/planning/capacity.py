@@ -1,0 +1,139 @@
+"""Whether this machine can hold what is about to start on it: processes, then the model, then the plan.
+
+Only what is surely needed is counted, so that no run is refused that would fit: before the plan is known, every tensor
+once. What is too large ends as one paragraph, before anything starts; otherwise the kernel would end a process without
+a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner import machine
+from runner.building import optimizers
+from runner.building.modules import build_model
+from runner.building.precision import DTYPES
+from runner.errors import ConfigError
+from runner.planning import pipelining
+from runner.planning.prepare import DESCRIBING, Prepared
+from runner.schema import Config
+from strategies.capture.shapes import shapes_only
+from strategies.errors import StrategyError
+
+RANK, DEEPSPEED = 40 * 10**6, 40 * 10**6
+"""Bytes that a rank takes for itself before it holds a tensor, and more with DeepSpeed. Measured: 35 MB and 80 MB of
+private memory."""
+THREADS = 6
+"""Of a rank: its own, those of autograd, and those of a group of gloo."""
+FILES = 32
+"""That a rank holds open beside its connections, of which it has one to every other rank."""
+TRY_ANYWAY = "launch.check_memory=false tries it all the same."
+
+
+def ranks_here(config: Config, world_size: int) -> int:
+    """How many of the ranks are processes that this command forks."""
+    return world_size if config.launch.launcher == "local" else 0
+
+
+def check_processes(config: Config, world_size: int) -> None:
+    """Raises ConfigError for more ranks than this machine can have processes, or empty ones in memory."""
+    count = ranks_here(config, world_size)
+    if not _checked(config) or count < 2:
+        return
+    advice = "Set a smaller world_size, or start the ranks on more hosts (launch=torchrun, slurm, mpirun, ...)."
+    room, each = machine.memory_at_hand(), _empty(config)
+    if room is not None and count * each > room:
+        raise ConfigError(
+            f"world_size = {count} is too large for this machine: a rank takes {_size(each)} of memory before it holds "
+            f"anything, all of them {_size(count * each)}, and {_size(room)} are at hand. {advice} {TRY_ANYWAY}"
+        )
+    for limit, what in (
+        (machine.threads_at_hand(), "the kernel or a control group has room for"),
+        (machine.own_processes(), "this user may have (ulimit -u)"),
+    ):
+        if limit is not None and count * THREADS > limit:
+            raise ConfigError(
+                f"world_size = {count} is too large for this machine: a rank has {THREADS} threads or more, all of "
+                f"them {count * THREADS}, and {what} {limit}. {advice} {TRY_ANYWAY}"
+            )
+    files = machine.open_files()
+    if files is not None and count + FILES > files:
+        raise ConfigError(
+            f"world_size = {count} is too large for this machine: a rank is connected to each of the others, and a "
+            f"process may hold {files} files open; raise that (ulimit -n). {advice} {TRY_ANYWAY}"
+        )
+
+
+def check_model(config: Config, device: str, world_size: int) -> None:
+    """Raises ConfigError where the model cannot be built, trained or verified within the memory at hand, whatever the
+    plan. The model is built from shapes alone; one that reads numbers while it is built is not checked."""
+    room = machine.memory_at_hand()
+    if not _checked(config) or room is None:
+        return
+    try:
+        with shapes_only():
+            model = build_model(config)
+    except ConfigError:
+        return  # said where it is built for real
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    learning = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    size = DTYPES[config.train.precision].itemsize
+    try:
+        states = optimizers.need_of(config.optimizer).kept * max(1.0, size / 4) + 4 * (size < 4)  # with fp32 weights
+    except StrategyError:
+        states = 0.0  # not an optimizer that plans know
+    gradients, updated = (learning * size, int(learning * states)) if config.job.name != "predict" else (0, 0)
+    needs = {"building it": weights}
+    count = ranks_here(config, world_size) if device == "cpu" and not config.parallel.offload.on_disk else 0
+    if count:
+        replicated = config.parallel.mode == "data_parallel" and not config.parallel.open
+        stage = config.parallel.zero.known if replicated else 3
+        replicas = max(1, count // pipelining.groups_of(config))
+        held = weights * (replicas if stage < 3 else 1) + gradients * (replicas if stage < 2 else 1)
+        held += updated * (replicas if stage < 1 else 1)
+        needs[f"its {count} rank{'s' * (count > 1)}"] = count * _empty(config) + held
+    if config.job.name == "verify" and device == "cpu":
+        needs["the one process that verify compares with"] = weights + gradients + updated
+    if max(needs.values()) > room:
+        listed = ", ".join(f"{what} at least {_size(need)}" for what, need in needs.items())
+        elements = sum(one.numel() for one in model.parameters())
+        raise ConfigError(
+            f"model.target = {config.model.target!r} is too large for this machine: its {elements:,} parameters in "
+            f"{config.train.precision} need memory for {listed}, and {_size(room)} are at hand. Use a smaller model, "
+            "more hosts (launch=torchrun, slurm, mpirun, ...), or `run plan` for a described cluster needs none. "
+            f"{TRY_ANYWAY}"
+        )
+
+
+def check_plan(prepared: Prepared, content: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError where ranks that follow the plan with this `content` (of plan.json) do not fit."""
+    config, room = prepared.config, machine.memory_at_hand()
+    count = ranks_here(config, prepared.world_size)
+    if content is None or not _checked(config) or room is None or not count or prepared.device != "cpu":
+        return
+    groups = content["pipeline"]["memory"] if "pipeline" in content else [content["memory"]]
+    peak = sum(group["peak"] for group in groups) * (count // len(groups))
+    need = peak + count * _empty(config)
+    if need > room:
+        raise ConfigError(
+            f"this plan is too large for this machine: {count} rank{'s' * (count > 1)} on it take {_size(need)} at the "
+            f"peak of a step (the fullest {_size(content['memory']['peak'])}), and {_size(room)} are at hand. Use "
+            "fewer ranks, smaller micro-batches (train.accumulate), parallel.recompute=full, another "
+            f"parallel.zero.stage, or more hosts. {TRY_ANYWAY}"
+        )
+
+
+def _checked(config: Config) -> bool:
+    return config.launch.check_memory and config.job.name not in DESCRIBING
+
+
+def _empty(config: Config) -> int:
+    return RANK + (DEEPSPEED if config.parallel.zero.known else 0)
+
+
+def _size(count: float) -> str:
+    if count >= 1e11:
+        return f"{count / 1e9:,.0f} GB"
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
