@@ -8,12 +8,14 @@ no more of the file than that part.
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.data import idx
+from runner.data.scaling import Normalize, Rescale, Scaling
 from runner.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "digits"
@@ -22,8 +24,12 @@ MEAN, STD = 0.3063, 0.3254
 """Of the shipped training pixels scaled to 0..1; used for every folder, so that one file means one tensor."""
 
 
+STANDARD: Normalize = MappingProxyType({"mean": MEAN, "std": STD})
+
+
 class Mnist:
-    """Images standardised as (pixel / 255 - MEAN) / STD, with their labels.
+    """Images with their labels. Pixels are rescaled (`rescale`: a factor, or a factor and a shift; None divides by 255)
+    and normalized (`normalize`: {mean, std}; None leaves them), by default to (pixel / 255 - MEAN) / STD.
 
     `flat` images are [784], row by row; the others [1, 28, 28], one channel. `number` makes the label a float32 [1],
     for regression. `train` chooses the files `train-*` or `t10k-*`; `path` is a folder that holds them, plain
@@ -31,7 +37,16 @@ class Mnist:
     Raises ConfigError: a file is missing or damaged, or there are not as many labels as images.
     """
 
-    def __init__(self, train: bool = True, flat: bool = True, number: bool = False, path: str | None = None) -> None:
+    def __init__(
+        self,
+        train: bool = True,
+        flat: bool = True,
+        number: bool = False,
+        path: str | None = None,
+        rescale: Rescale = None,
+        normalize: Normalize = STANDARD,
+    ) -> None:
+        self._scaling = Scaling(rescale, normalize, channels=1)
         folder = SHIPPED if path is None else Path(path).expanduser()
         prefix = "train" if train else "t10k"
         images = idx.find(folder, f"{prefix}-images-idx3-ubyte")
@@ -59,8 +74,7 @@ class Mnist:
         return self._image(index, pixels), self._label(index, label)
 
     def _image(self, index: int, pixels: tuple[slice, ...]) -> Tensor:
-        scaled = np.asarray(self._pixels[index][pixels], np.float32) / np.float32(255)
-        return torch.from_numpy((scaled - np.float32(MEAN)) / np.float32(STD))
+        return torch.from_numpy(self._scaling(np.asarray(self._pixels[index][pixels], np.float32)))
 
     def _label(self, index: int, part: tuple[slice, ...]) -> Tensor:
         label = int(self._labels[index])

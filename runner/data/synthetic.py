@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runner.data.scaling import Normalize, Rescale, Scaling
 from runner.errors import ConfigError
 
 
@@ -60,17 +61,26 @@ class LargeImages:
 
     Nothing is held: `read` computes only the block that is asked for, as a file on disk would be read, and
     `elements_read` counts the pixels computed so far. An image is a slanted ramp that repeats every 256 levels and
-    climbs `label + 1` levels per line, so that the label can be learnt. Raises ConfigError: a size below 1.
+    climbs `label + 1` levels per line, so that the label can be learnt. `rescale` and `normalize` are those of
+    `runner.data.scaling`: without them levels are divided by 255. Raises ConfigError: a size below 1, as `Scaling`.
     """
 
     def __init__(
-        self, rows: int = 64, channels: int = 3, height: int = 1024, width: int = 1024, classes: int = 10
+        self,
+        rows: int = 64,
+        channels: int = 3,
+        height: int = 1024,
+        width: int = 1024,
+        classes: int = 10,
+        rescale: Rescale = None,
+        normalize: Normalize = None,
     ) -> None:
         sizes = {"rows": rows, "channels": channels, "height": height, "width": width, "classes": classes}
         for name, size in sizes.items():
             _shape(name, size)
         self._rows, self._classes = rows, classes
         self._image_shape = (channels, height, width)
+        self._scaling = Scaling(rescale, normalize, channels)
         self.elements_read = 0
 
     def __len__(self) -> int:
@@ -90,7 +100,7 @@ class LargeImages:
         slope = (label + 1) * line[:, None] + column
         levels = (17 * index + 5 * channel[:, None, None] + slope) % 256
         self.elements_read += levels.numel()
-        return levels.to(torch.float32) / 255, torch.tensor(label)
+        return torch.from_numpy(self._scaling(levels.to(torch.float32).numpy(), block[0])), torch.tensor(label)
 
 
 def _shape(name: str, sizes: int | Sequence[int]) -> tuple[int, ...]:
