@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from runner.errors import ConfigError
@@ -30,6 +31,9 @@ class Order(enum.IntEnum):
     CAUSE = 0
     TIMEOUT = 1
     PEER_LOST = 2
+
+
+RAISED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Failure:
     refusal: str | None = None
     text: str = ""
 
+    @property
+    def raised(self) -> bool:
+        """Whether it is an exception, whose traceback is in the rank's log."""
+        return self.what.startswith(RAISED)
+
 
 _TIMEOUT = re.compile(
     r"timed out waiting|wait timeout after|application timeout|collective operation timeout|watchdog.*timed? ?out|"
@@ -68,6 +77,7 @@ _PEER_LOST = re.compile(
 )
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a write without room: the disk is full, a quota is used up, a file is as large as it may be."""
+LOG_LINES = 15
 _LIBRARIES = frozenset({"torch", "deepspeed", "numpy", "runner", "strategies", "multiprocessing"})
 
 
@@ -131,6 +141,16 @@ def message(cause: Failure, alike: Sequence[int], world_size: int, name: str | N
     return f"{name or f'rank {cause.rank} of {world_size}'} {cause.what.rstrip('.')}{others}.{where}"
 
 
+def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
+    """What follows the sentence about a failure: where its traceback is, or the last lines of what the process has
+    said, `text`, which is in `log`."""
+    if cause is not None and cause.raised and os.environ.get("MESHWRIGHT_TRACEBACK") != "1":
+        return f" The traceback is in {log}."
+    lines = text.rstrip().splitlines()[-LOG_LINES:]
+    shown = "".join(f"\n    {line}" for line in lines) or " (empty, or not on this machine)"
+    return f"\nThe end of its log, {log}:{shown}"
+
+
 def missing_message(waiting: Failure, missing: int, stack: str, timeout: float, world_size: int) -> str:
     """The sentence for a collective in which `waiting` timed out and which rank `missing` never joined."""
     there = f" (rank {waiting.rank} in {waiting.where})" if waiting.where else ""
@@ -181,13 +201,14 @@ def _where(chain: Sequence[BaseException]) -> str:
 
 
 def _innermost(trace: TracebackType | None, own_only: bool) -> str:
-    """The last frame of `trace` in code of the user or of a model, or else in any file."""
+    """The last frame of `trace` in code of the user or of a model, or else in a library; never in this project's own
+    code, which a user need not know."""
     place = ""
     for frame, line in traceback.walk_tb(trace):
         file = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         library = package in _LIBRARIES or package in sys.stdlib_module_names or file.startswith("<")
-        if not (own_only and library):
+        if not (library if own_only else package in ("runner", "strategies")):
             place = _place(file, line, frame.f_code.co_name)
     return place
 

@@ -80,6 +80,8 @@ def run_ranks(
     """
     together = part is None and Path(OPEN_FILES).is_dir()
     part = part or Part.whole(world_size)
+    if network.is_loopback(part.address):
+        network.require_loopback()
     run_dir = run_dir.absolute()
     (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says

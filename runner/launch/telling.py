@@ -16,7 +16,6 @@ from runner.launch.rank import whereabouts_of
 from strategies.errors import StrategyError
 
 DUMP = 0.5  # seconds for a hung rank to write where it is
-LOG_LINES = 15
 
 
 class Watched(Protocol):
@@ -63,10 +62,9 @@ def tell(
         named = next(rank for rank in ranks if rank.number == cause.rank)
         alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
         sentence = failure.message(cause, alike, world_size)
-    lines = named.said().rstrip().splitlines()[-LOG_LINES:]
-    shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
     rank = named.number if name is None else None
-    raise RunFailed(f"{sentence}\nThe end of its log, {named.log}:{shown}", rank=rank, hung=hung)
+    shown = None if hung or cause is None or cause.order is Order.TIMEOUT else cause
+    raise RunFailed(f"{sentence}{failure.end_of_log(shown, named.log, named.said())}", rank=rank, hung=hung)
 
 
 def _alone(process: Watched, name: str, timeout: float) -> str:

@@ -54,6 +54,17 @@ def towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def require_loopback() -> None:
+    """Raises ConfigError where the ranks of this machine cannot reach each other; they would wait in vain."""
+    try:
+        towards(LOOPBACK)
+    except ConfigError as error:
+        raise ConfigError(
+            f"ranks talk through this machine's loopback interface, which is down: {error} Bring it up (ip link set lo "
+            "up), or start the command where there is one, not under unshare -n."
+        ) from None
+
+
 def listener(address: str, port: int = 0) -> socket.socket:
     """A listening socket at `address` alone. Raises ConfigError if it cannot be had."""
     try:

@@ -29,7 +29,7 @@ from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.local import CAUSE, ECHO
 from runner.launch.messages import Done
 from runner.launch.rank import STOP, WHERE, log_of, whereabouts_of
-from runner.launch.telling import DUMP, LOG_LINES
+from runner.launch.telling import DUMP
 from runner.launchers import network
 from runner.launchers.commands import Command, Started
 from runner.launchers.front import Front
@@ -213,7 +213,7 @@ class Watch:
 
     def _last_words(self) -> str:
         """What launchers have said, for the end of a message."""
-        return _end_of(self.log, read_since(self.log, self.log_start))
+        return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
     def _tell(self, failures: Sequence[Failure]) -> None:
         """Raise what the user is to see of `failures`."""
@@ -240,7 +240,7 @@ class Watch:
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
-        raise RunFailed(f"{sentence}{_end_of(named.log, named.said())}", rank=cause.rank)
+        raise RunFailed(f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
 
     def _tell_of_a_hang(self, cause: Failure | None) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
@@ -280,12 +280,6 @@ def _named(seats: Sequence[_Seat], count: int) -> str:
         told = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} of {count}"
         parts.append(f"host {host} ({told})" if host else told)
     return ", ".join(parts)
-
-
-def _end_of(log: Path, text: str) -> str:
-    lines = text.rstrip().splitlines()[-LOG_LINES:]
-    shown = "".join(f"\n    {line}" for line in lines) or " (empty, or not on this machine)"
-    return f"\nThe end of its log, {log}:{shown}"
 
 
 def supervise(

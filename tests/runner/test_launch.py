@@ -116,9 +116,14 @@ def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, told: str) -
     text = str(caught.value)
     assert text.startswith(told)
     assert re.search(r"rank_entries\.py:\d+ \(fail\)", text) or way in ("exit", "SIGKILL")
-    assert f"The end of its log, {tmp_path / 'ranks' / '2.log'}:\n" in text
-    assert (tmp_path / "ranks" / "2.log").read_text().startswith("these are the last words\n")
-    assert "    these are the last words" in text or way == "SIGSEGV"  # whose stack is long
+    log = tmp_path / "ranks" / "2.log"
+    assert log.read_text().startswith("these are the last words\n")
+    if way in ("raise", "late"):  # one paragraph
+        assert text.endswith(f"(fail). The traceback is in {log}.") and "\n" not in text
+        assert "Traceback (most recent call last):" in log.read_text()
+    else:
+        assert f"The end of its log, {log}:\n" in text
+        assert "    these are the last words" in text or way == "SIGSEGV"  # whose stack is long
     assert alive(tmp_path) == []
 
 
@@ -147,7 +152,7 @@ def test_the_same_failure_everywhere_is_told_once(run: Run) -> None:
 
 
 def test_the_place_is_the_users_line(run: Run) -> None:
-    with pytest.raises(RunFailed, match=r"Where: \S*rank_entries\.py:\d+ \(fail_in_torch\)\.\n"):
+    with pytest.raises(RunFailed, match=r"Where: \S*rank_entries\.py:\d+ \(fail_in_torch\)\. The traceback"):
         run("fail_in_torch", world_size=1)
 
 

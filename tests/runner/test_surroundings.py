@@ -12,6 +12,7 @@ import pytest
 
 from runner.command import folders
 from runner.errors import ConfigError
+from runner.launchers import network
 
 QUICK = "+recipe=quickstart"
 LONG = "a" * 300
@@ -99,3 +100,15 @@ def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
 def test_what_a_terminal_cannot_show_is_escaped(tmp_path):
     done = started(tmp_path, [QUICK, "train.größe=1"], **ASCII)
     assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count(b"\n") == 1, done.stderr
+
+
+def test_a_machine_without_loopback(command, left, monkeypatch):
+    """As under `unshare -n`, where gloo waits for ever."""
+
+    def unreachable(address):
+        raise ConfigError(f"there is no way from this machine to {address}: Network is unreachable.")
+
+    monkeypatch.setattr(network, "towards", unreachable)
+    done = command(QUICK, "parallel.plan_cache=null")
+    assert (done.code, len(done.paragraphs), left()) == (2, 1, [])
+    assert "127.0.0.1" in done.paragraphs[0] and "loopback" in done.paragraphs[0]
