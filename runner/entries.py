@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner import checkpoints
+from runner import checkpoints, lineage
 from runner.checkpoints import rescue
 from runner.errors import ConfigError
 from runner.inference import weights
@@ -29,15 +29,17 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     prepared = prepare_decided(config, Path(payload["folder"]))
     if config.job.name == "train":
         faults.check(config, prepared.world_size, prepared.steps)
+    run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
     if config.train.resume == "auto":
-        rescue.collect(rank.run_dir / "checkpoints")
-    resume = checkpoints.to_continue(config.train.resume, rank.run_dir / "checkpoints")
+        rescue.collect(place, None if run is None else run.lineage)
+    resume = checkpoints.to_continue(config.train.resume, place, run)
+    ancestry: lineage.Ancestry = ()
     if resume is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
         opened = checkpoints.read(resume)
         if prepared.graph is not None:
             checkpoints.check_model(opened, prepared.graph.sources, prepared.published)
-        done = opened.step
+        done, ancestry = opened.step, ((opened.header.run, opened.step), *opened.header.history)
         if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
             raise ConfigError(
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
@@ -58,6 +60,7 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
         "device": prepared.device,
         "prepared": pickle.dumps(prepared),
         "resume": None if resume is None else str(resume.absolute()),
+        "ancestry": ancestry,
     }
 
 
@@ -79,9 +82,10 @@ def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str,
 
 def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
-    rescue.collect(rank.run_dir / "checkpoints")
+    run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
+    rescue.collect(place, None if run is None else run.lineage)
     try:
-        found = checkpoints.to_continue("auto", rank.run_dir / "checkpoints")
+        found = checkpoints.to_continue("auto", place, run)
     except ConfigError:  # each of them is damaged, which is told; the run itself is not lost
         found = None
     return {"resume": None if found is None else str(found.absolute())}

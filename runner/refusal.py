@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runner import lineage
 from runner.errors import ConfigError
 from strategies.errors import StrategyError
+
+TOLD = (lineage.FILE, "plan.json")
 
 
 @contextmanager
 def without_trace(run_dir: Path) -> Iterator[None]:
-    """Remove what is new in `run_dir` if the block refuses its input."""
+    """Remove what is new in `run_dir`, and write back what tells of the run before, if the block refuses its input."""
     before = set(run_dir.iterdir())
+    told = {file: file.read_bytes() for name in TOLD if (file := run_dir / name).is_file()}
     try:
         yield
     except (ConfigError, StrategyError):
@@ -27,4 +31,6 @@ def without_trace(run_dir: Path) -> Iterator[None]:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        for file, content in told.items():
+            file.write_bytes(content)
         raise

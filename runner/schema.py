@@ -119,6 +119,12 @@ class Report(Section):
     progress: Literal["auto", True, False]
 
 
+class RunFolder(Section):
+    """What a new run does with the folder of an earlier one."""
+
+    overwrite: StrictBool
+
+
 class Job(Section):
     name: Verb
 
@@ -143,6 +149,7 @@ class Config(Section):
     explain: Explain
     calibrate: Calibrate
     report: Report
+    run: RunFolder
     job: Job
 
     @model_validator(mode="after")

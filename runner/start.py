@@ -15,17 +15,20 @@ from typing import Any
 from runner import launch
 from runner.launchers.placing import part_by_hand
 from runner.launchers.start import check, started
+from runner.lineage import Ancestry
 from runner.schema import Config
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What `runner.entries.prepare_alone` found: the ranks to start, and the pickled `Prepared` for them."""
+    """What `runner.entries.prepare_alone` found: the ranks to start, the pickled `Prepared` for them, the checkpoint to
+    continue, and the run and step of it and of those that it continued."""
 
     world_size: int
     device: str
     prepared: bytes
     resume: str | None
+    ancestry: Ancestry
 
 
 def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
 
-    checkpoint.json          step, samples, form, world_size, plan, config, fingerprint; size and sha256 of every file
+    checkpoint.json          run, history, step, position, form, world_size, plan, config, fingerprint, and size and
+                             sha256 of every file
     index.json               every tensor by key: shape, dtype, and where its parts lie (file, byte, block)
     rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
     rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
@@ -21,9 +22,10 @@ safetensors, and torch files of plain data).
 
 from __future__ import annotations
 
+from runner.checkpoints.branch import locate, newest
 from runner.checkpoints.committing import SaveFailed, Wanted
 from runner.checkpoints.content import Content
-from runner.checkpoints.folder import HEADER, NAME, clean, locate, newest
+from runner.checkpoints.folder import HEADER, NAME, clean
 from runner.checkpoints.loading import Restored, check, check_file, check_model, load, to_continue, verify, weights
 from runner.checkpoints.reading import Checkpoint, is_one, read
 from runner.checkpoints.saving import Saver, save

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints import folder, index, merged, writing
+from runner.checkpoints import branch, folder, index, merged, writing
 from runner.checkpoints.folder import HEADER, INDEX
 from runner.checkpoints.header import Header, Stamp, to_text
 from runner.checkpoints.index import Entry, Index
@@ -46,7 +46,7 @@ class Wanted:
 @dataclass(frozen=True)
 class Mark:
     """What a rank has written. `stage` is its group in a pipeline; `plain` its file of what is no tensor, if others
-    need it; `copies` those of its files that are copies, with the files of which they are."""
+    need it; `copies` those of its files that are copies, with the files of which they are; `run` the id of its run."""
 
     rank: int
     stage: int
@@ -54,6 +54,7 @@ class Mark:
     tensors: Index
     plain: str | None
     copies: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
 
 
 def leave(partial: Path, mark: Mark) -> None:
@@ -65,6 +66,7 @@ def leave(partial: Path, mark: Mark) -> None:
         "index": index.to_json(mark.tensors),
         "plain": mark.plain,
         "copies": dict(mark.copies),
+        "run": mark.run,
     }
     _appear(partial / _name(mark.rank, "done"), json.dumps(content))
 
@@ -150,6 +152,11 @@ def commit(
 
     Raises SaveFailed where an element is in no file, OSError where the disk is full.
     """
+    if strangers := [mark for mark in marks if mark.run != header.run]:
+        raise SaveFailed(
+            f"{shown(partial)}: rank {strangers[0].rank} is of run {strangers[0].run}, and rank 0 of {header.run}; two "
+            "runs save in one folder"
+        )
     target = folder.target(partial.parent, header.step)
     files = {name: stamp for mark in marks for name, stamp in mark.files.items()}
     copies = {copy: file for mark in marks for copy, file in mark.copies.items()}
@@ -180,7 +187,7 @@ def commit(
     folder.write_text(partial / HEADER, to_text(replace(header, files=files)))
     folder.sync(partial)
     folder.put(partial, target)
-    folder.drop(target.parent, header.step, wanted.keep, better_of(wanted.best))
+    branch.drop(target.parent, header.step, wanted.keep, better_of(wanted.best), header.lineage)
     return target
 
 
@@ -204,7 +211,7 @@ def _read(path: Path) -> Mark:
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     stamps = {name: Stamp(**stamp) for name, stamp in content["files"].items()}
     tensors = index.from_json(content["index"])
-    return Mark(content["rank"], content["stage"], stamps, tensors, content["plain"], content["copies"])
+    return Mark(content["rank"], content["stage"], stamps, tensors, content["plain"], content["copies"], content["run"])
 
 
 def _appear(path: Path, text: str) -> None:

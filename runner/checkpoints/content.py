@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from runner.checkpoints import chance
 from runner.errors import ConfigError
+from runner.lineage import Lineage
 from strategies.engine.communicator import Communicator
 from strategies.engine.pieces import MODEL, OPTIMIZER, Piece, Pieces, of_slice
 from strategies.engine.program import Program
@@ -31,7 +32,7 @@ class Content:
     """What is saved and restored. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
     holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
-    the training data has."""
+    the training data has; `lineage` tells which run this is."""
 
     program: Program
     communicator: Communicator
@@ -44,6 +45,7 @@ class Content:
     published: frozenset[str] | None = None
     described: str | None = None
     samples: int | None = None
+    lineage: Lineage = field(default_factory=Lineage)
 
     @property
     def rank(self) -> int:
@@ -124,7 +126,7 @@ def name_of(key: str) -> str:
 def plain(content: Content, copies: int = 1) -> bytes:
     """What is no tensor, as bytes that can be read without running code from the file: random states, and from the
     first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be held so."""
-    held: dict[str, Any] = {"random": chance.states()}
+    held: dict[str, Any] = {"random": chance.states(), "run": content.lineage.run}
     if content.communicator.rank < copies:
         state = content.updates.plain()
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()

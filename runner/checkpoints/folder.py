@@ -6,15 +6,11 @@ hidden name, which `clean` knows.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from runner.errors import ConfigError
 
 HEADER, INDEX = "checkpoint.json", "index.json"
 NAME = re.compile(r"step-(\d{8,})")
@@ -45,27 +41,6 @@ def named(folder: Path) -> list[Path]:
 def number(path: Path) -> int:
     """The optimizer steps of a checkpoint, by its name."""
     return int(path.name.partition("-")[2])
-
-
-def newest(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps in `folder`."""
-    return max(complete(folder), key=number, default=None)
-
-
-def locate(path: Path, key: str = "train.resume") -> Path:
-    """The checkpoint that `path` means: itself, or the newest in it or in its `checkpoints`.
-
-    Raises ConfigError, by the name of the `key` that gave it.
-    """
-    if (path / HEADER).is_file():
-        return path
-    found = newest(path) or newest(path / "checkpoints")
-    if found is None:
-        why = "holds no complete checkpoint (step-...)" if path.is_dir() else "does not exist"
-        raise ConfigError(
-            f"{key} = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
-        )
-    return found
 
 
 def clean(folder: Path) -> None:
@@ -106,34 +81,6 @@ def remove(path: Path) -> None:
     gone = hidden(path)
     path.rename(gone)
     erase(gone)
-
-
-def drop(path: Path, step: int, keep: int | None, better: Callable[[float, float], bool] | None) -> None:
-    """Remove all but the last `keep` checkpoints up to `step` in the folder `path`; the best one stays too, where it is
-    known what is `better`."""
-    if keep is None:
-        return
-    found = [one for one in complete(path) if number(one) <= step]
-    best = None if better is None else _best(found, better)
-    for old in found[:-keep]:
-        if best is None or old != best[1]:
-            remove(old)
-
-
-def best_metric(found: Sequence[Path], better: Callable[[float, float], bool]) -> float | None:
-    """The best metric of the checkpoints `found`; None where none has one."""
-    best = _best(found, better)
-    return None if best is None else best[0]
-
-
-def _best(found: Sequence[Path], better: Callable[[float, float], bool]) -> tuple[float, Path] | None:
-    """The best metric and the first checkpoint that has it."""
-    best: tuple[float, Path] | None = None
-    for path in found:
-        metric = json.loads((path / HEADER).read_text(encoding="utf-8")).get("metric")
-        if metric is not None and (best is None or better(metric, best[0])):
-            best = (metric, path)
-    return best
 
 
 def write_text(path: Path, text: str) -> None:

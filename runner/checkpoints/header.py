@@ -21,6 +21,7 @@ from typing import Any
 from runner.checkpoints import folder
 from runner.checkpoints.folder import HEADER
 from runner.errors import ConfigError
+from runner.lineage import Ancestry, Lineage
 from strategies.bounded import is_count, is_inner_name, parse, read_bytes, read_json
 from strategies.engine import stored
 from strategies.errors import StrategyError
@@ -57,7 +58,14 @@ class Header:
     plain: tuple[tuple[str, ...], ...]
     metric: float | None = None
     samples: int | None = None
+    run: str = ""
+    history: Ancestry = ()
     version: int = field(default=VERSION)
+
+    @property
+    def lineage(self) -> Lineage:
+        """The run that saved it; one without an id where that was before runs had any."""
+        return Lineage(self.run, self.history)
 
 
 def to_text(header: Header) -> str:
@@ -92,7 +100,7 @@ def from_text(text: str | bytes) -> Header:
         raise ValueError(f"the checksum of {HEADER} is another")
     files = {name: Stamp(**stamp) for name, stamp in content.pop("files").items()}
     read = {"files": files, "plain": tuple(map(tuple, content["plain"])), "position": tuple(content["position"])}
-    found = Header(**content | read)
+    found = Header(**content | read | {"history": tuple(map(tuple, content.get("history", ())))})
     for name, one in found.files.items():
         if not is_inner_name(name):
             raise ValueError(f"{HEADER} names a file outside of the checkpoint: {name!r}")
@@ -101,6 +109,8 @@ def from_text(text: str | bytes) -> Header:
     counts = len(found.position) == 2 and all(map(is_count, (found.step, *found.position)))
     if not counts or not is_count(found.world_size, 1) or not {*chain(*found.plain)} <= found.files.keys():
         raise ValueError(f"{HEADER} has no step, position, world_size or files that could be right")
+    if not isinstance(found.run, str) or not all(is_count(last) for _, last in found.history):
+        raise ValueError(f"{HEADER} has no run or history that could be right")
     if not isinstance(found.plan, dict) or not isinstance(found.config, dict):
         raise ValueError(f"{HEADER} has no plan or config")
     return found

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from runner.checkpoints import chance, folder
+from runner.checkpoints.branch import candidates, locate
 from runner.checkpoints.content import Content, name_of
 from runner.checkpoints.continuation import Continuation, compare
 from runner.checkpoints.folder import HEADER
@@ -24,6 +25,7 @@ from runner.checkpoints.header import READING, faults, mark, read_header, unmark
 from runner.checkpoints.reading import Checkpoint, read
 from runner.checkpoints.schedules import regrouped
 from runner.errors import ConfigError
+from runner.lineage import Run
 from strategies.engine import optimizer_state
 from strategies.engine.optimizer_state import Plain, States
 from strategies.engine.pieces import MODEL, OPTIMIZER
@@ -99,10 +101,11 @@ def check(path: Path, **identity: Any) -> Continuation:
     return compare(path, asdict(read_header(path)), **identity)
 
 
-def to_continue(resume: str | None, place: Path) -> Path | None:
+def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path | None:
     """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
-    start afresh. All of its files are read: with auto, a damaged one is passed over with a warning, and one
-    that has lost random states is taken only where no older one is sound.
+    start afresh. auto is the newest one on the branch of `run`, or else what that began with; where the run is not
+    known, the newest one there is. All of its files are read: with auto, a damaged one is passed over with a warning,
+    and one that has lost random states is taken only where no older one is sound.
 
     Raises ConfigError for a path that leads to none or to a damaged one, and where all of `place` are damaged.
     """
@@ -110,11 +113,12 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
     if resume is None:
         return None
     if resume != "auto":
-        path = folder.locate(Path(resume))
+        path = locate(Path(resume))
         verify(path)
         return path
-    candidates, spare = folder.named(place)[::-1], None
-    for path in candidates:
+    passed, spare = [], None
+    for path in candidates(place, None if run is None else run.lineage):
+        passed.append(path.name)
         try:
             found = examined(path)
         except ConfigError as error:
@@ -129,10 +133,12 @@ def to_continue(resume: str | None, place: Path) -> Path | None:
     if spare is not None:
         _note(*spare)
         return spare[0]
-    if candidates:
-        listed = ", ".join(path.name for path in candidates)
+    if run is not None and run.resumed is not None and Path(run.resumed).exists():
+        verify(Path(run.resumed))
+        return Path(run.resumed)
+    if passed:
         raise ConfigError(
-            f"train.resume = 'auto': every checkpoint in {place} is damaged ({listed}). "
+            f"train.resume = 'auto': every checkpoint in {place} is damaged ({', '.join(passed)}). "
             "Remove them to start from the beginning, or give another with train.resume=PATH."
         )
     return None
@@ -153,7 +159,7 @@ def examined(path: Path) -> Mapping[str, str]:
     header = read_header(path)
     found = faults(path, header.files)
     for name in header.files:
-        if name.endswith(".pt") and name not in found and (what := _fault_of_plain(path / name)):
+        if name.endswith(".pt") and name not in found and (what := _fault_of_plain(path / name, header.run)):
             found[name] = what
     try:
         read(path, found)
@@ -184,15 +190,17 @@ def _note(path: Path, found: Mapping[str, str]) -> None:
     )
 
 
-def _fault_of_plain(file: Path) -> str | None:
-    """What is wrong with the content of a torch file whose checksum is right."""
+def _fault_of_plain(file: Path, run: str) -> str | None:
+    """What is wrong with the content of a torch file of `run` whose checksum is right."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch wonders about in a foreign file
             content = torch.load(file, weights_only=True, map_location="cpu")
     except READING as error:
         return f"it holds more than plain data ({type(error).__name__})"
-    return None if isinstance(content, dict) and "random" in content else "it does not hold the states of a rank"
+    if not isinstance(content, dict) or "random" not in content:
+        return "it does not hold the states of a rank"
+    return None if content.get("run", run) == run else "it is of another run"
 
 
 def _without_random_states(lost: Collection[str]) -> str:
@@ -219,7 +227,7 @@ def check_file(file: Path) -> None:
 def weights(path: Path) -> dict[str, Stored]:
     """Where the model's parameters and buffers are in the checkpoint that `path` means, by name. What belongs to a loss
     is left out. Every file is read, to compare checksums. Raises ConfigError for a damaged one."""
-    place = folder.locate(path.absolute(), "model.weights")
+    place = locate(path.absolute(), "model.weights")
     verify(place)
     opened = read(place)
     found = {}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from runner.checkpoints import index as indices
-from runner.checkpoints.folder import HEADER, INDEX, newest
+from runner.checkpoints.branch import newest
+from runner.checkpoints.folder import HEADER, INDEX
 from runner.checkpoints.header import Header, damaged, marked, missing, read_header, stamp
 from runner.checkpoints.index import Entry, Index, chosen
 from strategies.bounded import read_json

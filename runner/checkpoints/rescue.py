@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoints import chance, committing, content, folder, header, saving, writing
+from runner.checkpoints.branch import on_branch
 from runner.checkpoints.committing import Mark, SaveFailed, Wanted
 from runner.checkpoints.content import Content
-from runner.checkpoints.header import Header
+from runner.checkpoints.header import READING
+from runner.lineage import Lineage
+from strategies.bounded import read_json
 
 RESCUED = "rescued.json"
 
@@ -47,32 +50,33 @@ class Intact:
         world, stages = own.communicator.world, own.communicator.stages
         partial = _folder(place, self.step)
         partial.mkdir(parents=True, exist_ok=True)
-        identity = own.plan, own.config, own.fingerprint
-        made = Header(self.step, position, committing.SHARDED, world, *identity, {}, (), samples=own.samples)
+        made = saving.header_of(self.step, own, Wanted(), position, None)
         appearing = partial / f".{RESCUED}.{own.rank}"
         folder.write_text(appearing, json.dumps({"header": header.to_text(made), "stages": stages}))
         os.replace(appearing, partial / RESCUED)
         saving.write_alone(partial, own, made, content.pieces(own, world))
 
 
-def collect(place: Path) -> Path | None:
-    """Make checkpoints of what was left in `place`, as far as nothing is missing, and remove the rest; the newest one
-    made. For one process, when no rank runs. Says on the console what became of it."""
+def collect(place: Path, branch: Lineage | None) -> Path | None:
+    """Make checkpoints of what the run of `branch` left in `place`, as far as nothing is missing, and remove the rest;
+    the newest one made. For one process, when no rank runs. Says on the console what became of it."""
     made = None
     for partial in sorted(place.glob(".step-*.rescue")):
         try:
-            made = _complete(partial) or made
-        except (SaveFailed, OSError, ValueError, KeyError) as error:
+            made = _complete(partial, branch) or made
+        except (SaveFailed, *READING) as error:
             print(f"rescue: what the other ranks left of {_shown(partial)} is not enough: {error}", flush=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            folder.erase(partial)
     return made
 
 
-def _complete(partial: Path) -> Path | None:
-    told = json.loads((partial / RESCUED).read_text(encoding="utf-8"))
+def _complete(partial: Path, branch: Lineage | None) -> Path | None:
+    told = read_json(partial / RESCUED)
     found = header.from_text(told["header"])
     target = folder.target(partial.parent, found.step)
-    if target.exists():
+    known = branch is None or branch.includes(found.run, found.step)
+    if not known or (target.exists() and on_branch(target, branch)):
         return None
     marks = committing.marks_in(partial, found.world_size)
     missing = sorted(set(range(found.world_size)) - {mark.rank for mark in marks})

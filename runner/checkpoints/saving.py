@@ -53,7 +53,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    _Save(partial, given, wanted, _header(step, given, wanted, position, metric)).run(
+    _Save(partial, given, wanted, header_of(step, given, wanted, position, metric)).run(
         content.pieces(given, 1 if given.split else wanted.copies)
     )
     _barrier()
@@ -85,7 +85,7 @@ class Saver:
         here.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
         partial.mkdir(parents=True, exist_ok=True)
-        header = _header(step, given, wanted, position, metric)
+        header = header_of(step, given, wanted, position, metric)
         work = _Save(partial, given, wanted, header)
         copied = self._copies.begin(content.pieces(given, 1 if given.split else wanted.copies), given.buffers().keys())
 
@@ -143,6 +143,7 @@ class _Save:
         """Files of so many ranks, this one and those before it: what ZeRO splits up, no other rank has in memory."""
         self._published, self._described = given.published, given.described
         self._plain = content.plain(given, wanted.copies)
+        self._run = given.lineage.run
 
     def run(self, pieces: Pieces) -> None:
         try:
@@ -175,7 +176,7 @@ class _Save:
             other = (self._rank - back) % self._world
             copy = f"{name}.copy-of-{other:05d}.safetensors"
             copies[copy], files[copy] = committing.copy_of(self._partial, other, copy, TIMEOUT)
-        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies))
+        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies, self._run))
 
 
 def _step_back() -> None:
@@ -189,10 +190,10 @@ def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -
     _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
 
 
-def _header(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
-    world, form = given.communicator.world, wanted.form
+def header_of(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
+    world, form, of = given.communicator.world, wanted.form, given.lineage
     identity = given.plan, given.config, given.fingerprint
-    return Header(step, position, form, world, *identity, {}, (), metric, given.samples)
+    return Header(step, position, form, world, *identity, {}, (), metric, given.samples, of.run, of.history)
 
 
 def _barrier() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runner.checkpoints import folder
+from runner.checkpoints import branch
 from runner.checkpoints.committing import Wanted, better_of
 from runner.errors import ConfigError, allowed
 from runner.sections.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ class Calendar:
         self._better = better_of(wanted(self.section).best)
         self._best: float | None = None
         if self._better is not None and self.rank == 0:
-            self._best = folder.best_metric(folder.complete(self.place), self._better)
+            self._best = branch.best_metric(self.place, self._better)
 
     def due(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> tuple[bool, float | None]:
         """Whether to save after `step`, and the metric of this step; `evaluation` is what was found after it, if it was

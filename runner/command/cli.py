@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -35,14 +35,23 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner import config, packages
+from runner import config, lineage, packages
 from runner.command import console, recipes, words
-from runner.command.folders import CONFIG_FILE, remove_if_unused, require_working_directory, require_writable
+from runner.command.folders import (
+    CONFIG_FILE,
+    check_files,
+    remove_if_unused,
+    require_working_directory,
+    require_writable,
+    write_config,
+)
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
+from runner.occupancy import occupied
 from runner.origins import Origins, given
+from runner.schema import Config
 from runner.sweeps.job import Job, folder_of, records, typed
 from runner.sweeps.results import Sweep, mark_of
 
@@ -184,12 +193,11 @@ def _settled(composed: DictConfig) -> float | None:
     run_dir, overrides = Path(context.runtime.output_dir), _overrides()
     if context.mode == RunMode.MULTIRUN:
         return _swept(composed, Path(context.sweep.dir), run_dir, context.job.num, overrides)
-    before = (run_dir / CONFIG_FILE).read_text(encoding="utf-8") if (run_dir / CONFIG_FILE).exists() else None
+    known = (run_dir / CONFIG_FILE).exists()
     try:
         checked = config.load(composed, Origins(overrides))
-        (run_dir / CONFIG_FILE).write_text(checked.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
-        return result
+        with _inside(checked, run_dir):
+            return _alone(checked, run_dir)
     except Stopped as stopped:
         again = words.again(CheckConfig.typed, "hydra.run.dir", run_dir)
         _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)
@@ -200,14 +208,40 @@ def _settled(composed: DictConfig) -> float | None:
         if failure.code == READER_GONE:  # what was to be seen on the terminal is lost, and nothing else
             sys.exit(READER_GONE)
         if failure.code == 2:
-            if before is None:
+            if not known:
                 remove_if_unused(run_dir)
-            else:  # the run that wanted to go on here is refused, and the folder is that of the run before
-                (run_dir / CONFIG_FILE).write_text(before, encoding="utf-8")
         else:
             _record(failure, run_dir)
         hint = f" The traceback is in {run_dir / ERROR_FILE}." if failure.traceback else ""
         _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+
+
+def _inside(checked: Config, run_dir: Path) -> AbstractContextManager[None]:
+    """Hold the folder for the job of a config. Raises ConfigError where another command holds it."""
+    if not lineage.leads(checked):
+        return nullcontext()
+    return occupied(run_dir, lineage.occupant(checked, run_dir, _recipe()))
+
+
+def _recipe() -> str | None:
+    choice = HydraConfig.get().runtime.choices.get("recipe")
+    return None if choice is None else str(choice)
+
+
+def _alone(checked: Config, run_dir: Path) -> float | None:
+    """The job of a config in a folder that is held. If it is refused, the config there is the one from before."""
+    check_files(run_dir)
+    lineage.check_folder(checked, run_dir)
+    file = run_dir / CONFIG_FILE
+    before = file.read_bytes() if file.exists() else None
+    try:
+        write_config(run_dir, checked.model_dump_json(indent=2) + "\n")
+        result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
+        return result
+    except Exception as error:
+        if before is not None and Failure.of(error).code == 2:
+            file.write_bytes(before)
+        raise
 
 
 def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
@@ -224,9 +258,11 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
             done.write(run_dir)
             print(f"{name}: done before", flush=True)
             return done.value
-        job.write(run_dir)
-        (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
-        value: float | None = VERBS[job.verb].function()(checked, run_dir)
+        with _inside(checked, run_dir):
+            check_files(run_dir)
+            job.write(run_dir)
+            write_config(run_dir, text)
+            value: float | None = VERBS[job.verb].function()(checked, run_dir)
     except Stopped as stopped:
         _tell([f"{name}: {stopped}"])
         replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
@@ -279,7 +315,11 @@ class CheckConfig(Callback):
         if faults := _unwritable(config.hydra.sweep.dir, "hydra.sweep.dir"):
             _leave(faults, 2)
         _tell_whose(config)
-        CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count)
+        recipe = config.hydra.runtime.choices.get("recipe")
+        try:
+            CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count, recipe)
+        except ConfigError as error:
+            _leave(tuple(map(str, error.args)), 2)
 
     def _check_grid(self, config: DictConfig) -> int:
         """How many jobs a grid sweep has."""

@@ -1,4 +1,5 @@
-"""Run folders: whether one can be written, and those that hold nothing worth keeping."""
+"""Run folders: whether one can be written, what a command itself reads and writes there, and those that hold nothing
+worth keeping."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from pathlib import Path
 from runner.errors import ConfigError
 
 CONFIG_FILE = "config.json"
+FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")
+"""Files that a command or its ranks read or write."""
 ROOM = 1 << 16
 """Bytes that must fit, so that a full disk is noticed before anything starts."""
 
@@ -47,6 +50,20 @@ def require_writable(folder: str, key: str) -> None:
         shown = folder if len(folder) < 100 else f"{folder[:97]}..."
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR.") from None
+
+
+def check_files(run_dir: Path) -> None:
+    """Raise ConfigError where something that is no file has the name of one of ours: a FIFO would be waited for."""
+    for name in FILES:
+        if (run_dir / name).exists() and not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir.")
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    """Write `config.json`; it is replaced as a whole."""
+    hidden = run_dir / f".{CONFIG_FILE}"
+    hidden.write_text(text, encoding="utf-8")
+    os.replace(hidden, run_dir / CONFIG_FILE)
 
 
 def remove_if_unused(run_dir: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints import folder, header, index, reading
+from runner.checkpoints import branch, folder, header, index, reading
 from runner.checkpoints.header import Header
 from runner.checkpoints.index import Index
 from runner.command.folders import CONFIG_FILE
@@ -29,7 +29,7 @@ def run(path: Path) -> int:
     if (planned := _planned(path)) is not None:
         print(planned, flush=True)
         return 0
-    path = folder.locate(path, "doctor")
+    path = branch.locate(path, "doctor")
     try:
         found = header.read_header(path)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def _planned(path: Path) -> str | None:
     """What the plan in `path` tells, where nothing was saved: two lines. None where there is no plan, or a checkpoint.
     Raises ConfigError for a file that is no plan."""
     file = path / PLAN if path.is_dir() else path
-    if not file.is_file() or (path.is_dir() and (folder.newest(path) or folder.newest(path / "checkpoints"))):
+    if not file.is_file() or (path.is_dir() and (branch.newest(path) or branch.newest(path / "checkpoints"))):
         return None
     plan, settings = read_content(file), file.parent / CONFIG_FILE
     try:

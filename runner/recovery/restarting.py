@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner import launch
+from runner import launch, lineage
 from runner.errors import ConfigError, RunFailed
 from runner.recovery.shrinking import smaller
 from runner.schema import Config
@@ -44,6 +44,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
             if ready is None:
                 ready = make_ready(config, run_dir, folder)
                 given = ready.resume
+                lineage.begin(config, run_dir, ready.resume, ready.ancestry)
                 payload = payload | {"marks": () if count else marked(marks, "imports, capture and plan")}
             elif failed is not None:
                 began, newest, fewer = time.monotonic(), _newest(config, run_dir) or given, False

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import csv
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from runner.occupancy import SWEEP, Occupant, leave, occupy
 from runner.reporting.page.markup import element
 from runner.reporting.page.shell import section, shell
 from runner.sweeps.job import STARTED, Job, jobs
@@ -41,15 +40,23 @@ class Sweep:
     count: int | None = None
 
     @classmethod
-    def begin(cls, folder: Path, count: int | None = None) -> Sweep:
-        """Make the folder, or go on in it."""
-        mark = f"{datetime.now():%Y-%m-%d %H:%M:%S} {secrets.token_hex(4)}"
-        folder.mkdir(parents=True, exist_ok=True)
+    def begin(cls, folder: Path, count: int | None = None, recipe: str | None = None) -> Sweep:
+        """Make the folder, or go on in it, and hold it until `end`. Raises ConfigError where another sweep does."""
+        now = Occupant.now("sweep", recipe)
+        mark = f"{now.started} {now.run}"
+        occupy(folder, now, key=SWEEP)
         (folder / STARTED).write_text(json.dumps({"started": mark}) + "\n", encoding="utf-8")
         return cls(folder, mark, count)
 
     def end(self) -> bool:
-        """Write and print the results; says whether every job that this start asked for is done."""
+        """Write and print the results, and let go of the folder; says whether every job that this start asked for is
+        done."""
+        try:
+            return self._results()
+        finally:
+            leave(self.folder)
+
+    def _results(self) -> bool:
         found = jobs(self.folder)
         if not found:
             return True

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from runner import checkpoints, logs
+from runner import checkpoints, lineage, logs
 from runner.agreement import agree, agree_on_code, agree_on_data, agree_on_program
 from runner.building import optimizers
 from runner.building.precision import DTYPES, cast
@@ -28,6 +28,7 @@ from runner.checkpoints.keeping import Keeper
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
 from runner.gathering import gather
+from runner.lineage import Lineage
 from runner.planning import communication
 from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
 from runner.recovery.faults import Faults
@@ -72,6 +73,8 @@ class Trainer:
     def __init__(self, rank: RankContext, job: Job, meter: Meter | None = None) -> None:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
+        run = lineage.read(rank.run_dir)
+        self.lineage = Lineage() if run is None else run.lineage
         self.marks = marked(job.marks, "ranks")
         agree_on_program(self.prepared, job.folder)
         self._seed()
@@ -369,6 +372,7 @@ class Trainer:
             scheduler=self.scheduler,
             published=self.prepared.published,
             described=self.prepared.described,
+            lineage=self.lineage,
             **self.prepared.identity(),
         )
 

@@ -98,10 +98,10 @@ def test_what_a_killed_run_left_is_found_by_hand(start, undisturbed, capfd):
 
 def test_a_folder_without_a_word_is_removed(tmp_path, capsys):
     (tmp_path / ".step-00000003.rescue").mkdir()
-    assert rescue.collect(tmp_path) is None
+    assert rescue.collect(tmp_path, None) is None
     (tmp_path / ".step-00000003.rescue").mkdir()
     (tmp_path / ".step-00000003.rescue" / rescue.RESCUED).write_text(json.dumps({"header": "{}", "stages": 1}))
-    assert rescue.collect(tmp_path) is None
+    assert rescue.collect(tmp_path, None) is None
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out.count("is not enough") == 2
 

@@ -89,6 +89,7 @@ def test_the_page_draws_every_job(tmp_path, capsys):
 def test_only_jobs_of_this_start_count(tmp_path):
     first = Sweep.begin(tmp_path)
     put(first, BAD)
+    first.end()
     second = Sweep.begin(tmp_path)
     put(second, GOOD)
     assert second.end()

@@ -1,0 +1,167 @@
+"""One process at a time in a run folder or a sweep folder.
+
+The file `.lock` in the folder is locked with flock and says who holds it. The kernel releases the lock when the process
+ends, however it ends, so none is ever left over. The command holds it for the whole run, restarts included; its ranks
+never do: the descriptor is closed on exec, and in forks. On a network file system the lock holds between hosts where
+that supports flock (NFS on Linux since 2.6.12 with a lock manager, Lustre with `-o flock`); where it holds on one host
+only (`local_lock=flock`, Lustre's `localflock`), two hosts do not see each other, and where there are no locks at all,
+a warning says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner.errors import ConfigError
+
+FILE = ".lock"
+RUN, SWEEP = "hydra.run.dir", "hydra.sweep.dir"
+"""The keys that choose a folder."""
+PATIENCE = 1.0
+"""Seconds in which whoever has just locked a folder says who it is."""
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """Who works in a folder: the id of its run, the verb, the recipe if there is one, the process, its host, and since
+    when."""
+
+    run: str
+    verb: str
+    recipe: str | None
+    pid: int
+    host: str
+    started: str
+
+    @classmethod
+    def now(cls, verb: str, recipe: str | None, run: str | None = None) -> Occupant:
+        """This process, with a new id for its run unless one is given."""
+        started = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z}"
+        return cls(run or secrets.token_hex(8), verb, recipe, os.getpid(), socket.gethostname(), started)
+
+    @property
+    def told(self) -> str:
+        """The id, and what is known about the run, for messages."""
+        return f"{self.run} ({'' if self.recipe is None else f'recipe {self.recipe}, '}started {self.started})"
+
+
+_held: dict[Path, tuple[int, Occupant]] = {}
+"""Descriptor of the lock and occupant, by folder, of this process."""
+
+
+def occupant_of(folder: Path) -> Occupant | None:
+    """Under which name this process holds `folder`; None if it does not."""
+    held = _held.get(folder.resolve())
+    return None if held is None else held[1]
+
+
+@contextmanager
+def occupied(folder: Path, occupant: Occupant, *, key: str = RUN) -> Iterator[None]:
+    """Hold `folder`, which `key` chooses, while the block runs. Raises as `occupy`."""
+    occupy(folder, occupant, key=key)
+    try:
+        yield
+    finally:
+        leave(folder)
+
+
+def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
+    """Hold `folder` until `leave`, or until this process ends.
+
+    Raises ConfigError where another process holds it, naming that one, and where the folder cannot be written.
+    """
+    file = folder / FILE
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(file, flags, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be written ({error.strerror}); give another folder with {key}=DIR."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = _holder(descriptor)
+            os.close(descriptor)
+            raise ConfigError(_refusal(folder, other, key)) from None
+        except OSError as error:
+            print(
+                f"warning: {folder} cannot be locked ({error.strerror}), so nothing keeps a second run out of it",
+                flush=True,
+            )
+            os.close(descriptor)
+            return
+        if _is_still(file, descriptor):
+            break
+        os.close(descriptor)  # whoever had it has just removed it
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(occupant)).encode() + b"\n", 0)
+    _held[folder.resolve()] = descriptor, occupant
+
+
+def leave(folder: Path) -> None:
+    """Hold `folder` no longer, if this process does."""
+    held = _held.pop(folder.resolve(), None)
+    if held is not None:
+        with suppress(OSError):
+            (folder / FILE).unlink()  # before the lock goes: what is there afterwards is somebody else's
+        os.close(held[0])
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    """Whether `file` is what was opened as `descriptor`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> Occupant | None:
+    """Who holds a lock, if that can be read."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            content: dict[str, Any] = json.loads(os.pread(descriptor, 2**16, 0))
+            return Occupant(**content)
+        except (OSError, ValueError, TypeError, RecursionError):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+
+
+def _refusal(folder: Path, other: Occupant | None, key: str) -> str:
+    if other is None:
+        who = "another process"
+    else:
+        what = "the sweep" if other.verb == "sweep" else f"`run {other.verb}`, run"
+        who = f"{what} {other.told}, pid {other.pid} on {other.host}, still running"
+    after = (
+        "the same command then runs what is missing."
+        if key == SWEEP
+        else "train.resume=auto then goes on with it, and run.overwrite=true begins anew."
+    )
+    return f"{folder} is in use by {who}. Give another folder with {key}=DIR, or wait for its end, or stop it; {after}"
+
+
+def _let_go() -> None:
+    """In a fork, which would hold the locks of this process as long as it lives."""
+    for descriptor, _ in _held.values():
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,123 @@
+"""Of the checkpoints in a folder a run continues, keeps and counts only its own."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from six_ranks import content, save
+
+from runner import checkpoints, lineage
+from runner.checkpoints import branch, folder, header, rescue, saving
+from runner.errors import ConfigError
+from runner.lineage import Lineage, Run
+from runner.occupancy import Occupant
+
+
+def run(name, *history, resumed=None):
+    return Run(Lineage(name, history), Occupant.now("train", None, name), resumed)
+
+
+def saved(place, name, *steps, history=(), **wanted):
+    for step in steps:
+        for rank in reversed(range(6)):
+            saver = saving.Saver()
+            saver.save(
+                place, step, replace(content(rank), lineage=Lineage(name, history)), checkpoints.Wanted(**wanted)
+            )
+            saver.wait()
+
+
+def told(place, of):
+    (place.parent / lineage.FILE).write_text(
+        json.dumps(vars(of.began) | {"history": of.lineage.history, "resumed": of.resumed})
+    )
+
+
+def test_auto_takes_the_newest_on_the_branch(tmp_path):
+    place = tmp_path / "checkpoints"
+    saved(place, "a", 2, 4, 6)
+    assert checkpoints.to_continue("auto", place, run("a")) == place / "step-00000006"
+    assert checkpoints.to_continue("auto", place, None) == place / "step-00000006"
+    assert checkpoints.to_continue("auto", place, run("b")) is None
+    assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000004"
+    saved(place, "b", 5, history=(("a", 4),))
+    assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000005"
+    (place / "step-00000005" / "checkpoint.json").write_text("{")
+    assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000004"
+    elsewhere = str(place / "step-00000002")
+    assert checkpoints.to_continue("auto", tmp_path / "other", run("c", resumed=elsewhere)) == place / "step-00000002"
+
+
+def test_a_folder_means_the_checkpoint_of_its_own_run(tmp_path):
+    place = tmp_path / "checkpoints"
+    saved(place, "a", 2, 8)
+    told(place, run("b", ("a", 2)))
+    for path in (tmp_path, place):
+        assert checkpoints.locate(path) == checkpoints.newest(place) == place / "step-00000002"
+    told(place, run("c"))
+    assert checkpoints.newest(place) is None
+    with pytest.raises(ConfigError, match=r"another one: step-00000002, step-00000008"):
+        checkpoints.locate(tmp_path)
+    assert checkpoints.locate(place / "step-00000008") == place / "step-00000008"
+
+
+def test_those_of_others_are_kept_until_they_are_passed(tmp_path):
+    saved(tmp_path, "a", 2, 4, 8)
+    saved(tmp_path, "b", 3, 5, history=(("a", 2),), keep=2)
+    assert [path.name[-1] for path in folder.complete(tmp_path)] == ["3", "5", "8"]
+    saved(tmp_path, "b", 8, history=(("a", 2),))
+    assert header.read_header(tmp_path / "step-00000008").run == "b"
+
+
+def test_the_best_is_that_of_the_own_run(tmp_path):
+    place = tmp_path / "checkpoints"
+    for name, step, metric in (("a", 2, 0.1), ("b", 3, 0.5)):
+        for rank in reversed(range(6)):
+            saver = saving.Saver()
+            saver.save(place, step, replace(content(rank), lineage=Lineage(name)), metric=metric)
+            saver.wait()
+    told(place, run("b"))
+    assert branch.best_metric(place, lambda one, other: one < other) == 0.5
+
+
+def test_parts_of_two_runs_never_become_one_checkpoint(tmp_path):
+    savers = [saving.Saver() for _ in range(6)]
+    for rank in reversed(range(6)):
+        savers[rank].save(tmp_path, 1, replace(content(rank), lineage=Lineage("b" if rank == 3 else "a")))
+    with pytest.raises(checkpoints.SaveFailed, match="rank 3 is of run b"):
+        savers[0].wait()
+    assert folder.complete(tmp_path) == []
+
+
+def test_a_file_of_another_run_is_noticed_although_every_checksum_is_right(tmp_path):
+    saved(tmp_path / "a", "a", 1)
+    saved(tmp_path / "b", "b", 1)
+    path = tmp_path / "a" / "step-00000001"
+    (path / "rank-00002.pt").write_bytes((tmp_path / "b" / path.name / "rank-00002.pt").read_bytes())
+    found = header.read_header(path)
+    files = {**found.files, "rank-00002.pt": header.stamp(path / "rank-00002.pt")}
+    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
+    assert "another run" in checkpoints.verify(path)["rank-00002.pt"]
+
+
+def test_what_another_run_left_in_memory_is_not_rescued(tmp_path):
+    intact = rescue.Intact()
+    intact.after(3)
+    for rank in range(6):
+        intact.leave(tmp_path, lambda rank=rank: replace(content(rank), lineage=Lineage("a")), (0, 0))
+    kept = {file.name: file.read_bytes() for file in (tmp_path / ".step-00000003.rescue").iterdir()}
+    assert rescue.collect(tmp_path, Lineage("b")) is None and not list(tmp_path.iterdir())
+    (tmp_path / ".step-00000003.rescue").mkdir()
+    for name, text in kept.items():
+        (tmp_path / ".step-00000003.rescue" / name).write_bytes(text)
+
+
+def test_checkpoints_from_before_there_were_ids_can_be_continued(tmp_path):
+    path = save(tmp_path, 4)
+    content = json.loads((path / "checkpoint.json").read_text())
+    for key in ("run", "history", "checksum"):
+        del content[key]
+    (path / "checkpoint.json").write_text(json.dumps(content | {"checksum": header._sum_of(content)}))
+    found = header.read_header(path)
+    assert found.lineage == Lineage() and checkpoints.to_continue("auto", tmp_path, None) == path
+    assert checkpoints.to_continue("auto", tmp_path, run("new", ("", 4))) == path
