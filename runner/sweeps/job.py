@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -61,23 +62,30 @@ class Job:
         before = read(folder)
         if before is None or before.status != "done" or not (folder / CONFIG_FILE).exists():
             return None
-        same = _but_resume((folder / CONFIG_FILE).read_text(encoding="utf-8")) == _but_resume(config)
+        try:
+            same = _but_resume((folder / CONFIG_FILE).read_text(encoding="utf-8")) == _but_resume(config)
+        except (OSError, ValueError, RecursionError):  # damaged
+            return None
         return replace(before, number=self.number, sweep=self.sweep) if same else None
 
 
-def _but_resume(config: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(config)
-    content["train"] |= {"resume": None}
+def _but_resume(config: str) -> Any:
+    content = json.loads(config)
+    if isinstance(content, dict) and isinstance(content.get("train"), dict):
+        content["train"] |= {"resume": None}
     return content
 
 
 def read(folder: Path) -> Job | None:
-    """The job of a folder, None where there is none."""
+    """The job of a folder, None where there is none, or its file is damaged: it then runs again."""
+    from strategies.bounded import read_json  # the front end does without it
+
     try:
-        content: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        content = read_json(folder / FILE)
+        found = Job(**content | {"overrides": tuple(map(str, content["overrides"]))})
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    return Job(**content | {"overrides": tuple(content["overrides"])})
+    return found if isinstance(found.number, int) and isinstance(found.verb, str) else None
 
 
 def jobs(sweep: Path) -> list[tuple[Path, Job]]:
@@ -112,7 +120,11 @@ def typed(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a job's metrics, none where it measured nothing."""
-    if (folder / METRICS).exists():
+    """The records in a job's metrics, none where it measured nothing. Damaged lines are left out."""
+    if (folder / METRICS).is_file():
         with (folder / METRICS).open("rb") as file:
-            yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    record = json.loads(line) if line.endswith(b"\n") else None
+                    if isinstance(record, dict):
+                        yield record

@@ -8,11 +8,10 @@ Numbers that JSON cannot express (nan, infinity) are written as null.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -186,18 +185,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return finite
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(offset of its end in bytes, record) of every complete line; a last line cut off by a kill is left out."""
-    if not path.exists():
-        return
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line)
-            if line.endswith(b"\n"):
-                yield end, json.loads(line)
-
-
 def metrics_of(
     config: Config, rank: int, run_dir: Path, first: int, last: int
 ) -> AbstractContextManager[Metrics | None]:
@@ -216,7 +203,33 @@ def metrics_of(
 
 
 def _drop_from(path: Path, step: int) -> None:
-    """Cut the file before its first record of `step` or later, and in any case after its last complete line."""
-    if path.exists():
-        kept = itertools.takewhile(lambda item: item[1]["step"] < step, _records(path))
-        os.truncate(path, max((end for end, _ in kept), default=0))
+    """Cut the file before its first record of `step` or later. Lines before that which are no records, such as one that
+    a kill has cut off, are left out."""
+    if not path.exists():
+        return
+    end = position = 0
+    damaged = False
+    with path.open("rb") as file:
+        for line in file:
+            position += len(line)
+            number = _step_of(line)
+            if number is not None and number >= step:
+                break
+            if number is not None:
+                damaged = damaged or end != position - len(line)
+                end = position
+    os.truncate(path, end)
+    if damaged:
+        hidden = path.with_name(f".{path.name}")
+        with path.open("rb") as file, hidden.open("wb") as kept:
+            kept.writelines(line for line in file if _step_of(line) is not None)
+        os.replace(hidden, path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of `metrics.jsonl`; None where it is no complete record."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
