@@ -4,12 +4,14 @@ enough."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from strategies.capture import Objective, capture
-from strategies.cost.step import step_cost
+from strategies.cost.cluster import Cluster
+from strategies.cost.step import need_of, step_cost
 from strategies.cost.updating import Updating
 from strategies.engine.lowering import lower
 from strategies.engine.program import Options, Program
@@ -18,6 +20,8 @@ from strategies.graph import Operator, OperatorGraph
 from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import SEARCHES, Request
+from strategies.search.cheapest import StepPrice
+from strategies.search.sure import Running
 from tests.conformance.network import Case, devices, name_of
 from tests.conformance.numbers import Built, build
 from tests.conformance.requested import request_of
@@ -26,6 +30,8 @@ from tests.strategies.whole_model import Model
 
 RUN_RANKS = 16
 """The most ranks that are simulated."""
+SIMPLE = Updating()
+"""Adds gradients after backward; no state."""
 TOLERANCE = 1e-10
 SMALLEST = 1e-6
 """Below this size differences are absolute."""
@@ -70,7 +76,7 @@ class Bench:
         return "starts from configured operators" if self.case["search_mode"] in SEARCHES else "is not there yet"
 
     def lowered(self, request: Request) -> tuple[Plan, Program]:
-        plan = make_plan(self.graph, request)
+        plan = make_plan(self.graph, request, self.machine)
         return plan, lower(self.graph, plan, self.options)
 
     def run(self, plan: Plan) -> bool:
@@ -93,10 +99,26 @@ class Bench:
     def operators(self, node: Mapping[str, Any]) -> tuple[Operator, ...]:
         return tuple(o for o in self.graph.operators if o.module == name_of(node))
 
+    @property
+    def machine(self) -> Cluster:
+        """Nodes of 8 devices: what plans are searched and priced for."""
+        return cluster(-(-self.request.world_size // 8), 8)
+
     def cost(self, plan: Plan) -> float:
         """Microseconds of a step by our cost model."""
-        nodes = -(-plan.mesh.size // 8)
-        return 1e6 * step_cost(self.graph, plan, lower(self.graph, plan), cluster(nodes, 8), Updating()).total
+        return 1e6 * self.seconds(plan)
+
+    def seconds(self, plan: Plan) -> float:
+        return step_cost(self.graph, plan, lower(self.graph, plan), self.machine, SIMPLE).total
+
+    def cheapest(self) -> Plan:
+        """The plan of the exact search, which decides the configured operators, too."""
+        moved = need_of(SIMPLE).moved
+        request = replace(
+            self.request, mode="auto", search="dynamic_programming", strategies={}, states=0.0, moved=moved
+        )
+        price = StepPrice(self.seconds, Running(beside=False, joined=False, moved=moved))
+        return make_plan(self.graph, replace(request, overlaps=False), self.machine, price)
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

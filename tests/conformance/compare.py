@@ -130,7 +130,9 @@ def no_dearer(bench: Bench, plan: Plan, expected: Mapping[str, Any], wrong: Mapp
                 forms = [Form(tuple(operand)) for operand in told[node["id"]]]
                 strategies[bench.operators(node)[-1].name] = wanted(forms)
         try:
-            theirs = make_plan(bench.graph, replace(bench.request, mode="semi_auto", strategies=strategies))
+            theirs = make_plan(
+                bench.graph, replace(bench.request, mode="semi_auto", strategies=strategies), bench.machine
+            )
             costs.append(bench.cost(theirs))
         except StrategyError as error:
             refused = str(error)

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from strategies.errors import StrategyError
+from tests.conformance.bench import Bench
+from tests.conformance.forms import NotMapped
 from tests.conformance.judge import judge
+from tests.conformance.network import devices
 
 HERE = Path(__file__).parent
 REASONS: dict[str, str] = json.loads((HERE / "reasons.json").read_text())
@@ -59,3 +63,35 @@ def test_every_suite_passes_mostly() -> None:
     bare = Counter(case["suite"] for case in cases if REASONS.get(case["id"], "").startswith(("not mapped", "failed")))
     assert total == {"concrete": 92, "error": 60, "accepted": 381}
     assert all(10 * bare[suite] <= total[suite] for suite in total)
+
+
+def cheapest_is_ours(case: dict[str, Any], ranks: int) -> None:
+    """No recorded plan costs less than that of the exact search with nothing configured."""
+    if "error" in case["expected"] or devices(case) > ranks:
+        return
+    try:
+        bench = Bench(case, SMALL)
+        recorded = bench.seconds(bench.lowered(bench.request)[0])
+    except (NotMapped, StrategyError):
+        return  # not legal here
+    ours = bench.cheapest()
+    assert bench.seconds(ours) <= recorded * (1 + 1e-9)
+    assert ours.search["lower_bound"] <= recorded * (1 + 1e-9)
+
+
+FEW = (
+    "ms-test_auto_parallel_two_matmul_test_two_matmul-3",
+    "ms-test_stridedslice_test_shrink_axis_mask",
+    "ms-test_cumsum_ext_test_cumsum_ext_auto_parallel_sharding_propagation1",
+)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_no_recorded_plan_is_cheaper_than_the_exact_one(name: str) -> None:
+    cases = {case["id"]: case for case in json.loads((HERE / "cases.json").read_text())}
+    cheapest_is_ours(cases[name], 16)
+
+
+@pytest.mark.slow
+def test_no_recorded_plan_at_all_is_cheaper(case: dict[str, Any]) -> None:
+    cheapest_is_ours(case, 16)
