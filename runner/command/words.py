@@ -36,6 +36,8 @@ LAUNCHERS = {
 }
 DRY_RUN = "launch.dry_run=true"
 SLICES = "explain.slices"
+FLAGS = {("launch", "--dry-run"): DRY_RUN, ("calibrate", "--force"): "calibrate.force=true"}
+"""Options of single verbs, and the overrides that they are."""
 BY_PATH = ("parallel.strategies", "parallel.place", "parallel.pipeline.cuts")
 """Mappings whose keys are dotted paths: `~parallel.strategies.dense1.matmul` takes one of them away."""
 REPLACED = ("parallel.mesh",)
@@ -67,9 +69,7 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
             verb = word
     if verb != "explain" and any(word.startswith(f"{SLICES}=") for word in rest):
         raise ConfigError("--slices NAME is an option of `run explain`.")
-    if verb == "launch":
-        rest = [DRY_RUN if word == "--dry-run" else word for word in rest]
-    return verb, rest
+    return verb, [FLAGS.get((verb, word), word) for word in rest]
 
 
 def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,13 +1,18 @@
-"""`run calibrate [FILE]`: measure this machine on `world_size` local ranks and write it down as a cluster.
+"""`run calibrate [FILE] [--force]`: measure this machine on `world_size` local ranks and write it down as a cluster.
 
 The file is read with `cluster.file=FILE`, or, in a folder `cluster/` of `--config-dir DIR`, with `cluster=NAME`. It is
-written when all is measured, at once or not at all.
+written when all is measured, at once or not at all. Invariant: without `--force` nothing is overwritten but what this
+verb has written, which its first line says.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +20,19 @@ from runner import launch
 from runner.command.folders import remove_if_unused
 from runner.errors import ConfigError, RunFailed
 from runner.schema import Config
+from runner.training.timeline import begin
 
 if TYPE_CHECKING:
     from runner.planning.calibration import Measured
     from strategies.cost.laws import Fit
+
+
+MARK = "measured by `run calibrate`"
+"""In the first line of what is written."""
+STARTUP = 5.0
+"""Seconds of the process before the verb that count, at most: a job of a sweep has no start of its own."""
+ENDING = 1.0
+"""Seconds for ranks to end and the file to be written."""
 
 
 def run(config: Config, run_dir: Path) -> float | None:
@@ -26,11 +40,65 @@ def run(config: Config, run_dir: Path) -> float | None:
 
     Raises RunFailed if the times do not fit the laws at all, and ConfigError for a file that cannot be written.
     """
-    file = Path(config.calibrate.file).absolute()
+    started = time.monotonic() - min(time.time() - begin()[0][1], STARTUP)
+    with _written(Path(config.calibrate.file), config.calibrate.force) as partial:
+        text, error = _measured(config, run_dir, started)
+        partial.write_text(text, encoding="utf-8")
+    print(text, end="")
+    took = time.monotonic() - started
+    if took > config.calibrate.seconds + ENDING:
+        print(f"calibrate: the least there is to measure took {took:.0f} s, more than calibrate.seconds")
+    print(f"calibrate: written to {config.calibrate.file}; price plans with cluster.file={config.calibrate.file}")
+    return error
+
+
+@contextmanager
+def _written(name: Path, force: bool) -> Iterator[Path]:
+    """A new file beside `name` that takes its place at the end of the block, if nothing of the user's is there: a link
+    is followed, and only regular files are replaced. Raises ConfigError otherwise, before the block where it can."""
+    what = f"calibrate.file = {str(name)!r}"
+    file = Path(os.path.realpath(name))
+    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
+    _check(name, file, what, force)
+    try:
+        partial.open("x").close()
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written there: {error.strerror}.") from None
+    try:
+        yield partial
+        _check(name, file, what, force)  # it may have appeared since
+        os.replace(partial, file)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written there: {error.strerror}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _check(name: Path, file: Path, what: str, force: bool) -> None:
     if not file.parent.is_dir() or file.is_dir():
+        raise ConfigError(f"{what} cannot be written there; name a file in a folder.")
+    if not file.exists():
+        if name.is_symlink() and not force:
+            raise ConfigError(f"{what} is a link to {file}, which does not exist; name another file, or add --force.")
+        return
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ConfigError(f"{what} is no regular file; name another one.")
+    if force:
+        return
+    try:
+        with file.open(encoding="utf-8") as content:
+            ours = MARK in content.readline(200)
+    except (OSError, UnicodeDecodeError):
+        ours = False
+    if not ours:
         raise ConfigError(
-            f"calibrate.file = {config.calibrate.file!r} cannot be written there; name a file in a folder."
+            f"{what} exists already and was not written by `run calibrate`; name another file, or add --force to "
+            "overwrite it."
         )
+
+
+def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float]:
+    """The content of the file, and the largest middle error."""
     launch.warm()
     from runner.planning.prepare import device_of
     from strategies.cost.laws import fit
@@ -41,7 +109,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     try:
         measured = launch.run_ranks(
             "runner.planning.calibration:measure",
-            {"seconds": config.calibrate.seconds},
+            {"until": started + config.calibrate.seconds - ENDING},
             world_size=ranks,
             run_dir=run_dir,
             device=device,
@@ -56,13 +124,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         found = fit(measured.products, measured.copies, measured.calls)
     except ValueError as error:
         raise RunFailed(f"calibrate: {error} (calibrate.seconds = {config.calibrate.seconds:g}).") from None
-    text = described(file.stem, measured, found)
-    partial = file.with_name(f".{file.name}.part")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
-    print(text, end="")
-    print(f"calibrate: written to {config.calibrate.file}; price plans with cluster.file={config.calibrate.file}")
-    return max(error.middle for error in found.errors.values())
+    text = described(Path(config.calibrate.file).stem, measured, found)
+    return text, max(error.middle for error in found.errors.values())
 
 
 def described(name: str, measured: Measured, found: Fit) -> str:
@@ -71,7 +134,7 @@ def described(name: str, measured: Measured, found: Fit) -> str:
     links = dict(found.links)
     errors = {what: f"fitted within {one.middle:.0%}, at worst {one.worst:.0%}" for what, one in found.errors.items()}
     lines = [
-        f"# {world} rank{'s' * (world > 1)} on {measured.device}, measured by `run calibrate`: every number is that of",
+        f"# {world} rank{'s' * (world > 1)} on {measured.device}, {MARK}: every number is that of",
         "# one rank while all are busy. Rates are bytes or flops per second and one way, times are seconds.",
         f"name: {name}",
         "nodes: null",

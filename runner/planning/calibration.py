@@ -45,7 +45,9 @@ SHORTEST = 1e-6
 TOGETHER = 3
 """Calls that are timed at once, what is computed before them included."""
 FEWEST = 3
-"""Differences of which the middle is taken, however little time there is: any one may be below zero."""
+"""Differences of which the middle is taken: any one may be below zero."""
+ENDS = (2**10, 2**23)
+"""Bytes that are sent by every kind of collective between all ranks, however little time there is."""
 BATCHES = 3
 """The fastest batch of calls counts: what else runs on the machine only makes them slower."""
 
@@ -67,19 +69,21 @@ class Measured:
 
 
 def measure(rank: RankContext, payload: Mapping[str, float]) -> Measured:
-    """Measure for about `payload["seconds"]`; rank 0 tells what it is at."""
-    return _Bench(rank, payload["seconds"]).run()
+    """Measure until `payload["until"]` by time.monotonic(), which all processes of a machine share; rank 0 tells what
+    it is at. The least that a description needs is measured even if that takes longer."""
+    return _Bench(rank, payload["until"]).run()
 
 
 class _Bench:
-    def __init__(self, rank: RankContext, seconds: float) -> None:
+    def __init__(self, rank: RankContext, until: float) -> None:
         self.rank, self.size, self.device = rank.rank, rank.world_size, torch.device(rank.device)
         self.cpu = self.device.type == "cpu"
         self.groups = {ranks: self._group(ranks) for ranks in self._sizes()}
         self.sides = PRODUCTS if self.cpu else LARGER
         self.points = sum(map(len, self.sides.values())) + len(COPIED) + 1 + self.cpu + 3 * (self.size > 1)
         self.points += len(SENT) * (5 * len(self.groups) + bool(self.groups))
-        self.start, self.seconds = time.perf_counter(), seconds
+        self.until = until
+        self.between = SampleLayers(self.device, *BETWEEN).forward
 
     def _sizes(self) -> Iterator[int]:
         """The world, and what halving it makes."""
@@ -95,6 +99,8 @@ class _Bench:
         return made[self.rank // ranks]
 
     def run(self) -> Measured:
+        self.between()
+        self.computing = self._time(self.between, 1)
         products = tuple(self._products())
         copies = tuple(self._copies())
         view = self._view()
@@ -128,10 +134,13 @@ class _Bench:
             torch.cuda.synchronize()
         return self._agreed((time.perf_counter() - start) / count)
 
+    def _left(self) -> float:
+        """Seconds that are left, by the rank that has the fewest."""
+        return max(-self._agreed(time.monotonic() - self.until), 0.0)
+
     def _share(self) -> float:
         """Seconds for the next point."""
-        left = self.seconds - self._agreed(time.perf_counter() - self.start)
-        share = max(left, 0.0) / max(self.points, 1)
+        share = self._left() / max(self.points, 1)
         self.points -= 1
         return share
 
@@ -143,22 +152,28 @@ class _Bench:
         count = max(1, min(int(share / max(first, 1e-9)), 1000))
         return min(self._time(action, count) for _ in range(BATCHES if share > first else 1))
 
-    def _added(self, action: Callable[[], object], computing: Callable[[], object]) -> float:
-        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle of what was
-        found."""
+    def _added(self, action: Callable[[], object], share: float) -> float:
+        """Seconds that a call adds to what is computed before it, while all ranks do both: the middle of what was found
+        in `share` seconds. Where that is too short, the seconds of a call with nothing before it."""
 
         def both() -> None:
-            computing()
+            self.between()
             action()
 
-        share = self._share()
         both()
+        alone = min(self._time(action, 1) for _ in range(BATCHES))
+        if share < self._needed(alone):
+            return max(alone, SHORTEST)
         found: list[float] = []
         start = time.perf_counter()
         while len(found) < FEWEST or self._agreed(time.perf_counter() - start) < share:
-            alone = self._time(computing, TOGETHER)
-            found.append(self._time(both, TOGETHER) - alone)
+            without = self._time(self.between, TOGETHER)
+            found.append(self._time(both, TOGETHER) - without)
         return max(median(found), SHORTEST)
+
+    def _needed(self, call: float) -> float:
+        """Seconds for the fewest differences of a call that takes `call` seconds by itself."""
+        return FEWEST * TOGETHER * (2 * self.computing + call)
 
     def _products(self) -> Iterator[Product]:
         for dtype, sides in self.sides.items():
@@ -203,7 +218,7 @@ class _Bench:
         side = 256 if self.cpu else 4096
         a = torch.ones(side, side, device=self.device)
         flats = [torch.ones(BUCKET // 4 * (1 if self.cpu else FACTOR), device=self.device) for _ in range(BUCKETS)]
-        sum_ = self._added(lambda: dist.all_reduce(flats[0]), SampleLayers(self.device, *BETWEEN).forward)
+        sum_ = self._added(lambda: dist.all_reduce(flats[0]), self._share())
         product = self._seconds(lambda: a @ a)
         repeats = max(1, round(sum_ / product))
 
@@ -222,16 +237,28 @@ class _Bench:
         return min(max(hidden / min(sum_, alone), 0.0), 1.0)
 
     def _calls(self) -> Iterator[Call]:
-        computing = SampleLayers(self.device, *BETWEEN).forward
-        for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND):
-            if self.groups:
+        """Every kind between all ranks first, then all sizes and groups for as long as there is time."""
+        kinds = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND) if self.groups else ()
+        every = [(kind, ranks, size) for kind in kinds for ranks in self.groups for size in SENT]
+        every = [one for one in every if one[0] != SEND or one[1] == self.size]
+        least = [one for one in every if one[1] == self.size and one[2] in ENDS]
+        others = sorted((one for one in every if one not in least), key=lambda one: -one[1])
+        told, took = "", 0.0
+        for number, (kind, ranks, size) in enumerate([*least, *others]):
+            share = self._left() / (len(every) - number)
+            if number < len(least):
+                share = max(share, min(self._needed(took), self._left() / (len(least) - number)))
+            elif self._left() < (share := max(share, self._needed(took))):
+                return
+            if kind != told:
                 self._say(kind)
-            for ranks in self.groups if kind != SEND else tuple(self.groups)[:1]:
-                for size in SENT:
-                    elements = size // 4 * (1 if self.cpu else FACTOR)
-                    elements = max(elements // ranks, 1) * ranks
-                    sent, action = self._call(kind, ranks, elements)
-                    yield Call(kind, ranks, 4 * sent, self._added(action, computing))
+                told = kind
+            elements = size // 4 * (1 if self.cpu else FACTOR)
+            elements = max(elements // ranks, 1) * ranks
+            sent, action = self._call(kind, ranks, elements)
+            call = Call(kind, ranks, 4 * sent, self._added(action, share))
+            took = max(took, call.seconds)
+            yield call
 
     def _call(self, kind: str, ranks: int, elements: int) -> tuple[int, Callable[[], object]]:
         """Elements that a rank sends, and the call; `elements` are those of the larger side."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from runner.sections.section import Glob, Positive, Section
 
 
 class Calibrate(Section):
     file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[Positive, Field(description="How long to measure.")]
+    seconds: Annotated[Positive, Field(description="Seconds that the command may take, process start included.")]
+    force: Annotated[StrictBool, Field(description="Whether a file of other origin is overwritten.")]
 
 
 class Explain(Section):

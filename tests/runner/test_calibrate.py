@@ -103,6 +103,70 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(command, name
     assert f"calibrate.file = '{name}' cannot be written there" in done.err
 
 
+@pytest.fixture
+def measured(monkeypatch):
+    """Measuring takes no time and finds a text."""
+    monkeypatch.setattr(calibrate, "_measured", lambda *_: (f"# 1 rank, {calibrate.MARK}\n", 0.5))
+
+
+NOT_OURS = "import torch\n# measured by hand\n"
+
+
+def test_only_what_calibrate_has_written_is_overwritten(command, measured, tmp_path):
+    file = tmp_path / "net.py"
+    file.write_text(NOT_OURS)
+    for words in (("calibrate", "net.py"), ("calibrate", "calibrate.file=net.py")):
+        done = command(*words)
+        assert done.code == 2 and "--force" in done.err and "net.py" in done.err
+    assert file.read_text() == NOT_OURS and [path.name for path in tmp_path.iterdir()] == ["net.py"]
+    assert command("calibrate", "net.py", "--force").code == 0
+    assert command("calibrate", "net.py").code == 0  # now it is ours
+    assert calibrate.MARK in file.read_text()
+    assert not list(tmp_path.glob(".*part"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"x" * 10000, b"machine: {levels: {}}\n"])
+def test_other_files_are_kept_whatever_they_hold(command, measured, tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    assert command("calibrate", "file").code == 2
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_links_are_followed_and_devices_never_replaced(command, measured, tmp_path):
+    (tmp_path / "real.py").write_text(NOT_OURS)
+    (tmp_path / "link.yaml").symlink_to("real.py")
+    (tmp_path / "dangling.yaml").symlink_to("nowhere.yaml")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name in ("link.yaml", "dangling.yaml", "fifo", "folder"):
+        assert command("calibrate", name).code == 2
+    for name in ("fifo", "folder", "/dev/null"):
+        assert command("calibrate", name, "--force").code == 2
+    assert (tmp_path / "real.py").read_text() == NOT_OURS and not (tmp_path / "nowhere.yaml").exists()
+    assert command("calibrate", "link.yaml", "--force").code == 0
+    assert (tmp_path / "link.yaml").is_symlink() and calibrate.MARK in (tmp_path / "real.py").read_text()
+
+
+def test_a_file_that_appears_while_measuring_is_kept(command, tmp_path, monkeypatch):
+    def slowly(*_):
+        (tmp_path / "new.yaml").write_text(NOT_OURS)
+        return "text", 0.5
+
+    monkeypatch.setattr(calibrate, "_measured", slowly)
+    assert command("calibrate", "new.yaml").code == 2
+    assert (tmp_path / "new.yaml").read_text() == NOT_OURS and not list(tmp_path.glob(".*part"))
+
+
+def test_a_name_that_no_file_can_have_is_refused_before_measuring(command, monkeypatch):
+    monkeypatch.setattr(launch, "run_ranks", None)
+    done = command("calibrate", f"{'x' * 250}.yaml", *SHORT)
+    assert done.code == 2 and "cannot be written there" in done.err
+
+
+def test_force_is_an_option_of_calibrate_alone(command):
+    assert "--force" in command("plan", "+recipe=quickstart", "--force").err
+
+
 def test_two_files_are_one_too_many(command):
     done = command("calibrate", "a.yaml", "b.yaml", *SHORT)
     assert done.code == 2
