@@ -183,6 +183,8 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
         text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
     if kind != "refusal" and "words" in error:
         text += allowed(str(value), _words(error["words"])).replace(" Allowed:", " Allowed too:")
+    if value in ("None", "none"):
+        text += " No value is written null."
     return text + origins.sentence(concerned)
 
 

@@ -57,5 +57,6 @@ def allowed(value: str, options: Iterable[str]) -> str:
     options = list(options)
     if not options:
         return ""
-    close = difflib.get_close_matches(value, options, n=1, cutoff=0.6)
+    begun = [one for one in options if len(one) > 2 < len(value) and (value.startswith(one) or one.startswith(value))]
+    close = [max(begun, key=len)] if begun else difflib.get_close_matches(value, options, n=1, cutoff=0.6)
     return f" Allowed: {', '.join(options)}." + (f" Did you mean {close[0]!r}?" if close else "")

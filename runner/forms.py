@@ -110,7 +110,7 @@ def read_strategy(value: Any, key: str) -> StrategyForm:
 def read_operands(value: Any, key: str, side: str) -> tuple[OperandForm, ...]:
     """The operand forms of one side of an operator, or of the inputs of the model."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise refusal(f"{key} = {value!r}: expected one entry per {side}; {EXAMPLE}.", key)
+        raise refusal(f"{key} = {value!r}: expected one entry per {side}; {EXAMPLE}{_brackets(value)}.", key)
     return tuple(_operand(form, Place(key, f"{side} {number}")) for number, form in enumerate(value))
 
 
@@ -134,7 +134,8 @@ def check_layouts(forms: list[tuple[Place, OperandForm]], layouts: Mapping[str, 
         for axis in (axis for dim in form.dims for axis in dim):
             if axis not in layouts[form.layout]:
                 choice = allowed(axis, layouts[form.layout])
-                raise place.refuse(f"{axis!r} is not an axis of layout {form.layout!r}.{choice}.")
+                none = " A dim that no axis slices is null." if axis.lower() == "none" else ""
+                raise place.refuse(f"{axis!r} is not an axis of layout {form.layout!r}.{choice}{none}")
 
 
 def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
@@ -152,11 +153,17 @@ def _operand(value: Any, place: Place) -> OperandForm:
     if isinstance(value, Mapping):
         return _layout(value, place)
     if not isinstance(value, (list, tuple)):
-        raise place.refuse(f"{value!r} is not a list of counts, one per dim, nor {{layout: NAME, dims: [...]}}.")
+        raise place.refuse(
+            f"{value!r} is not a list of counts, one per dim, nor {{layout: NAME, dims: [...]}}{_brackets(value)}."
+        )
     for dim, count in enumerate(value):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise place.refuse(f"dim {dim}: {count!r} is not a number of slices; counts are whole numbers from 1 up.")
     return tuple(value)
+
+
+def _brackets(value: Any) -> str:
+    return "; lists have square brackets" if isinstance(value, str) and "(" in value else ""
 
 
 def _layout(value: Mapping[Any, Any], place: Place) -> LayoutForm:

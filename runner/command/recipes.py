@@ -33,6 +33,8 @@ NO_MESH = ".no_mesh"
 else add to those of the recipes below it."""
 NOTICES: dict[str, None] = {}
 """What to say of the recipes that were read, each once and in order."""
+CHOSEN = ("parallel", "cluster", "launch", "job")
+"""Groups that have a choice in `conf/config.yaml`."""
 READ: dict[str, None] = {}
 """The files of recipes that were read."""
 _given: list[Path] = []
@@ -136,7 +138,10 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
         config = OmegaConf.create(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {where} cannot be read: {error}.") from None
-    except (YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
+        what = str(error).splitlines()[0].replace("Incompatible key type 'NoneType'", "null cannot be a key")
+        raise ConfigError(f"the recipe {where}: {error.full_key}: {what}.") from None
+    except YAMLError as error:
         raise ConfigError(f"the recipe {where} is not valid YAML: {in_yaml(error)}.") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(
@@ -147,6 +152,7 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
             f"the recipe {where} is empty; begin it with `# @package _global_` and give at least model.target and "
             "data.target, or `defaults: [NAME, _self_]` of another recipe."
         )
+    _check_defaults(config, where)
     header = RecipeSource._get_header_dict(text)
     if header.get("package") != "_global_":
         raise ConfigError(
@@ -154,6 +160,20 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
             "of the config."
         )
     return config, header
+
+
+def _check_defaults(config: DictConfig, where: str) -> None:
+    defaults = config.get("defaults")
+    if defaults is not None and not isinstance(defaults, ListConfig):
+        raise ConfigError(f"the recipe {where}: defaults must be a list such as [NAME, _self_].")
+    for default in defaults or ():
+        for key, value in {str(k): v for k, v in default.items()}.items() if isinstance(default, DictConfig) else ():
+            group = key.removeprefix("override ").strip().removeprefix("/")
+            if group in CHOSEN and key != f"override /{group}":
+                raise ConfigError(
+                    f"the recipe {where}: `- {key}: {value}` in its defaults must be `- override /{group}: {value}`, "
+                    f"because a choice of {group} is there already."
+                )
 
 
 def in_yaml(error: Exception) -> str:

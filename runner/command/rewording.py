@@ -24,6 +24,9 @@ OWN = {
     "recipe": " One of your own is found in the folder recipes: recipes/NAME.yaml is +recipe=NAME.",
 }
 """Where what the package does not have is looked for, by group of configs."""
+OPTIONAL = ' It is an optional part: pip install "meshwright[sweep]".'
+OPTIONAL_PARTS = {"hydra/launcher": ("joblib", "submitit_local", "submitit_slurm"), "hydra/sweeper": ("optuna",)}
+"""What comes with the extra `sweep`, by group of configs."""
 
 
 def reword(error: Exception, overrides: list[str]) -> ConfigError:
@@ -47,7 +50,8 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, name = _chosen(str(error.missing_cfg_file), overrides)
         right = allowed(name, error.options)
-        own = "" if "Did you mean" in right else OWN.get(group, "")
+        own = OPTIONAL if name in OPTIONAL_PARTS.get(group, ()) else OWN.get(group, "")
+        own = "" if "Did you mean" in right and own != OPTIONAL else own
         return ConfigError(f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
     if isinstance(error, MissingConfigException):
         return ConfigError(f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")

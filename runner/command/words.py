@@ -14,10 +14,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
+from runner.command.recipes import catalogue
 from runner.command.values import quoted, readable
 from runner.command.verbs import VERBS
 from runner.config import open_mappings
@@ -27,13 +29,17 @@ from runner.errors import ConfigError, allowed
 OPTIONS_WITH_VALUE = frozenset(
     "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd --experimental-rerun --info -i".split()
 )
-# What launchers tell each process: its rank and the number of processes.
+# What launchers tell each process, its rank and the number of processes, and what `launch` calls them.
 LAUNCHERS = {
-    "RANK": "WORLD_SIZE",
-    "SLURM_PROCID": "SLURM_NTASKS",
-    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK": "PMI_SIZE",
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "mpirun"),
+    "SLURM_PROCID": ("SLURM_NTASKS", "slurm"),
+    "PMI_RANK": ("PMI_SIZE", "mpirun"),
+    "RANK": ("WORLD_SIZE", "torchrun"),
 }
+GROUPS = ("recipe", "parallel", "cluster", "launch", "job")
+NO_NAME = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE)
+"""What Hydra does not take for a name."""
+TUPLE = re.compile(r"\s*\(.*,.*\)\s*", re.DOTALL)
 DRY_RUN = "launch.dry_run=true"
 SLICES = "explain.slices"
 FLAGS = {("launch", "--dry-run"): DRY_RUN, ("calibrate", "--force"): "calibrate.force=true"}
@@ -62,14 +68,14 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
         elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
             rest.append(f"{VERBS[verb].argument}={quoted(word)}")
         elif word not in VERBS:
-            raise ConfigError(f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}")
+            raise ConfigError(_stranger(verb, word))
         elif verb is not None:
             raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
         else:
             verb = word
     if verb != "explain" and any(word.startswith(f"{SLICES}=") for word in rest):
         raise ConfigError("--slices NAME is an option of `run explain`.")
-    return verb, [FLAGS.get((verb, word), word) for word in rest]
+    return verb, [FLAGS.get((verb or "", word), word) for word in rest]
 
 
 def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -129,12 +135,14 @@ def complete(line: str) -> tuple[str, list[str]]:
 
 def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if another launcher started this process as one of several."""
-    for rank, size in LAUNCHERS.items():
+    for rank, (size, launcher) in LAUNCHERS.items():
         if rank in environment and environment.get(size) != "1":
+            ranks = f"world_size={environment[size]} " if environment.get(size, "").isdecimal() else ""
             raise ConfigError(
                 f"run starts its own ranks, but it was itself started as one of several processes ({rank} = "
                 f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
-                f"sweeps (-m) too, or unset {rank} if it is a leftover."
+                f"sweeps (-m) too: `run {ranks}launch={launcher} ...` starts ranks with {launcher}. Or unset {rank} "
+                "if it is a leftover."
             )
 
 
@@ -146,6 +154,16 @@ def again(typed: Sequence[str], key: str, folder: Path) -> str:
     return shlex.join(["run", *(word for word in typed if word.lstrip("+").partition("=")[0] not in keys), *new])
 
 
+def _stranger(verb: str | None, word: str) -> str:
+    """What to say of a word that is no verb and no override."""
+    names = list(catalogue())
+    if word in names or (not get_close_matches(word, VERBS) and (near := get_close_matches(word, names, n=1))):
+        name = word if word in names else near[0]
+        command = " ".join(["run", *([verb] if verb else []), f"+recipe={name}"])
+        return f"{word!r} is neither a verb nor KEY=VALUE. A recipe is chosen with a plus: `{command}`."
+    return f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}"
+
+
 def _meant(verb: str | None, word: str) -> str:
     """`run predict checkpoint=PATH` names the checkpoint to predict with, not how training saves them."""
     key, _, value = word.partition("=")
@@ -155,6 +173,11 @@ def _meant(verb: str | None, word: str) -> str:
 
 def _readable(word: str) -> str:
     key, equals, value = word.partition("=")
+    if TUPLE.fullmatch(value):
+        lists = value.strip().replace("(", "[").replace(")", "]")
+        raise ConfigError(f"{word!r}: lists are written with square brackets: '{key}={lists}'.")
+    if key.lstrip("+") in GROUPS and NO_NAME.fullmatch(value):
+        return key + equals + quoted(value)
     return key + equals + readable(value)
 
 

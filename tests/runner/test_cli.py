@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 
+from runner.command.rewording import reword
 from runner.command.verbs import VERBS
 from runner.errors import ConfigError, RunFailed
 from strategies.errors import StrategyError
@@ -107,6 +109,16 @@ BAD = [
     (["+recipe=/tmp/mine.yaml"], "recipes/NAME.yaml is +recipe=NAME. (from the command line: +recipe=/tmp/mine.yaml)"),
     (["plan", QUICK, "cluster=/tmp/mine.yaml"], "cluster = '/tmp/mine.yaml' does not exist. Allowed: a100, auto"),
     (["plan", QUICK, "cluster=mine"], "named by its file: cluster.file=PATH."),
+    (["+recipe=1"], "recipe = '1' does not exist. Allowed: advanced_layout"),
+    (["+recipe=null"], "recipe = 'null' does not exist"),
+    (["quickstart"], "`run +recipe=quickstart`"),
+    (["plan", "quikstart"], "`run plan +recipe=quickstart`"),
+    ([QUICK, "parallel.mode=autoparallel"], "Did you mean 'auto'?"),
+    ([QUICK, "parallel.mode=auto_parallel"], "Did you mean 'auto'?"),
+    ([QUICK, "parallel.mode=data"], "Did you mean 'data_parallel'?"),
+    ([CUBE, "+parallel.strategies={relu1:[{layout:cube,dims:[mp,None]}]}"], "A dim that no axis slices is null."),
+    ([QUICK, "train.clip=None"], "No value is written null."),
+    ([QUICK, "parallel.strategies.matmul=((2,4),(4,1))"], "parallel.strategies.matmul=[[2,4],[4,1]]"),
     (["recipes", "quikstart"], "Did you mean 'quickstart'?"),
     (["doctor", "now"], "doctor = 'now': this folder does not exist"),
 ]
@@ -142,6 +154,60 @@ def test_a_broken_recipe_of_the_user_names_the_fault(command, tmp_path):
     assert done.code == 2
     assert "not valid YAML" in done.paragraphs[0]
     assert command(QUICK, "--cfg", "job").code == 0
+
+
+RECIPES = {
+    "train: {steps: 3}\n": "must begin with the line `# @package _global_`",
+    "# @package model\ntarget: a.B\n": "must begin with the line `# @package _global_`",
+    "": "is empty",
+    "# @package _global_\n": "is empty",
+    "- a\n- b\n": "holds a list",
+    "# @package _global_\ntrain: {steps: [\n": "is not valid YAML",
+    "# @package _global_\ndefaults: [{parallel: auto}, _self_]\nworld_size: 2\n": "`- override /parallel: auto`",
+    "# @package _global_\ndefaults: [{/parallel: auto}, _self_]\nworld_size: 2\n": "`- override /parallel: auto`",
+    "# @package _global_\ndefaults: [{override cluster: a100}]\nworld_size: 2\n": "`- override /cluster: a100`",
+    "# @package _global_\ndefaults: 3\n": "defaults must be a list",
+    "# @package _global_\nmodel: {args: {null: 1}}\n": "model.args: null cannot be a key",
+    "# @package _global_\nparallel: {strategies: {matmul: '((2,4),(4,1))'}}\n": "write counts such as [[2, 4], [4, 1]]",
+    "# @package _global_\nparallel: {strategies: {a: [(2,4),(4,1)]}}\n": "lists have square brackets",
+}
+
+
+@pytest.mark.parametrize("text", RECIPES)
+def test_a_file_that_is_no_recipe_is_named_with_its_fault(command, left, tmp_path, text):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    done = command("+recipe=[quickstart,mine]")
+    (paragraph,) = done.paragraphs
+    assert done.code == 2 and RECIPES[text] in paragraph and "mine" in paragraph, paragraph
+    assert "<unicode string>" not in paragraph
+    assert [path.name for path in left()] == ["recipes", "mine.yaml"]
+
+
+def test_every_job_of_a_sweep_with_a_wrong_recipe_is_told(command, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("train: {steps: 3}\n")
+    done = command("-m", "+recipe=mine,quickstart", "train.steps=0,1")
+    assert [paragraph.split()[2] for paragraph in done.paragraphs] == ["#0", "#1", "#2"] and done.code == 2
+
+
+@pytest.mark.parametrize("group", ["hydra/launcher=joblib", "hydra/sweeper=optuna"])
+def test_an_optional_part_says_what_to_install(group):
+    missing = MissingConfigException("", missing_cfg_file=group.replace("=", "/"), options=["basic"])
+    assert 'pip install "meshwright[sweep]"' in str(reword(missing, [group]))
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}, "world_size=8 launch=mpirun"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "8"}, "world_size=8 launch=mpirun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "world_size=4 launch=slurm"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "world_size=2 launch=torchrun"),
+    ],
+)
+def test_another_launcher_is_told_its_place(command, variables, launcher):
+    assert launcher in command(QUICK, **variables).err
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
