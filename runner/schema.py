@@ -76,6 +76,9 @@ class Data(Section):
     drop_last: Annotated[bool, Field(description="Whether a last batch of an epoch that is short is left out.")]
     collate: Dotted | None
     collate_args: Arguments
+    unbatched: Annotated[
+        tuple[str | int, ...], Field(description="Entries of the batch that are one tensor for all rows.")
+    ]
 
     @model_validator(mode="after")
     def _collate_args_are_used(self) -> Data:
@@ -171,6 +174,25 @@ class Config(Section):
                 "checkpoint.best",
                 "evaluate.every",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _all_is_batched(self) -> Config:
+        others = {
+            "evaluate": self.evaluate.wanted,
+            "job": self.job.name == "predict",
+            "data.drop_last": not self.data.drop_last,
+            "parallel.copies": self.parallel.copies > 1,
+        }
+        if self.data.unbatched and (key := next((key for key, set_ in others.items() if set_), None)):
+            what = {
+                "evaluate": "evaluation counts rows in every entry; leave evaluate out",
+                "job": "run predict counts rows in every entry",
+                "data.drop_last": "a short last batch is cut out of every entry; use data.drop_last=true",
+                "parallel.copies": "copies of the batch are cut out of every entry; use parallel.copies=1",
+            }
+            names = ", ".join(map(str, self.data.unbatched))
+            raise refusal(f"data.unbatched = [{names}]: {what[key]}.", "data.unbatched", key)
         return self
 
     @model_validator(mode="after")

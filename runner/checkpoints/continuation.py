@@ -27,10 +27,10 @@ DECIDES = ("mesh", "inputs", "tensors", "assignments")
 SOURCE = ("data.target", "data.args", "data.path")
 """Config keys from which the rows of the data follow."""
 
-DATA = ("data.batch_size", "data.shuffle", "data.drop_last", "train.seed", *SOURCE)
+DATA = ("data.batch_size", "data.shuffle", "data.drop_last", "data.unbatched", "train.seed", *SOURCE)
 """Config keys from which the rows of a step follow."""
 
-LATER = {"data.shuffle": True, "data.drop_last": True}
+LATER = {"data.shuffle": True, "data.drop_last": True, "data.unbatched": []}
 """What keys stand for that the checkpoints of earlier versions do not have."""
 
 MODEL = ("model", "loss", "data", "train.accumulate", "train.random", "parallel")

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 from runner.building import targets
 from runner.data.order import Order, epoch_order, eval_rows, padded
 from runner.data.row_seeds import EVALUATION, row_seeds, states
+from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 
 __all__ = [
@@ -128,7 +129,7 @@ def whole_batch(
             function = "data.collate" if collate else "stacking"
             raise ConfigError(f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.") from error
     if collate is not None:
-        _check_rows(*flatten_batch(batch), len(rows))
+        _check_rows(*flatten_batch(batch), len(rows), unbatched(collate))
     return batch
 
 
@@ -186,7 +187,10 @@ class LocalBatches:
         self._draws: bool | None = None
         """Whether the collate draws random numbers, once it is known."""
         # Positions in the micro-batch whose rows some block needs, in order.
-        self._needed = sorted({position for block in blocks for position in range(*block[0])})
+        whole = unbatched(collate)
+        named = zip(names or map(str, range(len(blocks))), blocks, strict=True)
+        rows = {position for name, block in named if name not in whole for position in range(*block[0])}
+        self._needed = sorted(rows | {0} if whole else rows)
 
     def load(self, rows: Sequence[int], epoch: int = EVALUATION) -> list[Tensor]:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
@@ -239,12 +243,13 @@ class LocalBatches:
                 self._needed = [*range(len(rows))]
                 return self._collated(rows, begin, collate)
         names, tensors = flatten_batch(batch)
-        _check_rows(names, tensors, len(samples))
+        whole = unbatched(collate)
+        _check_rows(names, tensors, len(samples), whole)
         tensors = self._named(names, tensors, "data: a batch of data.collate")
         self._check([tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
         parts = []
-        for tensor, (span, *beyond) in zip(tensors, self._blocks, strict=True):
-            first = self._needed.index(span[0])
+        for name, tensor, (span, *beyond) in zip(self._names or (), tensors, self._blocks, strict=True):
+            first = span[0] if name in whole else self._needed.index(span[0])
             cut = (slice(first, first + span[1] - span[0]), *(slice(*one) for one in beyond))
             parts.append(tensor[cut].contiguous())
         return parts
@@ -282,12 +287,12 @@ def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], wher
     return [by_name[name] for name in order]
 
 
-def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int) -> None:
+def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, whole: frozenset[str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
-        if len(tensor) != rows:
+        if len(tensor) != rows and name not in whole:
             raise ConfigError(
                 f"data: data.collate makes {name!r} with {len(tensor)} rows from {rows} samples; dim 0 of every tensor "
-                "must count the samples."
+                f"must count the samples, unless it is one for all of them (data.unbatched=[{name}])."
             )
 
 

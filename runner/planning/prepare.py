@@ -24,6 +24,7 @@ from runner.building.modules import captured_from_shapes, objective
 from runner.building.precision import DTYPES, cast, check_half
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
+from runner.data.unbatched import Unbatched, unbatched
 from runner.errors import ConfigError
 from runner.inference import rows as predicted
 from runner.planning import communication, copies, pipelining
@@ -132,7 +133,9 @@ class Prepared:
 def datasets(config: Config) -> tuple[MapDataset, MapDataset | None, Collate | None]:
     """Training data, evaluation data (None where nothing under `evaluate` asks for one), and the user's collate."""
     name, given = config.data.collate, config.data.collate_args
-    collate = None if name is None else targets.bound(name, given, "data.collate")
+    collate: Collate | None = None if name is None else targets.bound(name, given, "data.collate")
+    if config.data.unbatched:
+        collate = Unbatched(frozenset(map(str, config.data.unbatched)), collate)
     training = build_dataset(config.data.target, config.data.args, config.data.path, what="data")
     if not config.evaluate.wanted:
         return training, None, collate
@@ -235,6 +238,11 @@ def prepare(
     rows = micro_rows(config)
     first = order.rows(0)[:rows]
     names, tensors = flatten_batch(whole_batch(training, collate, first, config.train.seed, 0))
+    if unknown := sorted(unbatched(collate) - {*names}):
+        raise ConfigError(
+            f"data.unbatched = [{', '.join(map(str, config.data.unbatched))}]: a batch has no {unknown[0]!r}; it has "
+            f"{', '.join(names)}."
+        )
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
         say(

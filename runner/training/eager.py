@@ -121,14 +121,17 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
             f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)})."
         )
     found = {}
-    for position, (name, (_, *sizes)) in enumerate(zip(names, prepared.shapes, strict=True)):
+    whole = {*map(str, prepared.config.data.unbatched)}
+    for position, (name, (first, *sizes)) in enumerate(zip(names, prepared.shapes, strict=True)):
         if wanted == "full_batch":
             found[name] = Layout.replicated(len(sizes) + 1)
             continue
-        operand = wanted[position] if isinstance(wanted, tuple) else (mesh.size, *(1,) * len(sizes))
+        operand = (
+            wanted[position] if isinstance(wanted, tuple) else (1 if name in whole else mesh.size, *(1,) * len(sizes))
+        )
         if not isinstance(operand, tuple):
             raise ConfigError("parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]].")
-        found[name] = _counted(operand, (rows, *sizes), mesh, name)
+        found[name] = _counted(operand, (first if name in whole else rows, *sizes), mesh, name)
     return found
 
 

@@ -175,6 +175,36 @@ def named_loss(output: Tensor, target: Tensor) -> Any:
     return {"right": (output.argmax(1) == target).sum(), "loss": functional.cross_entropy(output, target)}
 
 
+class Products:
+    """64 samples {"x": [12], "w": [12, 8]}, where w is one and the same; without w if `collated`."""
+
+    def __init__(self, collated: bool = False) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.x, self.w = torch.randn(64, FEATURES, generator=draw), torch.randn(FEATURES, 8, generator=draw)
+        self.collated = collated
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.x[index]} if self.collated else {"x": self.x[index], "w": self.w}
+
+
+def with_w(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"w": Products().w, "x": torch.stack([sample["x"] for sample in samples])}
+
+
+class Product(nn.Module):
+    """Both factors of the product are inputs. Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (functional.gelu(x @ w) + self.bias).square().mean()
+
+
 class TwoHeads(nn.Module):
     """Returns {"first", "second"}: two [rows, 4], and holds what is not in its state dict and what nobody uses."""
 

@@ -69,6 +69,48 @@ SHAPES = {
 }
 
 
+PRODUCT = (
+    *(*SMALL, "model.target=networks.Product", "loss.target=null", "data.target=networks.Products"),
+    *("data.unbatched=[w]", DOUBLE),
+)
+LAYOUTS = "parallel.layouts={l: {device_matrix: [2,2], axes: [dp,mp]}}"
+SLICED = {
+    "by counts": ("parallel=semi_auto", "parallel.dataset_strategy=[[2,2],[2,1]]"),
+    "by layouts": (
+        *("parallel=semi_auto", LAYOUTS),
+        "parallel.strategies={matmul: [{layout: l, dims: [dp,mp]}, {layout: l, dims: [mp,null]}]}",
+        "parallel.dataset_strategy=[{layout: l, dims: [dp,mp]}, {layout: l, dims: [mp,null]}]",
+    ),
+    "by default, accumulated": ("parallel=data_parallel", "train.accumulate=2"),
+    "from a collate": ("parallel=data_parallel", "data.args.collated=true", "data.collate=networks.with_w"),
+}
+
+
+@pytest.mark.parametrize("kind", SLICED)
+def test_inputs_that_are_not_batches(start, kind):
+    ended = start(*PRODUCT, *SLICED[kind], "verify.steps=2", verb="verify")
+    assert ended.verdict["passed"]
+    axes = {"by counts": "d0", "by layouts": "mp"}
+    if kind in axes:
+        assert ended.plan["inputs"]["w"]["dims"] == [[axes[kind]], []]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("data.unbatched=[]",), ("'w' with 12 rows from 16", "data.unbatched=[w]")),
+        (("data.unbatched=[v]", "data.args={}", "data.collate=null"), ("no 'v'", "x, w")),
+        (("evaluate.every=1",), ("data.unbatched = [w]", "evaluate")),
+        (("data.drop_last=false",), ("data.unbatched = [w]", "drop_last=true")),
+    ],
+)
+def test_unbatched_inputs_are_refused(command, words, told):
+    done = command(
+        "plan", *PRODUCT, "parallel=data_parallel", "data.args.collated=true", "data.collate=networks.with_w", *words
+    )
+    assert done.code == 2 and [text for text in told if text not in done.err] == []
+
+
 NO_DIMS = (
     *(*SMALL, "parallel=data_parallel", "model.target=networks.Scalars", "train.clip=0.01"),
     *("optimizer.target=torch.optim.SGD", "optimizer.args={lr: 10.0, momentum: 0.9}"),
