@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from runner.building import targets
 from runner.data.order import Order, epoch_order, eval_rows, padded
-from runner.data.row_seeds import EVALUATION, row_seeds, states
+from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 
@@ -184,8 +184,8 @@ class LocalBatches:
         self._names = None if names is None else tuple(names)
         self._shapes = None if shapes is None else [tuple(shape[1:]) for shape in shapes]
         self._read = None if collate else reader(dataset)
-        self._draws: bool | None = None
-        """Whether the collate draws random numbers, once it is known."""
+        self._draws = self._mixes = False
+        """Whether dataset or collate, and whether the collate were seen to draw random numbers."""
         # Positions in the micro-batch whose rows some block needs, in order.
         whole = unbatched(collate)
         named = zip(names or map(str, range(len(blocks))), blocks, strict=True)
@@ -198,13 +198,28 @@ class LocalBatches:
         Raises ConfigError: rows whose names or shapes differ, or values that cannot be stacked. What the dataset
         or the collate itself raises comes through unchanged.
         """
+        if not self._draws:
+            try:
+                with watched() as draws:
+                    parts = self._parts(rows, unseeded)
+            except Exception:
+                if not draws.any:
+                    raise
+            else:
+                if not draws.any:
+                    return parts
+            self._draws = True
         with row_seeds(self._seed, epoch) as begin:
-            if self._collate is not None:
-                return self._collated(rows, begin, self._collate)
-            values: dict[int, list[Any]] = {}
-            for position in self._needed:
-                begin(rows[position])
-                values[position] = self._row(rows[position], position)
+            return self._parts(rows, begin)
+
+    def _parts(self, rows: Sequence[int], begin: Callable[..., None]) -> list[Tensor]:
+        """The blocks; `begin` is called before anything that may draw random numbers."""
+        if self._collate is not None:
+            return self._collated(rows, begin, self._collate)
+        values: dict[int, list[Any]] = {}
+        for position in self._needed:
+            begin(rows[position])
+            values[position] = self._row(rows[position], position)
         return [
             _stack([values[position][number] for position in range(*block[0])], number)
             for number, block in enumerate(self._blocks)
@@ -234,14 +249,15 @@ class LocalBatches:
         for position in self._needed:
             begin(rows[position])
             samples.append(self._dataset[rows[position]])
-        begin(rows[0], len(rows))
-        before = states() if self._draws is None else ()
-        batch = collate(samples)
-        if self._draws is None:
-            self._draws = states() != before
-            if self._draws and len(self._needed) < len(rows):  # its numbers are those of all rows
+        if self._draws and not self._mixes and len(self._needed) < len(rows):
+            with watched() as draws:
+                batch = collate(samples)
+            self._mixes = draws.any
+            if self._mixes:  # its numbers are those of all rows
                 self._needed = [*range(len(rows))]
                 return self._collated(rows, begin, collate)
+        begin(rows[0], len(rows))
+        batch = collate(samples)
         names, tensors = flatten_batch(batch)
         whole = unbatched(collate)
         _check_rows(names, tensors, len(samples), whole)

@@ -53,6 +53,34 @@ def test_the_own_random_states_are_untouched() -> None:
     assert drawn() == expected
 
 
+class Seldom(Noisy):
+    """Only row 7 draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.randn(4) if index == 7 else torch.ones(4),)
+
+
+def test_a_row_that_draws_late_is_seeded_too() -> None:
+    whole = whole_batch(Seldom(), None, [1, 7], 3, 1)[0]
+    batches = LocalBatches(Seldom(), None, (((1, 2), (0, 4)),), seed=3)
+    for rows in ([7, 1], [1, 7], [1, 7]):
+        assert torch.equal(batches.load(rows, 1)[0][0], whole[1] if rows[1] == 7 else torch.ones(4))
+
+
+def test_what_draws_nothing_is_read_once() -> None:
+    read: list[int] = []
+
+    class Plain(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return (torch.ones(4),)
+
+    LocalBatches(Plain(), None, (((0, 2), (0, 4)),)).load([5, 6], 1)
+    assert read == [5, 6]
+    with pytest.raises(IndexError):
+        LocalBatches([], None, (((0, 2),),)).load([0, 1])
+
+
 def mixed(samples: list[Any]) -> torch.Tensor:
     return torch.stack([sample[0] for sample in samples]) + torch.randn(len(samples), 1)
 
