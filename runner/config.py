@@ -7,10 +7,10 @@ the value, what is allowed, the closest match and where the value came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -21,7 +21,7 @@ from runner.launchers import table
 from runner.origins import Origins
 from runner.schema import Config
 from runner.sections.cluster import from_file
-from runner.sections.parallel import Mode
+from runner.sections.parallel import SHORT, Mode
 from runner.sections.section import Section
 
 # What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
@@ -104,6 +104,46 @@ def keys(parent: str) -> list[str]:
         annotation = section.model_fields[part].annotation if section and part in section.model_fields else None
         section = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
     return list(section.model_fields) if section else []
+
+
+def enumerated(dotted: str) -> tuple[str, ...]:
+    """The words that a key may be, as YAML writes them; none for a key that takes anything else alone."""
+    section: type[BaseModel] = Config
+    *parents, name = dotted.split(".")
+    for part in parents:
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return ()
+        section = annotation
+    if name not in section.model_fields:
+        return ()
+    if dotted.startswith("parallel.") and name in SHORT:
+        return enumerated(f"{dotted}.{SHORT[name][0]}")
+    found = dict.fromkeys(_yaml(one) for one in _literals(section.model_fields[name].annotation))
+    return tuple(found) if found.keys() - {"null"} else ()
+
+
+def _literals(annotation: Any) -> Iterator[object]:
+    """The values of an enumeration, or of one among alternatives; small ranges of numbers belong to it."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif annotation is bool:
+        yield from (True, False)
+    elif annotation is type(None):
+        yield None
+    elif get_origin(annotation) is Annotated and get_args(annotation)[0] is int:
+        limits = [get_args(annotation)[1]] if get_args(annotation)[1:] else []
+        marks = [mark for limit in limits for mark in getattr(limit, "metadata", [])]
+        low = next((mark.ge for mark in marks if hasattr(mark, "ge")), None)
+        high = next((mark.le for mark in marks if hasattr(mark, "le")), None)
+        yield from range(low, high + 1) if low is not None and high is not None and high - low < 10 else ()
+    else:
+        for inner in _alternatives(annotation):
+            yield from _literals(inner)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, bool]:

@@ -17,6 +17,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+NAMED = {
+    "launch.hosts": ("launch.hostfile", "launch.rank_table"),
+    "world_size": ("launch.hosts", "launch.hostfile", "launch.rank_table"),
+    "cluster": ("cluster.file",),
+}
+"""Keys whose values may come from a file, and the keys that name the file."""
+
 
 @dataclass(frozen=True)
 class Origins:
@@ -64,8 +71,20 @@ class Origins:
                 return f"the command line: {as_typed(override)}"
         for label, package, tree in reversed(self._files):
             if parts[: len(package)] == package and _holds(tree, parts[len(package) :]):
-                return str(label)
+                return self._given_instead(dotted, str(label))
         return None
+
+    def _given_instead(self, dotted: str, label: str) -> str:
+        """The override that a default comes from after all: it chose the file, or named one that says more."""
+        if not label.startswith("conf/"):
+            return label
+        group = label.removeprefix("conf/").rpartition("/")[0]
+        names = next((names for key, names in NAMED.items() if f"{dotted}.".startswith(f"{key}.")), ())
+        for key in (*names, group):
+            for override in reversed(self.overrides):
+                if _key(override) == key:
+                    return f"the command line: {as_typed(override)}"
+        return label
 
     @cached_property
     def _files(self) -> list[tuple[str, list[str], Any]]:

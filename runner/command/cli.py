@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -135,15 +136,21 @@ def main() -> None:
 
 def _command(typed: list[str]) -> None:
     if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
+        if values := words.values(line):
+            print("\n".join(values))
+            return
         os.environ["COMP_LINE"], verbs = words.complete(line)
         print("\n".join(verbs))
     require_working_directory()
     recipes.search(None)
     verb, rest = words.split_verb(typed)
+    if verb is None and "--version" in rest:
+        print(f"meshwright {version('meshwright')}")
+        return
+    if verb is not None and {"--help", "-h"} & set(rest):
+        print(VERBS[verb].help)
+        return
     if verb is not None and not VERBS[verb].composed:
-        if {"--help", "-h"} & set(rest):
-            print(VERBS[verb].help)
-            return
         sys.exit(VERBS[verb].function()(rest))
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()

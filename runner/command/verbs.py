@@ -12,6 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from runner.command.keys import table
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted, 143 stopped by SIGTERM (129 by SIGHUP)."
+)
+SETUP = ("world_size", "device", "model", "loss", "data")
+
 
 @dataclass(frozen=True)
 class Verb:
@@ -24,6 +31,7 @@ class Verb:
         composed: whether it needs a config.
         argument: the key of which a bare word behind the verb is the value; none: there is no such word.
         usage: what follows the verb, where that is not a recipe.
+        keys: the config keys that `--help` shows, with all below them.
     """
 
     summary: str
@@ -32,11 +40,18 @@ class Verb:
     composed: bool = True
     argument: str = ""
     usage: str = ""
+    keys: tuple[str, ...] = ()
 
     @property
     def help(self) -> str:
-        """What `--help` tells of a verb that needs no config."""
-        return f"{self.usage}\n\n    {self.summary}\n\nFor example:\n    {self.example}"
+        """What `--help` tells of the verb."""
+        parts = [self.usage, f"    {self.summary}", f"For example:\n    {self.example}"]
+        if self.composed:
+            name = self.target.rpartition(":")[0].rpartition(".")[2]
+            parts[0] = self.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
+            parts.append(f"Keys and their defaults:\n{table(self.keys)}")
+            parts.append("All keys, recipes and groups: run --help. The config of a recipe: run +recipe=NAME --cfg job")
+        return "\n\n".join([*parts, EXIT_CODES])
 
     def function(self) -> Callable[..., Any]:
         """Import the module and return the function. Raises what the import raises."""
@@ -50,21 +65,26 @@ VERBS = {
         "train the model in parallel (also when no verb is given)",
         "run train +recipe=ffn_auto parallel.search=sharding_propagation",
         "runner.jobs.train:run",
+        keys=(*SETUP, "optimizer", "train", "evaluate", "checkpoint", "parallel", "launch", "report", "run"),
     ),
     "launch": Verb(
         "train with a launcher of your site, or print its commands (--dry-run)",
         "run launch --dry-run +recipe=quickstart launch=torchrun",
         "runner.jobs.launch:run",
+        usage="run launch [--dry-run] +recipe=NAME launch=torchrun|mpirun|slurm|deepspeed|rank_table [KEY=VALUE ...]",
+        keys=("launch", "world_size", "device"),
     ),
     "plan": Verb(
         "find the parallel plan and write plan.json, without training",
         "run plan +recipe=quickstart",
         "runner.jobs.plan:run",
+        keys=("parallel", "cluster", *SETUP, "train.precision", "train.accumulate"),
     ),
     "verify": Verb(
         "train in parallel and on one process side by side and compare",
         "run verify +recipe=quickstart train.precision=fp64",
         "runner.jobs.verify:run",
+        keys=("verify", *SETUP, "train.seed", "train.precision", "train.random", "parallel"),
     ),
     "explain": Verb(
         "print the plan as a table: every operator, its slices, what is sent; why one is sliced so; or every rank's "
@@ -72,18 +92,24 @@ VERBS = {
         "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.jobs.explain:run",
         argument="explain.operator",
+        usage="run explain [OPERATOR] [--slices NAME] +recipe=NAME [KEY=VALUE ...]",
+        keys=("explain", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(
         "run a trained model on rows of a dataset or a file and write what it returns",
         "run predict +recipe=quickstart checkpoint=runs/mine",
         "runner.jobs.predict:run",
         argument="predict.checkpoint",
+        usage="run predict +recipe=NAME checkpoint=PATH [KEY=VALUE ...]",
+        keys=("predict", "model.weights", "world_size", "device", "train.precision", "parallel"),
     ),
     "calibrate": Verb(
         "measure this machine and write it down as a cluster",
         "run calibrate cluster.yaml",
         "runner.jobs.calibrate:run",
         argument="calibrate.file",
+        usage="run calibrate [FILE] [--force] [KEY=VALUE ...]",
+        keys=("calibrate", "world_size", "device", "launch.timeout", "launch.threads"),
     ),
     "diff": Verb(
         "compare two plans: operators that are sliced otherwise, and what that changes",

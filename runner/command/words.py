@@ -22,7 +22,7 @@ from hydra._internal.utils import get_args_parser
 from runner.command.recipes import catalogue
 from runner.command.values import quoted, readable
 from runner.command.verbs import VERBS
-from runner.config import open_mappings
+from runner.config import enumerated, open_mappings
 from runner.errors import ConfigError, allowed
 
 # Options of Hydra that take the next word as their value.
@@ -131,6 +131,13 @@ def complete(line: str) -> tuple[str, list[str]]:
     if before and before[0] in VERBS:
         return " ".join([command, f"job={before[0]}", *before[1:], typing]), []
     return line, [] if before else [verb for verb in VERBS if verb.startswith(typing)]
+
+
+def values(line: str) -> list[str]:
+    """All that the word being typed can become if it gives a key that has a fixed set of values."""
+    key, equals, begun = line.rpartition(" ")[2].partition("=")
+    options = enumerated(key.lstrip("+")) if equals else ()
+    return [f"{key}={option}" for option in options if option.startswith(begun)]
 
 
 def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:

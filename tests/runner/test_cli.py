@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import MissingConfigException
 
+from runner.command.keys import table
 from runner.command.rewording import reword
 from runner.command.verbs import VERBS
 from runner.errors import ConfigError, RunFailed
@@ -68,7 +69,7 @@ BAD = [
     ([QUICK, "parallel.mode=atuo"], "Did you mean 'auto'?"),
     ([QUICK, "parallel.mode=parameter_server"], "not available yet"),
     ([QUICK, "parallel.search=sharding_propogation"], "Did you mean 'sharding_propagation'?"),
-    ([QUICK, "parallel=stand_alone"], "parallel.mode from conf/parallel/stand_alone"),
+    ([QUICK, "parallel=stand_alone"], "parallel.mode from the command line: parallel=stand_alone"),
     ([QUICK, "parallel=data_parallel"], "drop it with parallel.strategies=null"),
     ([QUICK, "parallel.mesh={dp:2,tp:3}"], "parallel.mesh = [2, 3] has 6 devices, but world_size = 8 has 8"),
     ([QUICK, "parallel.mesh.dp=-1"], "parallel.mesh.dp = -1: must be at least 1"),
@@ -233,11 +234,71 @@ def test_help_shows_verbs_recipes_and_examples(command):
     assert "parallel: auto, data_parallel, hybrid, semi_auto, stand_alone" in text
 
 
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if not verb.composed])
-def test_help_of_verbs_that_need_no_config(command, verb):
-    for word in ("--help", "-h"):
-        done = command(verb, word)
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb(command, verb):
+    for words in ((verb, "--help"), ("-h", verb)):
+        done = command(*words)
         assert done.code == 0 and done.out.startswith(f"run {verb} ") and VERBS[verb].example in done.out
+        assert "143" in done.out
+
+
+@pytest.mark.parametrize(
+    ("verb", "keys", "not_there"),
+    [
+        ("calibrate", ["calibrate.seconds=60.0", "launch.threads=1"], "verify.steps"),
+        ("plan", ["parallel.zero.stage=0", "cluster.nodes=null", "parallel.comm_fusion.all_reduce="], "calibrate.file"),
+        ("verify", ["verify.tolerance=null"], "predict.rows"),
+        ("predict", ["predict.format=jsonl", "predict.data.path=null"], "train.steps"),
+        ("train", ["optimizer.args.lr=0.01", "checkpoint.keep=null"], "verify.steps"),
+    ],
+)
+def test_help_of_a_verb_has_its_keys_with_what_they_mean(command, verb, keys, not_there):
+    lines = [line.split() for line in command(verb, "--help").out.splitlines() if line]
+    for key in keys:
+        (line,) = [line for line in lines if line[0].startswith(key)]
+        assert len(line) > 1
+    assert not any(line[0].startswith(not_there) for line in lines)
+
+
+def test_every_key_that_a_help_names_is_one():
+    named = {key for verb in VERBS.values() for key in verb.keys}
+    assert all(table((key,)) for key in named)
+
+
+def test_version_is_ours(command):
+    assert re.fullmatch(r"meshwright \d+\.\d+\.\d+\n", command("--version").out)
+
+
+def test_help_names_every_exit_code(command):
+    assert "143" in command("--help").out
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("run +recipe=zero train.precision=", ["fp32", "fp64", "bf16", "fp16", "bf16_autocast"]),
+        ("run plan train.precision=f", ["fp32", "fp64", "fp16"]),
+        ("run parallel.zero.stage=", ["auto", "0", "1", "2", "3"]),
+        ("run parallel.zero=", ["auto", "0", "1", "2", "3"]),
+        ("run parallel.search=rec", ["recursive_programming"]),
+        ("run train.compile=", ["true", "false"]),
+        ("run report.progress=", ["auto", "true", "false"]),
+        ("run checkpoint.best_mode=", ["min", "max", "null"]),
+        ("run parallel.pipeline.schedule=1", ["1f1b"]),
+        ("run parallel.comm_fusion.all_gather.mode=", ["auto", "size", "index", "none"]),
+    ],
+)
+def test_completion_offers_every_value_of_an_enumeration(command, line, offers):
+    key = line.rpartition(" ")[2].partition("=")[0]
+    assert command("-sc", "query=bash", COMP_LINE=line).out.split() == [f"{key}={one}" for one in offers]
+
+
+def test_origins_name_the_override_that_was_given(command, tmp_path):
+    done = command("verify", QUICK, "launch=deepspeed")
+    assert done.code == 2 and "(from the command line: launch=deepspeed)" in done.err
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=4\n")
+    done = command(QUICK, "launch=torchrun", "launch.hostfile=hosts")
+    assert done.code == 2 and "launch.hosts from the command line: launch.hostfile=hosts" in done.err
 
 
 def test_folders_of_the_user_do_not_hide_ours(tmp_path):
