@@ -1,0 +1,11 @@
+"""Random corruptions of checkpoints, plan cache entries and run folders are noticed; the sample of every test run."""
+
+import pytest
+from corruptions import Corruptions
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 40), pytest.param(40, 1460, marks=pytest.mark.slow)])
+def test_no_corruption_goes_unnoticed(tmp_path, capfd, first, count):
+    made = Corruptions(tmp_path)
+    outcomes = {made.one(number) for number in range(first, first + count)}
+    assert outcomes >= {"checkpoint: taken", "checkpoint: an older one taken", "forged: refused", "cache: ignored"}
