@@ -31,7 +31,7 @@ from benchmarks.recovery import NET, PLANS
 from runner import checkpoints
 from strategies.engine.whereabouts import BEGUN, EVALUATION, PHASE, SAVING, STEP, read_cells
 
-STEPS, EVERY = 48, 6
+STEPS, EVERY = 96, 6
 WORDS = (
     *(word for word in NET if not word.startswith(("train.steps", "checkpoint.every", "launch.max_restarts"))),
     f"train.steps={STEPS}",
@@ -165,7 +165,7 @@ def strike(process: subprocess.Popen[bytes], folder: Path, kills: list[Kill], dr
         server = next(iter(children(process.pid)), None)
         forks = [] if server is None else children(server)
         phase = phase_of(folder, forks)
-        late = time.monotonic() - since[process.pid] > (4.0 if forks else 30.0)  # the phase has passed
+        late = time.monotonic() - since[process.pid] > (8.0 if phase in PHASES[:2] else 0.8)  # the phase has passed
         due = phase == kills[0].phase or late
         if kills[0].phase != AT_ONCE and (not due or time.monotonic() - since[process.pid] < wait):
             continue

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from runner.launch import messages
 from runner.launchers.line import GREETING, Hello, answer
 
-MOST = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MOST = 512 if _FILES == resource.RLIM_INFINITY else min(512, _FILES // 4)
 """Callers that may be unknown at one time, each of which holds an open file; the others wait in the system's queue."""
 HASTE, PAUSE = 0.5, 0.02
 """Seconds that a caller may take to say who it is where many are unknown, and between two looks where all may be."""
