@@ -115,14 +115,13 @@ class Menu:
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         """All that choices depend on, with sources and values told by what they are."""
-        fixed = self.problem.fixed.get(operator.id)
+        fixed, sure = self.problem.fixed.get(operator.id), self.problem.sure
         return (
             self.problem.graph.looks[operator.id],
             self.stored.get(operator.id),
             None if fixed is None else tuple(fixed.items()),
             self.problem.outputs.get(operator.id),
-            self.problem.counts(Ref(operator.id)),
-            self.problem.sure is not None and operator.id in self.problem.sure.free,
+            None if sure is None else (self.problem.counts(Ref(operator.id)), operator.id in sure.free),
         )
 
     @cached_property
