@@ -33,10 +33,10 @@ class Inner(nn.Module):
 
     def __init__(self, width: int, name: str) -> None:
         super().__init__()
-        self.name, self._modules[name] = name, nn.Linear(width, width)
+        self.name, self._modules[name], self.norm = name, nn.Linear(width, width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self._modules[self.name](x))
+        return torch.tanh(self.norm(self._modules[self.name](x)))
 
 
 class Named(nn.Module):
@@ -55,7 +55,7 @@ class Named(nn.Module):
         self.drop, self.loss_of = nn.Dropout(dropout), nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._modules["self"]._modules["self"](x)
+        x = self._modules["self"].norm(x)
         for name in CHILDREN:
             x = x + self._modules[name](x)
         for name in TENSORS:
@@ -64,7 +64,7 @@ class Named(nn.Module):
             x = x + self._buffers[name]
             self._buffers[name].add_(x.detach().mean(0))
         x = self.act(x) + self.act(x - 1) + self.act_1(x)
-        x = self.act_1(self._modules["forward"](self.drop(x)) + self._modules["self"]._modules["self"](x))
+        x = self.act_1(self._modules["forward"].norm(self.drop(x)) + self._modules["self"].norm(x))
         return {"loss": self.loss_of(x).square().mean()}
 
 
