@@ -7,12 +7,104 @@ first difference is told by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from strategies.errors import StrategyError
 from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from strategies.layout import Layout
+from strategies.plan import Origin, Plan
 from strategies.rules import rule_of
+
+
+class _Form(BaseModel):
+    """A part of plan.json as far as it is read again; what reports have added may be anything."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _Layout(_Form):
+    dims: list[list[str]]
+    partial: list[str]
+
+
+class _Assignment(_Form):
+    assignment: dict[str, list[str]]
+    origin: Origin
+    outputs: list[_Layout] | None
+
+
+class _Choice(_Form):
+    stages: Size
+    zero: Annotated[int, Field(ge=0, le=3)]
+    micro_batches: Size
+    recompute: str
+    seconds: float
+    modules: list[str] | None = None
+
+
+class _Decided(_Choice):
+    tried: Count
+    pruned: Count
+    over: Count
+    refused: Count
+    runner_up: _Choice | None
+
+
+class _Search(_Form):
+    algorithm: str
+    seconds: float
+    cost: float | None
+    lower_bound: float | None
+    gap: float | None = None
+    bytes: float | None = None
+    decided: _Decided | None = None
+
+
+class _Recompute(_Form):
+    modules: list[str]
+    kept: list[str]
+    keeps_communication: bool
+    slices_inputs: bool
+
+
+class _Operator(_Form):
+    name: str
+    op: str
+    shapes: list[list[int]]
+
+
+class _Parameter(_Form):
+    shape: list[int]
+
+
+class _Plan(_Form):
+    mesh: dict[str, Size]
+    assignments: dict[str, _Assignment]
+    inputs: dict[str, _Layout]
+    tensors: dict[str, _Layout]
+    search: _Search
+    recompute: _Recompute | None
+    operators: list[_Operator]
+    parameters: dict[str, _Parameter]
+
+
+def check_form(content: Any, name: str) -> None:
+    """Raises StrategyError, with the place in the file, where `content` does not have the form of a plan.json."""
+    try:
+        _Plan.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        given = repr(first["input"])
+        shown = f", not {given if len(given) <= 60 else f'{given[:57]}...'}" if first["type"] != "missing" else ""
+        told = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
+        raise StrategyError(f"{name} is not a plan.json ({told}).") from None
 
 
 def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
@@ -21,12 +113,13 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
     Raises StrategyError for content that is no plan.json, and where it belongs to another model, other shapes or
     another number of ranks.
     """
+    check_form(content, name)
     try:
         plan = Plan.from_json(content)
         told = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
         parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
-    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise StrategyError(f"{name} is not a plan.json ({type(error).__name__}: {error}).") from None
+    except (StrategyError, ValueError) as error:
+        raise StrategyError(f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
     if plan.mesh.size != ranks:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         raise StrategyError(
@@ -35,6 +128,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
         )
     _check_operators(plan, told, parameters, graph, name)
     _check_slices(plan, graph, name)
+    _check_layouts(plan, graph, name)
     return plan
 
 
@@ -83,6 +177,28 @@ def _check_slices(plan: Plan, graph: OperatorGraph, name: str) -> None:
                 f"{name} slices {operator.where} as {dict(assignment)}, which its rule does not allow on the mesh "
                 f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew."
             )
+
+
+def _check_layouts(plan: Plan, graph: OperatorGraph, name: str) -> None:
+    """That layouts are of tensors with as many dims, on the mesh, and those of sources without partial sums."""
+    found: list[tuple[str, Layout, int, bool]] = []
+    for source in graph.sources:
+        layout = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
+        found.append((f"{source.kind} {source.name}", layout, len(source.spec.shape), False))
+    for operator in graph.operators:
+        outputs = plan.operators[operator.name].outputs
+        if outputs is not None and len(outputs) != len(operator.results):
+            raise StrategyError(
+                f"{name} has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew."
+            )
+        for layout, result in zip(outputs or (), operator.results, strict=False):
+            found.append((f"an output of {operator.where}", layout, len(result.shape), True))
+    for where, layout, dims, may_be_partial in found:
+        unknown = sorted((layout.axes | layout.partial) - set(plan.mesh.names))
+        if unknown:
+            raise StrategyError(f"{name}: the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks.")
+        if len(layout.dims) != dims or (layout.partial and not may_be_partial):
+            raise StrategyError(f"{name}: the layout of {where} is {layout}, which does not fit it; plan anew.")
 
 
 def _text(shapes: list[list[int]]) -> str:

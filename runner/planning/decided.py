@@ -12,12 +12,14 @@ from runner.errors import ConfigError
 from runner.planning.stored import read_content
 from runner.schema import Config
 from strategies.search.joint import Choice
+from strategies.stored_plan import check_form
 
 
 def of_file(name: str) -> dict[str, Any]:
-    """What was decided when a saved plan was made. Raises ConfigError."""
+    """What was decided when a saved plan was made. Raises ConfigError and StrategyError."""
     content = read_content(Path(name))
-    told: dict[str, Any] | None = content.get("search", {}).get("decided") if isinstance(content, dict) else None
+    check_form(content, f"parallel.plan = {name!r}")
+    told: dict[str, Any] | None = content["search"].get("decided")
     if told is None:
         raise ConfigError(
             f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "

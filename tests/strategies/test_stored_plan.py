@@ -84,8 +84,36 @@ def changed(content: Any, change: Callable[[Any], Any]) -> Any:
 
 
 DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "no mesh": (lambda content: content.pop("mesh"), r"plan is not a plan\.json \(KeyError: 'mesh'\)"),
-    "no shapes": (lambda content: content.pop("operators"), r"plan is not a plan\.json \(KeyError: 'operators'\)"),
+    "a number for an axis": (
+        lambda content: content["inputs"]["0"].update(dims=[[7], []]),
+        r"^plan is not a plan\.json \(inputs\.0\.dims\.0\.0: input should be a valid string, not 7\)",
+    ),
+    "an axis of no mesh": (
+        lambda content: content["inputs"]["0"].update(dims=[["nowhere"], []]),
+        r"^plan: the layout of input 0 has the axis 'nowhere'",
+    ),
+    "an axis twice": (
+        lambda content: content["inputs"]["0"].update(dims=[list(content["mesh"]) * 2, []]),
+        r"^plan is not a plan\.json \(Layout .* uses mesh axis .* more than once\)",
+    ),
+    "too few outputs": (
+        lambda content: content["assignments"]["1"].update(outputs=[]),
+        r"^plan has 0 outputs of 1 \(relu.*, which has 1",
+    ),
+    "another origin": (
+        lambda content: content["assignments"]["1"].update(origin=["d0"]),
+        r"^plan is not a plan\.json \(assignments\.1\.origin: input should be ",
+    ),
+    "shapes that are none": (
+        lambda content: content["operators"][1].update(shapes=[None]),
+        r"^plan is not a plan\.json \(operators\.1\.shapes\.0: input should be a valid list",
+    ),
+    "a search that is none": (
+        lambda content: content.update(search=-1),
+        r"^plan is not a plan\.json \(search: input should be ",
+    ),
+    "no mesh": (lambda content: content.pop("mesh"), r"plan is not a plan\.json \(mesh: field required\)"),
+    "no shapes": (lambda content: content.pop("operators"), r"plan is not a plan\.json \(operators: field required\)"),
     "an unknown axis": (
         lambda content: content["assignments"]["1"].update(assignment={"d0": ["nowhere"]}),
         r"plan slices 1 \(relu.*which its rule does not allow",
