@@ -21,35 +21,40 @@ from runner.reporting import report
 from runner.schema import Config
 from runner.training.trainer import Job, train
 from runner.worker import RankContext
+from strategies.graph import OperatorGraph
 
 
 def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, Any]:
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `runner.start.Ready`."""
     config = Config.model_validate_json(payload["config"])
-    prepared = prepare_decided(config, Path(payload["folder"]))
-    if config.job.name == "train":
-        faults.check(config, prepared.world_size, prepared.steps)
     run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
     if config.train.resume == "auto":
         rescue.collect(place, None if run is None else run.lineage)
     resume = checkpoints.to_continue(config.train.resume, place, run)
+    opened = None if resume is None else checkpoints.read(resume)
+    trained = None
+    if config.job.name == "predict" and config.predict.checkpoint is not None:
+        trained = weights.open_checkpoint(config.predict.checkpoint)
+        checkpoints.verify(trained.path)
+
+    def accept(graph: OperatorGraph, published: frozenset[str]) -> None:
+        if opened is not None:
+            checkpoints.check_model(opened, graph.sources, published)
+        if trained is not None:
+            weights.check(trained, graph.sources)
+
+    prepared = prepare_decided(config, Path(payload["folder"]), accept=accept)
+    if config.job.name == "train":
+        faults.check(config, prepared.world_size, prepared.steps)
     ancestry: lineage.Ancestry = ()
-    if resume is not None:
+    if resume is not None and opened is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
-        opened = checkpoints.read(resume)
-        if prepared.graph is not None:
-            checkpoints.check_model(opened, prepared.graph.sources, prepared.published)
         done, ancestry = opened.step, ((opened.header.run, opened.step), *opened.header.history)
         if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
             raise ConfigError(
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
                 "ask for more."
             )
-    if config.job.name == "predict" and config.predict.checkpoint is not None:
-        trained = weights.open_checkpoint(config.predict.checkpoint)
-        checkpoints.verify(trained.path)
-        if prepared.graph is not None:
-            weights.check(trained, prepared.graph.sources)
     capacity.check_plan(prepared, report.write_plan(prepared, rank.run_dir))
     print(report.headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:

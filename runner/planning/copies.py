@@ -17,6 +17,17 @@ from strategies.graph import OperatorGraph
 from strategies.plan import Plan
 
 
+def own_rows(config: Config) -> int:
+    """Rows of a micro-batch that each copy has. Raises ConfigError for rows that cannot be divided so."""
+    rows, count = config.data.batch_size // config.parts, config.parallel.copies
+    if rows % count:
+        raise ConfigError(
+            f"parallel.copies = {count} divides the rows of a micro-batch, but there are {rows} (data.batch_size = "
+            f"{config.data.batch_size} in {config.parts} micro-batches); take a multiple of {count}, or fewer copies."
+        )
+    return rows // count
+
+
 def of_step(
     config: Config, step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, plan: Plan
 ) -> tuple[OperatorGraph, Plan]:
@@ -25,13 +36,7 @@ def of_step(
     count = config.parallel.copies
     if count == 1:
         return graph, plan
-    rows = config.data.batch_size // config.parts
-    if rows % count:
-        raise ConfigError(
-            f"parallel.copies = {count} divides the rows of a micro-batch, but there are {rows} (data.batch_size = "
-            f"{config.data.batch_size} in {config.parts} micro-batches); take a multiple of {count}, or fewer copies."
-        )
-    own = rows // count
+    rows, own = config.data.batch_size // config.parts, own_rows(config)
     part = capture(step, [one[:own] if one.dim() and len(one) == rows else one for one in tensors], training=True)
     made = in_copies(graph, part.graph, plan, count, own, exact=config.train.random == "exact")
     return made.graph, made.plan

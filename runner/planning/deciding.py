@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from runner.building import pretrained
 from runner.building.modules import captured_from_shapes
 from runner.building.optimizers import optimizer_factory
 from runner.building.precision import DTYPES, cast
@@ -27,19 +28,32 @@ from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
 from runner.planning.fewest import Fewest
 from runner.planning.memory_limit import updating_of
-from runner.planning.prepare import Prepared, datasets, device_of, order_of, prepare, request_of, wanted_recompute
+from runner.planning.prepare import (
+    Accept,
+    Prepared,
+    accept_any,
+    check_training,
+    datasets,
+    device_of,
+    order_of,
+    prepare,
+    request_of,
+    wanted_recompute,
+)
 from runner.planning.pricing import Price, Sizes, price_of
 from runner.planning.programs import Programs
 from runner.planning.progress import Progress
 from runner.planning.rooms import Rooms
 from runner.planning.searched import Searches
 from runner.schema import Config
+from runner.training.offloading import check_modules
 from strategies import plan_cache
 from strategies.capture import Captured, Objective
 from strategies.cost.cluster import Cluster
 from strategies.cost.least import least
 from strategies.cost.repeating import Traces
 from strategies.cost.updating import Updating
+from strategies.engine import compiled
 from strategies.engine.place import on_host
 from strategies.engine.updates import OptimizerFactory
 from strategies.errors import StrategyError, TooLarge
@@ -57,18 +71,22 @@ WORTH = 0.005
 """Of the seconds: what another plan must gain."""
 
 
-def prepare_decided(config: Config, folder: Path | None, say: Callable[[str], None] = print) -> Prepared:
+def prepare_decided(
+    config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
+) -> Prepared:
     """`prepare`, with what is left open decided first. Raises ConfigError and StrategyError as that does, and where
     nothing fits."""
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
     capacity.check_model(config, device, world_size)
     if not config.parallel.open:
-        return prepare(config, folder, say)
+        return prepare(config, folder, say, accept=accept)
     if config.parallel.plan is not None:
-        return prepare(decided(config, of_file(config.parallel.plan)), folder, say)
-    plan = Deciding(config, say).plan()
-    return prepare(decided(config, plan.search["decided"]), folder, say, plan)
+        return prepare(decided(config, of_file(config.parallel.plan)), folder, say, accept=accept)
+    deciding = Deciding(config, say)
+    deciding.check(accept)
+    plan = deciding.plan()
+    return prepare(decided(config, plan.search["decided"]), folder, say, plan, accept)
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,18 @@ class Deciding:
     say: Callable[[str], None]
     programs: Programs = field(default_factory=Programs)
     traces: Traces = field(default_factory=Traces)
+
+    def check(self, accept: Accept) -> None:
+        """Refuse what `prepare` would refuse after the search."""
+        config = self.config
+        if config.train.compile:
+            compiled.check(self.device)
+        step, captured, _ = self._captured(self.rows)
+        check_training(config, step.model)
+        check_modules(config, step.model)
+        if config.model.weights is not None:
+            pretrained.locate(config.model, step.model)
+        accept(captured.graph, frozenset(step.model.state_dict()))
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""

@@ -83,6 +83,10 @@ class Short:
     stages: tuple[Stage, ...] = ()
 
 
+Trial = tuple[int, Mapping[str, Tensor], Structure]
+"""Rows of an evaluated batch, its entries that the model takes, and how the output is made of results."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What a rank needs beside its number; plain data. `graph` and `plan` are None for modes that run the user's module
@@ -217,11 +221,24 @@ def wanted_recompute(given: Recompute) -> WantedRecompute | None:
     return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
 
 
+Accept = Callable[[OperatorGraph, frozenset[str]], None]
+"""Told the graph of a step and the names in the model's state dict before a plan is searched; may refuse them."""
+
+
+def accept_any(graph: OperatorGraph, published: frozenset[str]) -> None:
+    """Refuses nothing."""
+
+
 def prepare(
-    config: Config, folder: Path | None, say: Callable[[str], None] = print, plan: Plan | None = None
+    config: Config,
+    folder: Path | None,
+    say: Callable[[str], None] = print,
+    plan: Plan | None = None,
+    accept: Accept = accept_any,
 ) -> Prepared:
     """Build, capture and plan; with a folder, also write the initial weights there for the ranks. A `plan` that was
-    decided on before is not searched again; nothing in `config` is open.
+    decided on before is not searched again; nothing in `config` is open. Everything that can be refused without a plan
+    is, before one is searched.
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
@@ -257,7 +274,7 @@ def prepare(
         step, captured, tensors = captured_from_shapes(config, names, tensors, say)
     else:
         step, captured = objective(config, names), None
-    _check_training(config, step.model)
+    check_training(config, step.model)
     check_modules(config, step.model)
     if not only_planned:
         check_half(config, step, tensors, device)
@@ -281,11 +298,14 @@ def prepare(
             weights.write(folder / WEIGHTS, {}, stored)
         return prepared
     graph: OperatorGraph | None = None
+    trials: list[Trial] = []
     evaluations: dict[int, Evaluation] = {}
     stages: tuple[Stage, ...] = ()
     in_step: tuple[OperatorGraph, Plan] | None = None
     if config.parallel.mode == "stand_alone":
         run_once(step, tensors)
+        if evaluating is not None:
+            trials = _trials(config, step, evaluating, evaluated_with)
         own = (*step.named_parameters(), *step.named_buffers())
         values = {name.removeprefix("model."): tensor.detach() for name, tensor in own}
     else:
@@ -293,6 +313,10 @@ def prepare(
         graph, values = captured.graph, dict(captured.tensors)
         on_host(graph, config.parallel.place)
         pipelining.check_ranks(config, world_size)
+        copies.own_rows(config)
+        accept(graph, held)
+        if evaluating is not None:
+            trials = _trials(config, step, evaluating, evaluated_with)
         decided = plan is not None
         request = request_of(config, world_size // pipelining.groups_of(config))
         of_step, cluster = partial(copies.of_step, config, step, tensors, graph), cluster_of(config, device, world_size)
@@ -320,8 +344,8 @@ def prepare(
             batch = whole_batch(training, collate, last, config.train.seed, 0)
             batch_tensors = cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
             prepared = replace(prepared, short=_short(config, step, batch_tensors, plan, stages, order, say))
-    if evaluating is not None:
-        evaluations, more = _evaluations(config, step, plan, stages, evaluating, evaluated_with)
+    if plan is not None:
+        evaluations, more = _evaluations(config, step, plan, stages, trials)
         values = more | values
     if folder is not None:
         weights.write(folder / WEIGHTS, values, stored)
@@ -413,7 +437,7 @@ def _check_mesh(config: Config, world_size: int) -> None:
         )
 
 
-def _check_training(config: Config, model: nn.Module) -> None:
+def check_training(config: Config, model: nn.Module) -> None:
     """Make optimizer, scheduler and metric once, so that a wrong config starts no rank. Raises ConfigError."""
     names = [name for name, _ in model.named_parameters()]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -435,22 +459,12 @@ def _check_training(config: Config, model: nn.Module) -> None:
     scores(config.evaluate.metric, None)
 
 
-def _evaluations(
-    config: Config,
-    step: Objective,
-    plan: Plan | None,
-    stages: Sequence[Stage],
-    dataset: MapDataset,
-    collate: Collate | None,
-) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
-    """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
-    would change what models that mix rows return. Loss and metric are tried. Without a plan (stand_alone) only that.
-    """
+def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Collate | None) -> list[Trial]:
+    """One evaluated batch of each number of rows that there will be; loss and metric are tried on it. Raises
+    ConfigError."""
     rows = min(evaluation_rows(config), len(dataset))
-    sizes = {rows, len(dataset) % rows} - {0}
-    tensors: dict[str, Tensor] = {}
-    found: dict[int, Evaluation] = {}
-    for size in sorted(sizes):
+    found: list[Trial] = []
+    for size in sorted({rows, len(dataset) % rows} - {0}):
         whole = whole_batch(dataset, collate, range(size), config.train.seed)
         names, batch = flatten_batch(whole)
         if config.job.name != "predict":
@@ -461,15 +475,25 @@ def _evaluations(
                 )
             names, batch = flatten_batch(whole, step.names)
         entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
-        wanted = [name for name in names if name not in step.targets]
         structure = tried(step, entries, scores(config.evaluate.metric, step.loss))
-        if plan is not None:
-            model = Objective(step.model, None, wanted, (), step.autocast)
-            seen = capture(model, [entries[name] for name in wanted], training=False)
-            own, options = follow(plan, seen.graph), evaluation_options(config)
-            parts = pipelining.evaluation_stages(stages, seen.graph, own, options)
-            found[size] = Evaluation(seen.graph, own, structure, parts)
-            tensors |= seen.tensors
+        found.append((size, {name: entries[name] for name in names if name not in step.targets}, structure))
+    return found
+
+
+def _evaluations(
+    config: Config, step: Objective, plan: Plan, stages: Sequence[Stage], trials: Sequence[Trial]
+) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
+    """Evaluation graphs by rows, and the tensors in them. A short last batch has a graph of its own: filling it up
+    would change what models that mix rows return."""
+    tensors: dict[str, Tensor] = {}
+    found: dict[int, Evaluation] = {}
+    for size, entries, structure in trials:
+        model = Objective(step.model, None, [*entries], (), step.autocast)
+        seen = capture(model, [*entries.values()], training=False)
+        own, options = follow(plan, seen.graph), evaluation_options(config)
+        parts = pipelining.evaluation_stages(stages, seen.graph, own, options)
+        found[size] = Evaluation(seen.graph, own, structure, parts)
+        tensors |= seen.tensors
     return found, tensors
 
 

@@ -1,15 +1,21 @@
 """What is refused before any rank starts, although the config alone does not show it."""
 
+from types import SimpleNamespace
+
 import hydra
 import pytest
 from composing import compose_config
-from small import HYBRID, SMALL
+from small import HYBRID, MODES, SMALL
 
 from runner import config
 from runner.command import recipes
 from runner.errors import ConfigError
 from runner.origins import Origins
+from runner.planning import deciding
+from runner.planning import prepare as preparing
+from runner.planning.deciding import prepare_decided
 from runner.planning.prepare import prepare, request_of
+from strategies.errors import StrategyError
 
 
 def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
@@ -40,3 +46,53 @@ def test_a_search_knows_how_many_micro_batches_take_a_step(words, turns):
     """A pipeline of two stages waits for one more."""
     config = compose_config(*SMALL, "parallel=data_parallel", "data.batch_size=64", *words)
     assert request_of(config, 4).turns == turns
+
+
+OPEN = ("parallel=auto", "parallel.search=dynamic_programming", "parallel.zero.stage=auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*MODES["semi_auto"], "parallel.copies=3"), "parallel.copies = 3"),
+        ((*MODES["semi_auto"], "evaluate.metric=networks.wrong"), "evaluate.metric"),
+        ((*MODES["semi_auto"], "evaluate.every=1", "+evaluate.args.keys=true"), "evaluate.args"),
+        ((*OPEN, "model.weights=missing.pt"), "model.weights"),
+        ((*OPEN, "parallel.offload.activations={to: host, modules: [nowhere]}"), "nowhere"),
+        ((*OPEN, "optimizer.scheduler.target=torch.optim.lr_scheduler.StepLR"), "step_size"),
+        ((*OPEN, "evaluate.metric=networks.wrong"), "evaluate.metric"),
+    ],
+    ids=["copies", "metric", "evaluation", "weights", "offload", "scheduler", "metric of what is open"],
+)
+def test_what_needs_no_plan_is_refused_before_a_search(monkeypatch, words, said):
+    def searched(*args, **options):
+        raise AssertionError("a plan was searched")
+
+    monkeypatch.setattr(preparing, "planned", searched)
+    monkeypatch.setattr(deciding, "decide", searched)
+    with pytest.raises((ConfigError, StrategyError), match=said):
+        prepare_decided(compose_config(*SMALL, *words), None)
+
+
+@pytest.mark.parametrize("words", [MODES["semi_auto"], OPEN], ids=["configured", "open"])
+def test_a_checkpoint_of_another_model_is_refused_before_a_search(monkeypatch, words):
+    def refuse(graph, published):
+        assert "inner.weight" in published and graph.of_kind("parameter")
+        raise ConfigError("another model")
+
+    monkeypatch.setattr(preparing, "planned", None)
+    monkeypatch.setattr(deciding, "decide", None)
+    with pytest.raises(ConfigError, match="another model"):
+        prepare_decided(compose_config(*SMALL, *words), None, accept=refuse)
+
+
+@pytest.mark.parametrize(
+    "words", [("train.resume=missing",), ("job=predict", "predict.checkpoint=missing")], ids=["resume", "predict"]
+)
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(monkeypatch, tmp_path, words):
+    from runner import entries
+
+    monkeypatch.setattr(entries, "prepare_decided", None)
+    given = compose_config(*SMALL, *MODES["semi_auto"], *words).model_dump_json()
+    with pytest.raises(ConfigError, match="missing"):
+        entries.prepare_alone(SimpleNamespace(run_dir=tmp_path), {"config": given, "folder": str(tmp_path)})
