@@ -132,9 +132,12 @@ class Planning:
         return replace(plan, recompute=recompute)
 
     def _seconds(self, problem: Problem, solved: Solved) -> float:
-        """Of a step as it runs."""
+        """Of a step as it runs; infinite where it cannot, such as for rows that its copies do not divide."""
         assert self.price is not None
-        return self.price.seconds(self._made(problem, solved))
+        try:
+            return self.price.seconds(self._made(problem, solved))
+        except StrategyError:
+            return math.inf
 
     def _repriced(self, problem: Problem, found: Solved, price: StepPrice) -> Solved:
         """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
@@ -162,6 +165,8 @@ class Planning:
         first = Priced(found, self._seconds(problem, found))
         every, bound = cheapest(first, bounds() if exact else iter(()), more(), partial(self._seconds, problem))
         best = every[0]
+        if math.isinf(best.seconds):
+            price.seconds(self._made(problem, found))  # raises the reason
         told = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
         told["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
         if "mesh" in told:

@@ -49,8 +49,10 @@ class Propagated:
     by_price: bool
     both: tuple[Mapping[str, Assignment], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """What a plan's `search` tells of it."""
+    def to_json(self) -> dict[str, Any] | None:
+        """What a plan's `search` tells of it; None where one of the two plans cannot run."""
+        if math.isinf(max(self.followed, self.cheapest)):
+            return None
         return {"followed": self.followed, "cheapest": self.cheapest, "by_price": self.by_price}
 
 
@@ -72,7 +74,7 @@ def propagated(problem: Problem, meshing: Meshing, cluster: Cluster, price: Pric
         best = followed if best.assignments == chosen else replace(best, seconds=price(best.assignments))
         best = min(followed, best, key=lambda one: (max(one.bytes, limit), one.seconds))
     near = problem.mesh.size <= FEW_RANKS or followed.seconds <= DEARER * best.seconds
-    by_hand = near and _small(problem) and not _settled(problem)
+    by_hand = near and math.isfinite(followed.seconds) and _small(problem) and not _settled(problem)
     by_price = best is not followed and not by_hand
     taken = best.assignments if by_price else chosen
     found = {id: (taken[id], arrived) for id, (_, arrived) in reached.items()}

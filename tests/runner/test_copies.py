@@ -24,7 +24,7 @@ GPT = "+recipe=gpt"
         ),
         (
             [GPT, "parallel.copies=8"],
-            ("parallel.copies = 8 leaves 2 rows of a micro-batch to each copy", "models/transformer.py:"),
+            ("parallel.copies = 8 leaves 2 rows of a micro-batch to each copy", "models/"),
         ),
         (
             ["+recipe=resnet", "parallel.copies=2"],

@@ -11,8 +11,11 @@ from torch import nn
 from models.gpt import GPT
 from models.llama import Llama
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.errors import StrategyError
+from strategies.plan import Plan
 from strategies.planner import make_plan
 from strategies.request import Request, Wanted
+from strategies.search.cheapest import StepPrice
 from tests.strategies.whole_model import TOLERANCE, Model
 
 EXACT = Request("auto", 4, search="dynamic_programming", mesh=(("a", 2), ("b", 2)))
@@ -77,3 +80,26 @@ def test_every_stage_of_zero_and_a_limit_have_plans(models: dict[str, Model]) ->
 def test_without_a_machine_plans_are_priced_on_one_level_of_devices(models: dict[str, Model]) -> None:
     plan = make_plan(models["gpt"].graph, EXACT)
     assert 0 < plan.search["lower_bound"] <= plan.search["cost"]
+
+
+@pytest.mark.parametrize("search", ["dynamic_programming", "sharding_propagation"])
+def test_a_plan_whose_step_cannot_run_is_not_taken(models: dict[str, Model], search: str) -> None:
+    product = models["llama"].graph.by_name["layers.1.feed_forward.down_proj"].name
+    strategies = {"layers.0.feed_forward.down_proj": Wanted(((4, 1, 1), (1, 1)), None)}
+    request = replace(EXACT, search=search, strategies=strategies)
+    first = make_plan(models["llama"].graph, request, cluster(1e9)).operators[product].assignment
+
+    def seconds(plan: Plan) -> float:
+        if plan.operators[product].assignment == first:
+            raise StrategyError("its step cannot run")
+        return 1.0
+
+    other = make_plan(models["llama"].graph, request, cluster(1e9), StepPrice(seconds))
+    assert other.operators[product].assignment != first
+
+    def never(plan: Plan) -> float:
+        raise StrategyError("its step cannot run")
+
+    if search == "dynamic_programming":
+        with pytest.raises(StrategyError, match="its step cannot run"):
+            make_plan(models["llama"].graph, request, cluster(1e9), StepPrice(never))
