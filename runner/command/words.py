@@ -2,8 +2,8 @@
 
 Four things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), values that Hydra's
 grammar cannot read (see `values`), mappings whose keys the user chooses (`model.args.width=8` needs no plus,
-`parallel.strategies={}` empties, a mesh replaces another mesh), and the refusal to be started by another launcher,
-which would have every one of its processes start all ranks.
+`parallel.strategies={}` empties, a mesh replaces another mesh, arguments in braces those of another target), and
+the refusal to be started by another launcher, which would have every one of its processes start all ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
+from hydra.errors import HydraException
 
 from runner.command.recipes import catalogue
 from runner.command.values import quoted, readable
@@ -107,7 +110,7 @@ def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
             options.append(word)
         else:
             overrides += _opened(_readable(_meant(verb, word)), mappings)
-    return overrides + options
+    return _cleared(overrides, mappings) + overrides + options
 
 
 def check_options(words: Sequence[str]) -> str | None:
@@ -186,6 +189,36 @@ def _readable(word: str) -> str:
     if key.lstrip("+") in GROUPS and NO_NAME.fullmatch(value):
         return key + equals + quoted(value)
     return key + equals + readable(value)
+
+
+def _cleared(overrides: Sequence[str], mappings: Mapping[str, bool]) -> list[str]:
+    """Overrides, to come first, that remove arguments of a recipe which were for another target: those of every section
+    for which `overrides` give a target, and arguments in braces."""
+    given = {path for word in overrides for path in _given(word)}
+    sections = (one.removesuffix(".args") for one in mappings if one.endswith(".args"))
+    return [f"++{one}.args=null" for one in sections if {f"{one}.target", f"{one}.args"} <= given]
+
+
+def _given(word: str) -> Iterator[str]:
+    """The dotted keys that an override gives a value, those of mappings in its braces included."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key.endswith(".target"):
+        yield key
+    if not value.startswith("{"):
+        return
+    try:
+        found = OverridesParser.create().parse_override(word)._value
+    except HydraException:  # which says so when it composes
+        return
+    for one in found.list if isinstance(found, ChoiceSweep) else [found]:
+        yield from _below(key, one)
+
+
+def _below(key: str, value: object) -> Iterator[str]:
+    yield key
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _below(f"{key}.{name}", inner)
 
 
 def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:

@@ -115,8 +115,14 @@ def typed(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings, and a null before a
     mapping that replaces another."""
     bare = [as_typed(override) for override in overrides]
-    following = [*bare[1:], ""]
-    return tuple(one for one, after in zip(bare, following, strict=True) if not after.startswith(f"{one[:-4]}{{"))
+    return tuple(one for number, one in enumerate(bare) if not _is_cleared(one, bare[number + 1 :]))
+
+
+def _is_cleared(override: str, later: Sequence[str]) -> bool:
+    """Whether an override sets null what a mapping in braces gives later, itself or in the braces of its section."""
+    key, _, value = override.partition("=")
+    braces = tuple(f"{one}={{" for one in (key, key.rpartition(".")[0]))
+    return value == "null" and any(word.startswith(braces) for word in later)
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:

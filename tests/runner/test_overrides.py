@@ -78,6 +78,43 @@ def test_open_mappings_are_emptied_by_empty_braces():
     assert config.optimizer.args == {} and len(config.model.args) > 1
 
 
+ADAM = "torch.optim.Adam"
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        ((f"optimizer={{target: {ADAM}, args: {{lr: 0.1}}}}",), {"lr": 0.1}),
+        ((f"+optimizer={{args: {{lr: 0.1}}, target: '{ADAM}'}}",), {"lr": 0.1}),
+        ((f"optimizer={{target: {ADAM}, args: {{}}}}",), {}),
+        ((f"optimizer.target={ADAM}", "optimizer.args={lr: 0.1}"), {"lr": 0.1}),
+        (("optimizer.args={lr: 0.1}", f"optimizer.target={ADAM}", "optimizer.args.eps=0.5"), {"lr": 0.1, "eps": 0.5}),
+        (("optimizer.args.eps=0.5", f"optimizer={{target: {ADAM}, args: {{lr: 0.1}}}}"), {"lr": 0.1, "eps": 0.5}),
+        (("optimizer.args={lr: 0.1}",), {"lr": 0.1, "momentum": 0.9}),
+        (("optimizer={args: {lr: 0.1}}",), {"lr": 0.1, "momentum": 0.9}),
+        ((f"optimizer.target={ADAM}", "optimizer.args.lr=0.1"), {"lr": 0.1, "momentum": 0.9}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_arguments_in_braces_replace_those_of_another_target(words, args):
+    assert compose_config(FFN, *words).optimizer.args == args
+
+
+def test_arguments_in_braces_replace_in_every_section():
+    words = ("model={target: a.B, args: {x: 1}}", "loss={target: a.L, args: {y: 1}}")
+    words = (*words, "data={target: a.D, args: {z: 1}}")
+    found = compose_config(FFN, *words, "optimizer={scheduler: {target: a.S, args: {w: 1}}}")
+    assert (found.model.args, found.loss.args, found.data.args) == ({"x": 1}, {"y": 1}, {"z": 1})
+    assert found.optimizer.scheduler.args == {"w": 1} and found.data.batch_size > 0
+
+
+def test_a_sweep_over_sections_in_braces_shows_what_was_typed():
+    word = "optimizer={target: a.B, args: {x: 1}},{target: a.C, args: {y: 1}}"
+    first, *rest = for_hydra(None, [word])
+    assert first == "++optimizer.args=null"
+    assert typed([first, *rest]) == (word,)
+
+
 VALUES = [
     ("~/data", os.path.expanduser("~/data")),
     ("~", None),
