@@ -2,11 +2,12 @@
 
     python -m benchmarks.kills [--kills 300] [--seed 0] [--minutes 60] [--plans PLAN ...] [--out FILE]
 
-Small models are trained by the command itself, each plan first undisturbed. Then signals reach its processes (SIGKILL,
-SIGSTOP, SIGTERM; the command, the fork server, the preparation, the search for a checkpoint, ranks) in a phase that is
-drawn at random, one by one or in storms; a command that has ended is given again with train.resume=auto. Asked of every
-run: are the last weights and the metrics those of the undisturbed run, bit for bit; is a process left, a file in
-/dev/shm, a folder of multiprocessing, or a partial file. With --out, results are added to those of earlier calls.
+Small models are trained by the command itself, each plan first undisturbed. Then signals (SIGKILL, SIGSTOP, SIGTERM)
+reach its processes: the command, the fork server, and its forks (the preparation, the search for a checkpoint, ranks).
+A run gets several; each waits for its phase, and phases that were hit least come first. A command that has ended is
+given again with train.resume=auto. Asked of every run: are the last weights and the metrics those of the undisturbed
+run, bit for bit; is a process left, a file in /dev/shm, a folder of multiprocessing, or a partial file. With --out,
+results are added to those of earlier calls.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.recovery import NET, PLANS
 from runner import checkpoints
-from strategies.engine.whereabouts import BEGUN, EVALUATION, PHASE, SAVING, STEP, read_cells
+from strategies.engine.whereabouts import BEGUN, EVALUATION, PHASE, SAVES, SAVING, STEP, read_cells
 
 STEPS, EVERY = 96, 6
 WORDS = (
@@ -42,47 +43,63 @@ WORDS = (
     "train.log_every=1",
     "report.progress=false",
 )
-ALL = PLANS | {"ZeRO 2, 2 ranks": ("world_size=2", "parallel=data_parallel", "parallel.zero.stage=2")}
-PHASES = (
-    "import",
-    "preparation",
-    "start",
-    "first step",
-    "training",
-    "saving",
-    "evaluation",
-    "end",
-    "between attempts",
-)
-AT_ONCE = "at once"
-"""The phase of a signal that follows the one before without a pause, to another process."""
+ALL = PLANS | {
+    "ZeRO 2, 2 ranks": ("world_size=2", "parallel=data_parallel", "parallel.zero.stage=2"),
+    "saved in the background, 2 ranks": ("world_size=2", "parallel=data_parallel", "checkpoint.background=true"),
+    "one rank": ("world_size=1", "parallel=data_parallel"),
+}
+BESIDE, BETWEEN = "saving beside training", "between attempts"
+PHASES = {
+    "import": 1.5,
+    "preparation": 1.5,
+    "start": 0.5,
+    "first step": 0.02,
+    "training": 0.2,
+    BETWEEN: 0.5,
+    "evaluation": 0.004,
+    "saving": 0.004,
+    BESIDE: 0.004,
+    "end": 0.004,
+}
+"""In the order in which one run is hit in them: at most how many seconds after a phase has begun."""
+ONCE = ("import", "preparation", "start", "first step", BETWEEN)
+"""Phases that come once for each start of the command or of the ranks."""
+KINDS = {
+    "fork": 8,
+    "storm": 5,
+    "server": 2,
+    "command": 2,
+    "command and server": 1,
+    "terminated command": 1,
+    "stopped fork": 2,
+    "stopped server": 1,
+}
+"""Who is hit, and how often among all; a storm is all forks and at times the server, shortly after each other."""
 MARK = "MESHWRIGHT_KILLS"
 ATTEMPTS = 12
-LEFT = 20.0
-"""Seconds after which nothing of a command may be alive; a server that still imports ends when it has done so."""
+LEFT = 6.0
+"""Seconds after which nothing of a command may be alive."""
+LONGEST = 240.0
+"""Seconds after which a command hangs."""
 
 
 @dataclass(frozen=True)
-class Kill:
-    """One signal: when, to whom, which."""
+class Blow:
+    """One or several signals: when, to whom."""
 
     phase: str
-    victim: str
-    number: signal.Signals
+    kind: str
 
 
-def drawn(draw: random.Random) -> list[Kill]:
-    """The signals of one run, in order of the phases."""
-    kind = draw.choice(("ranks", "ranks", "ranks", "storm", "storm", "storm", "command", "stopped", "server"))
-    kill, stop, end = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
-    if kind == "storm":
-        phases, victims = (*PHASES[1:], "between attempts"), ("fork", "fork", "fork", "server")
-        count = draw.randint(16, 24)
-        return [Kill(draw.choice((AT_ONCE, draw.choice(phases))), draw.choice(victims), kill) for _ in range(count)]
-    victim = {"ranks": "fork", "stopped": "fork"}.get(kind, kind)
-    most = {"ranks": 14, "command": 4, "server": 6, "stopped": 3}[kind]
-    number = {"stopped": [stop], "command": [kill, kill, end]}.get(kind, [kill])
-    return [Kill(draw.choice(PHASES), victim, draw.choice(number)) for _ in range(draw.randint(most // 2, most))]
+def drawn(draw: random.Random, hit: Mapping[str, int], background: bool, most: int = len(PHASES)) -> list[Blow]:
+    """What one run gets, in order; `hit` counts the signals by phase so far."""
+    phases = [phase for phase in PHASES if background or phase != BESIDE]
+    chosen = sorted(phases, key=lambda phase: (hit.get(phase, 0), draw.random()))[:most]
+    found = []
+    for phase in sorted(chosen, key=[*PHASES].index):
+        kinds = [kind for kind in KINDS if phase != "import" or "server" in kind or "command" in kind]
+        found.append(Blow(phase, draw.choices(kinds, [KINDS[kind] for kind in kinds])[0]))
+    return found
 
 
 def command(folder: Path, words: Sequence[str], mark: str) -> subprocess.Popen[bytes]:
@@ -126,22 +143,32 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def phase_of(folder: Path, forks: Sequence[int]) -> str:
-    """What the run does now, as its ranks and files show it."""
-    cells = [found for file in folder.glob("ranks/*.where") if (found := read_cells(file))]
-    if not forks:
-        return "between attempts" if (folder / "plan.json").exists() else "import"
-    if not (folder / "plan.json").exists():
-        return "preparation"
-    if not cells or all(one[BEGUN] == 0 for one in cells):
-        return "start"
-    if any(one[PHASE] == SAVING for one in cells) or any(folder.glob("checkpoints/.step-*.partial")):
-        return "end" if max(one[STEP] for one in cells) == STEPS else "saving"
+def whereabouts(fork: int) -> Path | None:
+    """The file in which a rank shows where it is, once it does."""
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{fork}/fd").iterdir():
+            if (name := os.readlink(descriptor)).endswith(".where"):
+                return Path(name)
+    return None
+
+
+def phase_of(cells: Sequence[Sequence[int]], forks: int, prepared: bool, ranks: int) -> str:
+    """What the run does now: `cells` are those of the forks that show theirs, `prepared` is whether the plan is
+    written."""
+    if not prepared:
+        return "preparation" if forks else "import"
+    begun = max((one[BEGUN] for one in cells), default=0)
+    if not begun:
+        return BETWEEN if forks < min(ranks, 2) else "start"
     if max(one[STEP] for one in cells) == STEPS:
         return "end"
+    if any(one[PHASE] == SAVING for one in cells):
+        return "saving"
+    if any(one[SAVES] % 2 for one in cells):
+        return BESIDE
     if any(one[PHASE] == EVALUATION for one in cells):
         return "evaluation"
-    return "first step" if max(one[BEGUN] for one in cells) == 1 else "training"
+    return "first step" if begun == 1 else "training"
 
 
 def shared() -> set[str]:
@@ -150,38 +177,62 @@ def shared() -> set[str]:
     return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
 
-def strike(process: subprocess.Popen[bytes], folder: Path, kills: list[Kill], draw: random.Random) -> Iterator[str]:
-    """Send what is due while `process` runs; the phase of each signal that was sent."""
-    began, wait, hit, first = time.monotonic(), draw.random() * 0.3, set[int](), kills[0] if kills else None
-    since = {process.pid: began}
+def strike(
+    process: subprocess.Popen[bytes], folder: Path, ranks: int, blows: list[Blow], draw: random.Random
+) -> Iterator[tuple[str, str]]:
+    """Give the `blows`, and remove each from the list, while `process` runs; the phase and kind of each signal sent."""
+    began, plan = time.time(), folder / "plan.json"
+    shown: dict[int, Path] = {}
+    hit, prepared = set[int](), False
+    since: float | None = None
+    wait, narrower, order = draw.random(), 1.0, {phase: place for place, phase in enumerate(PHASES)}
     while process.poll() is None:
-        time.sleep(0.002)
-        if not kills:
+        if time.time() - began > LONGEST:
+            raise RuntimeError(f"{folder} hangs, with {blows} still to come")
+        if not blows:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
             continue
-        if time.monotonic() - began > 300:
-            raise RuntimeError(f"{folder} hangs, with {kills[0]} still to come")
+        time.sleep(0.001 if prepared else 0.02)
         server = next(iter(children(process.pid)), None)
         forks = [] if server is None else children(server)
-        phase = phase_of(folder, forks)
-        late = time.monotonic() - since[process.pid] > (8.0 if phase in PHASES[:2] else 0.8)  # the phase has passed
-        due = phase == kills[0].phase or late
-        if kills[0].phase != AT_ONCE and (not due or time.monotonic() - since[process.pid] < wait):
+        if hit & {*forks, server, process.pid}:
+            continue  # what was hit is not cleared away yet
+        with suppress(FileNotFoundError):
+            prepared = prepared or plan.stat().st_mtime > began
+        for fork in forks:
+            if fork not in shown and (file := whereabouts(fork)):
+                shown[fork] = file
+        cells = [found for fork in forks if fork in shown and (found := read_cells(shown[fork]))]
+        blow, phase = blows[0], phase_of(cells, len(forks), prepared, ranks)
+        if phase != blow.phase:
+            if since is not None:
+                since, wait, narrower = None, draw.random(), narrower / 2  # it was over too soon
+            if blow.phase in ONCE and phase != BETWEEN and order[phase] > order[blow.phase]:
+                blows.pop(0)  # it does not come again
             continue
-        one = kills[0]
-        others = [fork for fork in forks if fork not in hit]
-        fork = draw.choice(others) if others else None
-        target = {"command": process.pid, "server": server, "fork": fork}[one.victim]
-        if target is None and one.phase == AT_ONCE and one is not first:
-            kills.pop(0)  # all that was there has been hit
-        if target is not None and target not in hit:
-            hit.add(target)
-            kills.pop(0)
-            with suppress(ProcessLookupError):
-                os.kill(target, one.number)
-                yield f"{one.number.name} to the {one.victim}, {phase}"
-        since[process.pid], wait = time.monotonic(), draw.random() * 0.5
+        since = since or time.monotonic()
+        if time.monotonic() - since < wait * narrower * PHASES[phase]:
+            continue
+        victims = {
+            "fork": draw.sample(forks, min(1, len(forks))),
+            "storm": [*draw.sample(forks, len(forks)), *draw.sample([server], draw.randrange(2))],
+            "server": [server],
+            "command": [process.pid],
+        }
+        struck = [one for name in blow.kind.split(" and ") for one in victims[name.split()[-1]] if one is not None]
+        if not struck:
+            continue
+        number = {"stopped": signal.SIGSTOP, "terminated": signal.SIGTERM}.get(blow.kind.split()[0], signal.SIGKILL)
+        blows.pop(0)
+        hit |= {*struck}
+        for place, victim in enumerate(struck):
+            if place and blow.kind == "storm":
+                time.sleep(draw.random() ** 3 * 0.3)
+            with suppress(ProcessLookupError):  # the one before has brought this one down
+                os.kill(victim, number)
+                yield phase, blow.kind
+        since, wait, narrower = None, draw.random(), 1.0
 
 
 def ended(folder: Path) -> tuple[dict[str, str], list[tuple[int, float]]]:
@@ -194,16 +245,18 @@ def ended(folder: Path) -> tuple[dict[str, str], list[tuple[int, float]]]:
     return sums, [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def survive(folder: Path, words: Sequence[str], kills: list[Kill], draw: random.Random) -> tuple[list[str], list[str]]:
-    """Run to the end, through `kills`: the signals that were sent, and what is wrong."""
-    sent: list[str] = []
+def survive(
+    folder: Path, words: Sequence[str], blows: list[Blow], draw: random.Random
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Run to the end, through `blows`: phase and kind of the signals that were sent, and what is wrong."""
+    sent: list[tuple[str, str]] = []
     wrong: list[str] = []
     before = shared()
     for _ in range(ATTEMPTS):
         mark = uuid.uuid4().hex
         process = command(folder, words, mark)
         try:
-            sent += strike(process, folder, kills, draw)
+            sent += strike(process, folder, int(words[0].removeprefix("world_size=")), blows, draw)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -234,9 +287,12 @@ def survive(folder: Path, words: Sequence[str], kills: list[Kill], draw: random.
     return sent, wrong
 
 
-def drill(kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(ALL)) -> dict[str, object]:
-    """Run until so many signals were sent, or the time is over."""
-    draw, sent, wrong, runs = random.Random(seed), Counter[str](), list[str](), 0
+def drill(
+    kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(ALL), most: int = len(PHASES)
+) -> dict[str, object]:
+    """Run until so many signals were sent, or the time is over; at most `most` phases of a run are hit."""
+    draw, sent, wrong, runs = random.Random(seed), Counter[tuple[str, str]](), list[str](), 0
+    phases = Counter[str]()
     undisturbed: dict[str, object] = {}
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as place:
@@ -248,18 +304,26 @@ def drill(kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(AL
                 _, faults = survive(folder, ALL[name], [], draw)
                 assert not faults, faults
                 undisturbed[name] = ended(folder)
-            folder, planned = Path(place) / str(runs), drawn(draw)
-            told = [f"{one.number.name} to {one.victim} in {one.phase}" for one in planned]
-            done, faults = survive(folder, ALL[name], planned, draw)
+            folder, began = Path(place) / str(runs), time.monotonic()
+            blows = drawn(draw, phases, "checkpoint.background=true" in ALL[name], most)
+            planned = [*blows]
+            done, faults = survive(folder, ALL[name], blows, draw)
             if not faults and ended(folder) != undisturbed[name]:
                 faults.append("other weights or losses")
             sent.update(done)
-            wrong += [f"run {runs} ({name}): {fault}; wanted {told}, sent {done}" for fault in faults]
-            print(f"run {runs}, {name}: {len(done)} sent ({sent.total()}): {faults or 'bit for bit'}", flush=True)
+            phases.update(phase for phase, _ in {*done})
+            wrong += [f"run {runs} ({name}): {fault}; planned {planned}, sent {done}" for fault in faults]
+            print(
+                f"run {runs}, {name}: {len(done)} sent ({sent.total()}) in {time.monotonic() - began:.0f} s, "
+                f"missed {sorted({one.phase for one in planned} - {phase for phase, _ in done})}: "
+                f"{faults or 'bit for bit'}",
+                flush=True,
+            )
             if faults:
                 console = (Path(place) / f"{runs}.console").read_text(errors="replace")
                 print("\n".join(console.splitlines()[-25:]), flush=True)
-    return {"seed": seed, "kills": sent.total(), "runs": runs, "plans": len(undisturbed), "sent": sent, "wrong": wrong}
+    told = {f"{phase}: {kind}": count for (phase, kind), count in sorted(sent.items())}
+    return {"seed": seed, "kills": sent.total(), "runs": runs, "plans": [*undisturbed], "sent": told, "wrong": wrong}
 
 
 def main() -> None:

@@ -37,7 +37,19 @@ SERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads at import, and threads do not survive a fork
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks at import whether there is a GPU must not open it
 }
-_MAIN = "import sys; sys.path[:] = {path!r}; from runner.launch.server import main; main({control}, {preload!r})"
+_MAIN = """\
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, {killed}, 0, 0, 0)
+if os.getppid() != {parent}:
+    sys.exit()
+sys.path[:] = {path!r}
+from runner.launch.server import main
+main({control}, {preload!r}, {parent})
+"""
+"""What the server runs. Until it has done its imports, which may take long, it is killed with its command (prctl's
+PR_SET_PDEATHSIG): it has no forks to end."""
 LOOK = 1.0
 """Seconds between two looks at a server that does not answer."""
 END = 2.0
@@ -55,7 +67,9 @@ class Server:
         # Behind everything else, and the server is in another folder: a user's json.py is not taken for the library's.
         here = os.getcwd()
         path = [*(folder for folder in sys.path if folder not in ("", here)), here]
-        code = _MAIN.format(path=path, control=far.fileno(), preload=tuple(preload))
+        code = _MAIN.format(
+            path=path, control=far.fileno(), preload=tuple(preload), parent=self.owner, killed=int(signal.SIGKILL)
+        )
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # Ctrl-C is for this process alone: the server has signals blocked until it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_COMMAND)

@@ -77,28 +77,27 @@ class Unpickler(pickle.Unpickler):
         return KINDS[kind](self._descriptors[place])
 
 
-def main(control: int, preload: Sequence[str]) -> NoReturn:
-    """Serve the command at the other end of the socket `control` until that is closed."""
-    parent = os.getppid()
+def main(control: int, preload: Sequence[str], parent: int) -> NoReturn:
+    """Serve the command, the process `parent` at the other end of the socket `control`, until that is closed."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
     for number in OF_THE_COMMAND:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_COMMAND)  # the command had blocked them for the time before this
-    # A server that is stopped goes on when its command has ended, and then reads so.
-    tie_to_parent(signal.SIGCONT)
     _prctl(_CHILD_SUBREAPER, 1)
     for name in preload:
         with suppress(ImportError):  # left to the rank that needs it, which then says so
             importlib.import_module(name)
+    # From here on it has forks to end: one that is stopped goes on when its command has ended, and then reads so.
+    tie_to_parent(signal.SIGCONT, parent)
     Server(socket.socket(fileno=control), parent).serve()
 
 
-def tie_to_parent(number: signal.Signals, parent: int | None = None) -> None:
+def tie_to_parent(number: signal.Signals, parent: int) -> None:
     """Send this process `number` when the thread that has made it ends. Ends the process if that is no longer `parent`
     already. Nothing but Linux can do it."""
     _prctl(_PARENT_DEATH, number)
-    if parent is not None and os.getppid() != parent:
+    if os.getppid() != parent:
         os._exit(1)
 
 

@@ -1,31 +1,36 @@
 """A sample of `python -m benchmarks.kills`, which kills processes of real commands at random moments."""
 
 import random
+from collections import Counter
 
 import pytest
 
-from benchmarks.kills import AT_ONCE, PHASES, drawn, drill
+from benchmarks.kills import BESIDE, KINDS, PHASES, drawn, drill
 
 
 @pytest.mark.parametrize(
-    ("kills", "plans"),
+    ("kills", "plans", "most"),
     [
-        (1, ("ZeRO 1, 2 ranks",)),
+        (1, ("ZeRO 1, 2 ranks",), 1),
         pytest.param(
-            40, ("ZeRO 3, 2 ranks", "pipeline of 2 stages, 2 ranks", "ZeRO 2, 2 ranks"), marks=pytest.mark.slow
+            40,
+            ("ZeRO 3, 2 ranks", "pipeline of 2 stages, 2 ranks", "saved in the background, 2 ranks"),
+            len(PHASES),
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_whatever_is_killed_the_weights_are_the_same(kills, plans):
-    result = drill(kills, 3, 4.0, plans)
+def test_whatever_is_killed_the_weights_are_the_same(kills, plans, most):
+    result = drill(kills, 3, 4.0, plans, most)
     assert result["kills"] >= kills
     assert result["wrong"] == []
 
 
-def test_the_same_seed_draws_the_same_kills():
-    first, again = ([drawn(random.Random(5)) for _ in range(2)] for _ in range(2))
-    assert first == again
-    every = [one for seed in range(200) for one in drawn(random.Random(seed))]
-    assert {one.phase for one in every} == {*PHASES, AT_ONCE}
-    assert {one.number.name for one in every} == {"SIGKILL", "SIGSTOP", "SIGTERM"}
-    assert {one.victim for one in every} == {"command", "fork", "server"}
+def test_phases_that_were_hit_least_come_first():
+    hit = Counter({phase: 1 for phase in PHASES if phase != "saving"})
+    assert [blow.phase for blow in drawn(random.Random(0), hit, False, 1)] == ["saving"]
+    assert BESIDE not in {blow.phase for blow in drawn(random.Random(0), {}, False)}
+    every = [blow for seed in range(50) for blow in drawn(random.Random(seed), {}, True)]
+    assert {blow.phase for blow in every} == {*PHASES}
+    assert {blow.kind for blow in every} == {*KINDS}
+    assert drawn(random.Random(5), {}, True) == drawn(random.Random(5), {}, True)
