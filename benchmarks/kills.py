@@ -76,6 +76,8 @@ KINDS = {
 }
 """Who is hit, and how often among all; a storm is all forks and at times the server, shortly after each other."""
 MARK = "MESHWRIGHT_KILLS"
+MOST = 8
+"""Phases in which one run is hit."""
 ATTEMPTS = 12
 LEFT = 6.0
 """Seconds after which nothing of a command may be alive."""
@@ -91,10 +93,9 @@ class Blow:
     kind: str
 
 
-def drawn(draw: random.Random, hit: Mapping[str, int], background: bool, most: int = len(PHASES)) -> list[Blow]:
-    """What one run gets, in order; `hit` counts the signals by phase so far."""
-    phases = [phase for phase in PHASES if background or phase != BESIDE]
-    chosen = sorted(phases, key=lambda phase: (hit.get(phase, 0), draw.random()))[:most]
+def drawn(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str]) -> list[Blow]:
+    """What one run gets, in order; `hit` counts the runs that were hit in each phase so far."""
+    chosen = sorted(phases, key=lambda phase: (hit.get(phase, 0), draw.random()))[:MOST]
     found = []
     for phase in sorted(chosen, key=[*PHASES].index):
         kinds = [kind for kind in KINDS if phase != "import" or "server" in kind or "command" in kind]
@@ -288,11 +289,11 @@ def survive(
 
 
 def drill(
-    kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(ALL), most: int = len(PHASES)
+    kills: int, seed: int, minutes: float, names: Sequence[str] = tuple(ALL), phases: Sequence[str] = tuple(PHASES)
 ) -> dict[str, object]:
-    """Run until so many signals were sent, or the time is over; at most `most` phases of a run are hit."""
+    """Run until so many signals were sent, all in `phases`, or the time is over."""
     draw, sent, wrong, runs = random.Random(seed), Counter[tuple[str, str]](), list[str](), 0
-    phases = Counter[str]()
+    hit = Counter[str]()
     undisturbed: dict[str, object] = {}
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as place:
@@ -305,13 +306,14 @@ def drill(
                 assert not faults, faults
                 undisturbed[name] = ended(folder)
             folder, began = Path(place) / str(runs), time.monotonic()
-            blows = drawn(draw, phases, "checkpoint.background=true" in ALL[name], most)
+            beside = "checkpoint.background=true" in ALL[name]
+            blows = drawn(draw, hit, [phase for phase in phases if beside or phase != BESIDE])
             planned = [*blows]
             done, faults = survive(folder, ALL[name], blows, draw)
             if not faults and ended(folder) != undisturbed[name]:
                 faults.append("other weights or losses")
             sent.update(done)
-            phases.update(phase for phase, _ in {*done})
+            hit.update({phase for phase, _ in done})
             wrong += [f"run {runs} ({name}): {fault}; planned {planned}, sent {done}" for fault in faults]
             print(
                 f"run {runs}, {name}: {len(done)} sent ({sent.total()}) in {time.monotonic() - began:.0f} s, "
