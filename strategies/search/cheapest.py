@@ -8,20 +8,23 @@ searches find, for which overlap counts in full, are candidates too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from strategies.cost.cluster import Cluster
+from strategies.cost.operators import operator_work
 from strategies.errors import StrategyError
+from strategies.graph import Ref
 from strategies.meshing import Axes
 from strategies.plan import Plan
 from strategies.search.finding import Found
 from strategies.search.joining import least
 from strategies.search.meshes import finest, told_apart
+from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.solving import Solved, exact_within
-from strategies.search.sure import ALMOST, Relaxed, Running, apart, mixtures, parted, shared
+from strategies.search.sure import ALMOST, BACKWARD, SHARE, Relaxed, Running, apart, parted, shared
 
 FEW_AXES = 3
 """Prime axes up to which several bounds are searched for."""
@@ -64,17 +67,42 @@ def least_seconds(
         return problem.turns * bound + relaxed.more + running.constant, solved
 
     few = len(finest(problem.mesh)) <= FEW_AXES
-    first, *others = mixtures(problem)
     ways = [partial(shared, problem, cluster, running)]
     if few:
         ways.insert(0, partial(apart, problem, cluster, running, parted=parted(problem, cluster)))
     bounds = []
     for way in ways:
-        bounds.append(found(way(mixture=first)))
+        bounds.append(found(way(mixture=SHARE)))
         yield bounds[-1]
-    better = max(zip(bounds, ways, strict=True), key=lambda one: one[0][0])[1]
-    for mixture in others if few else ():
-        yield found(better(mixture=mixture))
+    (high, solved), better = max(zip(bounds, ways, strict=True), key=lambda one: one[0][0])
+    slope = 0.0 if solved is None or not few else slack(problem, cluster, solved)
+    if slope >= 0:
+        return  # backward takes longer than the share that it may hide: no other mixture is higher
+    low, solved = found(better(mixture=BACKWARD))
+    yield low, solved
+    rise = 0.0 if solved is None else slack(problem, cluster, solved)
+    if rise > 0:  # bounds are concave: the highest is about where the lines through both cross
+        yield found(better(mixture=min(max((high - slope - low) / (rise - slope), BACKWARD), SHARE)))
+
+
+def slack(problem: Problem, cluster: Cluster, solved: Solved) -> float:
+    """Seconds of a step by which backward is longer than the share of adding gradients that it may hide; 0 where
+    nothing is hidden."""
+    graph, chosen = problem.graph, solved.assignments
+    if not problem.overlaps or problem.stage:
+        return 0.0
+    parameters = [Ref(source.id) for source in graph.of_kind("parameter")]
+
+    def carried(made: Problem) -> float:
+        pricing = Pricing(made, cluster)
+        return sum(pricing.carried(ref, chosen, solved.tensors.get(ref)) for ref in parameters)
+
+    backward = sum(
+        operator_work(problem.shardings[one.id], chosen[one.id], one, graph, problem.mesh, cluster).backward
+        for one in graph.operators
+        if one.id in graph.returning
+    )
+    return backward - problem.turns * (carried(replace(problem, overlaps=False)) - carried(problem))
 
 
 def cheapest(

@@ -103,8 +103,7 @@ def _pressed(pricing: Pricing, alike: Classes, axes: Sequence[Axes], pressure: f
         total = _decide_again(rounds, runs)
     others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if _few(pricing.mesh) and len(runs) > 1 else set()
     for order in sorted(others):
-        other = Rounds(pricing, alike, pressure)
-        other.start([fixed or {} for fixed in other.fixed])
+        other = rounds.anew()
         if (cheaper := _decide_again(other, order)) < total:
             rounds, total = other, cheaper
     return _told(rounds, total)

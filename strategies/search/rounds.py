@@ -9,6 +9,7 @@ Layouts are numbered, and prices are remembered by number: alike tensors between
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -44,10 +45,19 @@ class Rounds:
         self._moves: dict[tuple[int, int, int], float] = {}
         self._tables: dict[Hashable, Table] = {}
         self._worked: dict[tuple[int, Hashable], float] = {}
+        self._owned: dict[tuple[int, Hashable, frozenset[str]], float] = {}
+        self._used: dict[tuple[int, Hashable], list[Way]] = {}
+        self._given: dict[tuple[int, int, Hashable, frozenset[str]], int] = {}
 
     def start(self, chosen: Sequence[Assignment]) -> None:
         """Go on from these assignments of the classes, over the whole mesh."""
         self.chosen, self.decided = list(chosen), frozenset(self.mesh.names)
+
+    def anew(self) -> Rounds:
+        """Begins with whole tensors, over the whole mesh; what is priced here is priced there."""
+        other = copy(self)
+        other.start([fixed or {} for fixed in self.fixed])
+        return other
 
     def decide(self, axes: tuple[str, ...], *, staying: bool) -> float:
         """Slice with `axes` (a run of neighbours) what costs least. Returns the seconds of the whole, repeated layers
@@ -75,16 +85,20 @@ class Rounds:
 
     def _price(self, options: Sequence[Sequence[Assignment]]) -> dict[tuple[int, ...], Table]:
         """The tables of own costs and of values on their way, over classes."""
-        wanted = [[self._ways(c, assignment) for assignment in found] for c, found in enumerate(options)]
+        named = [[tuple(assignment.items()) for assignment in found] for found in options]
+        wanted = [
+            [self._ways(c, a, name) for a, name in zip(found, named[c], strict=True)] for c, found in enumerate(options)
+        ]
         tables: dict[tuple[int, ...], Table] = {
-            (c,): np.array([self._own(c, a, ways) for a, ways in zip(found, wanted[c], strict=True)])
+            (c,): np.array([self._own(c, *one) for one in zip(found, named[c], wanted[c], strict=True)])
             for c, found in enumerate(options)
         }
         for edge, times in self.classes.edges.items():
             producer, user = edge.producer, edge.user
             value = Ref(self.classes.heads[producer].id, edge.index)
             learns = self.pricing.learns(value, self.classes.heads[user])
-            have = [self._number(self._result(producer, edge.index, a)) for a in options[producer]]
+            pairs = zip(options[producer], named[producer], strict=True)
+            have = [self._handed(producer, edge.index, *one) for one in pairs]
             ways = _at(wanted[user], edge.position, learns)
             table = times * self._uses(have, ways, self.problem.graph.specs[value])
             if edge.after is not None:  # what the use before has brought costs nothing
@@ -99,10 +113,16 @@ class Rounds:
             self._add(tables, (first, second), self._shared(options, (first, second), source, positions))
         return tables
 
-    def _own(self, number: int, assignment: Assignment, ways: Sequence[Way]) -> float:
-        """Seconds of the work of a class and of what flows into it from sources."""
+    def _own(self, number: int, assignment: Assignment, name: Hashable, ways: Sequence[Way]) -> float:
+        """Seconds of the work of a class and of what flows into it from sources; `name` is that of the assignment."""
+        key = number, name, self.decided
+        if key not in self._owned:
+            self._owned[key] = self._priced(number, assignment, name, ways)
+        return self._owned[key]
+
+    def _priced(self, number: int, assignment: Assignment, name: Hashable, ways: Sequence[Way]) -> float:
         head = self.classes.heads[number]
-        key = number, tuple(assignment.items())
+        key = number, name
         if key not in self._worked:
             kept = operator_bytes(self.problem, head, assignment) if self.pressure else 0.0
             self._worked[key] = self.pricing.worked(head, assignment) + self.pressure * kept
@@ -125,10 +145,19 @@ class Rounds:
             seconds += self._moved(self._number(have), wanted, spec)
         return seconds * len(self.classes.members[number])
 
-    def _ways(self, number: int, assignment: Assignment) -> list[Way]:
-        sharding = self.shardings[number]
-        wanted, returned = sharding.operand_layouts(assignment), sharding.gradient_layouts(assignment)
-        return [(self._number(w), self._number(r)) for w, r in zip(wanted, returned, strict=True)]
+    def _ways(self, number: int, assignment: Assignment, name: Hashable) -> list[Way]:
+        if (number, name) not in self._used:
+            sharding = self.shardings[number]
+            pairs = zip(sharding.operand_layouts(assignment), sharding.gradient_layouts(assignment), strict=True)
+            self._used[number, name] = [(self._number(wanted), self._number(returned)) for wanted, returned in pairs]
+        return self._used[number, name]
+
+    def _handed(self, number: int, index: int, assignment: Assignment, name: Hashable) -> int:
+        """The number of the layout of a result."""
+        key = number, index, name, self.decided
+        if key not in self._given:
+            self._given[key] = self._number(self._result(number, index, assignment))
+        return self._given[key]
 
     def _result(self, number: int, index: int, assignment: Assignment) -> Layout:
         handed = self.problem.outputs.get(self.classes.heads[number].id)

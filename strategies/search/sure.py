@@ -16,7 +16,6 @@ Of adding gradients either a share can be hidden, or as much as backward takes: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from strategies.cost.cluster import Cluster, Level, Link
@@ -26,8 +25,8 @@ from strategies.mesh import Mesh
 from strategies.search.own import Own
 from strategies.search.problem import Problem, Sure
 
-MIXTURES = (1.0, 0.0)
-"""Of what hides adding gradients: its own share, the rest is backward."""
+SHARE, BACKWARD = 1.0, 0.0
+"""Mixtures of what hides adding gradients: only the share of it, only backward."""
 LITTLE, MOST = 0.02, 64
 """Of all work of the graph: what operators may have that are left out of a bound; and how many for one value."""
 ALMOST = 1e-3
@@ -93,11 +92,6 @@ def _sure(
     sure = Sure(cluster, sent, free, 1 - beside, 1 - hidden, running.bucket)
     moved = problem.moved if running.moved is None else running.moved
     return replace(problem, sure=sure, moved=moved)
-
-
-def mixtures(problem: Problem) -> Iterator[float]:
-    """Those that make a difference."""
-    yield from MIXTURES if problem.overlaps and problem.stage == 0 else MIXTURES[:1]
 
 
 @dataclass(frozen=True)
