@@ -38,7 +38,7 @@ def ours(recipe: str, folder: Path) -> tuple[float, str]:
         "evaluate.args={}",
     ]
     started = time.perf_counter()
-    command = subprocess.Popen([sys.executable, "-m", "runner", *words], stdout=subprocess.PIPE, text=True)
+    command = subprocess.Popen([sys.executable, "-m", "runner", *words], stdout=subprocess.PIPE, encoding="utf-8")
     first = None
     while command.poll() is None:
         if first is None and (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size:

@@ -306,7 +306,7 @@ def main() -> None:
     page = table(run([hand for hand in HANDS if options.only in hand.name]))
     print(page)
     if options.out is not None:
-        options.out.write_text(page)
+        options.out.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def marked(mark: str) -> list[int]:
         with suppress(OSError):
             if (
                 wanted in (process / "environ").read_bytes()
-                and (process / "stat").read_text().split(") ")[-1][0] != "Z"
+                and (process / "stat").read_text(encoding="utf-8").split(") ")[-1][0] != "Z"
             ):
                 found.append(int(process.name))
     return found
@@ -139,7 +139,7 @@ def children(pid: int) -> list[int]:
         return [
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
+            for child in (task / "children").read_text(encoding="utf-8").split()
         ]
     return []
 
@@ -240,9 +240,9 @@ def ended(folder: Path) -> tuple[dict[str, str], list[tuple[int, float]]]:
     """Checksums of the last weights and states, and the losses."""
     path = checkpoints.newest(folder / "checkpoints")
     assert path is not None
-    header = json.loads((path / "checkpoint.json").read_text())
+    header = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
     sums = {name: stamp["sha256"] for name, stamp in header["files"].items() if name.endswith(".safetensors")}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return sums, [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
@@ -322,7 +322,7 @@ def drill(
                 flush=True,
             )
             if faults:
-                console = (Path(place) / f"{runs}.console").read_text(errors="replace")
+                console = (Path(place) / f"{runs}.console").read_text(errors="replace", encoding="utf-8")
                 print("\n".join(console.splitlines()[-25:]), flush=True)
     told = {f"{phase}: {kind}": count for (phase, kind), count in sorted(sent.items())}
     return {"seed": seed, "kills": sent.total(), "runs": runs, "plans": [*undisturbed], "sent": told, "wrong": wrong}
@@ -339,8 +339,8 @@ def main() -> None:
     result = drill(asked.kills, asked.seed, asked.minutes, asked.plans)
     print(json.dumps(result, indent=1))
     if asked.out is not None:
-        before = json.loads(asked.out.read_text()) if asked.out.exists() else []
-        asked.out.write_text(json.dumps([*before, result], indent=1) + "\n")
+        before = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else []
+        asked.out.write_text(json.dumps([*before, result], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

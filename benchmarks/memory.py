@@ -112,7 +112,7 @@ def measure(model: str, words: str, steps: int = FEW) -> Result:
     checked = config.load(composed, Origins(tuple(given)))
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         train.run(checked, Path(folder))
-        content = json.loads((Path(folder) / "memory.json").read_text())
+        content = json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8"))
     return Result(model, words, content["predicted"], max(content["measured"], key=lambda one: one["peak"]))
 
 
@@ -175,7 +175,7 @@ def run(out: Path | None = None, only: str = "") -> list[Result]:
                 results.append(one)
                 print(f"{one.difference:+7.2%}  {one.measured['peak']:>12,}  {model}: {words}", flush=True)
     if out is not None:
-        out.write_text(table(results))
+        out.write_text(table(results), encoding="utf-8")
     return results
 
 

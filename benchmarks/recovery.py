@@ -117,7 +117,7 @@ def run(folder: Path, given: Sequence[str]) -> None:
         typed = words.for_hydra(None, list(given))
         made = config.load(compose("config", typed), Origins(typed))
     folder.mkdir()
-    with redirect_stdout(StringIO()), (folder / "console").open("w") as said:
+    with redirect_stdout(StringIO()), (folder / "console").open("w", encoding="utf-8") as said:
         kept = os.dup(1)
         os.dup2(said.fileno(), 1)
         try:
@@ -129,18 +129,18 @@ def run(folder: Path, given: Sequence[str]) -> None:
 
 def ending(folder: Path) -> dict[str, str]:
     """The checksums of the tensors in the last checkpoint: weights, buffers, optimizer states."""
-    header = json.loads((folder / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json").read_text())
+    header = json.loads((folder / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json").read_text(encoding="utf-8"))
     return {name: stamp["sha256"] for name, stamp in header["files"].items() if name.endswith(".safetensors")}
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
 def resumed_after(folder: Path) -> list[int]:
     file = folder / RESTARTS
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     return [0 if one["resume"] is None else int(one["resume"][-8:]) for one in found]
 
 
@@ -231,7 +231,7 @@ def main() -> None:
                 f"Restarts beyond the failures: {extra}. Processes left after a run: {alive}.",
             ]
             if asked.out is not None:
-                asked.out.write_text(table(rows, told))
+                asked.out.write_text(table(rows, told), encoding="utf-8")
     print(table(rows, told))
 
 

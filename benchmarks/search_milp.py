@@ -88,7 +88,7 @@ def main() -> None:
             results.append(compare(name, make, layers, mesh))
             print(table(results[-1:]).splitlines()[-1], flush=True)
             if options.out is not None:
-                options.out.write_text(table(results))
+                options.out.write_text(table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def main() -> None:
     page = table(found)
     print(page)
     if options.out is not None:
-        options.out.write_text(page)
+        options.out.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

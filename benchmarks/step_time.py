@@ -216,7 +216,9 @@ def calibrated(file: Path, ranks: int, seconds: float) -> None:
         "runner.planning.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent,
         device="cpu", timeout=300, threads=1,
     )  # fmt: skip
-    file.write_text(described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)))
+    file.write_text(
+        described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)), encoding="utf-8"
+    )
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
         file = cluster or Path(name) / "calibrated.yaml"
         if cluster is None:
             calibrated(file, ranks, seconds)
-            print(file.read_text(), flush=True)
+            print(file.read_text(encoding="utf-8"), flush=True)
         machine = from_description(file)
         wanted = [(model, wish, task) for model in models for wish, task in tasks(model, ranks)]
         found: dict[int, list[float]] = {number: [] for number in range(len(wanted))}

@@ -8,6 +8,7 @@ closed terminal, `run | head`) ends neither the log nor the run.
 from __future__ import annotations
 
 import io
+import locale
 import os
 import sys
 from pathlib import Path
@@ -65,7 +66,8 @@ def attach(log: Path, console: int | None) -> None:
     if console is None:
         sys.stdout = stdout
     else:
-        screen = open(console, "w", buffering=1, errors="replace")
+        terminal = locale.getpreferredencoding(False)
+        screen = open(console, "w", buffering=1, encoding=terminal, errors="replace")
         sys.stdout = cast(TextIO, Echo(stdout, screen))
 
 

@@ -53,7 +53,7 @@ def store(folder: Path, key: str, plan: Plan, warn: Callable[[str], None]) -> No
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
         try:
-            with os.fdopen(handle, "w") as file:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(name, folder / f"{key}.json")
         except BaseException:

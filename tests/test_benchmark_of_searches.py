@@ -33,7 +33,7 @@ def test_the_page_is_made_of_what_was_written(tmp_path: Path) -> None:
     for one in (record(PARTS[1], False), record(PARTS[0], True)):
         one.write(tmp_path / "search")
         assert read(tmp_path / "search" / f"{one.name}.json") == one
-    text = write_page(tmp_path).read_text()
+    text = write_page(tmp_path).read_text(encoding="utf-8")
     assert "1 of 2 goals are met." in text
     assert f"| [{PARTS[0]}](#{PARTS[0]}) | the goal of {PARTS[0]} | 0.30 s | yes |" in text
     assert f"| the goal of {PARTS[1]} | 0.30 s | **no** |" in text
@@ -44,7 +44,7 @@ def test_the_page_is_made_of_what_was_written(tmp_path: Path) -> None:
 def test_a_picture_depends_on_its_data_alone(tmp_path: Path) -> None:
     def drawn(name: str, seconds: float) -> str:
         charts.goals(tmp_path / name, [("8b on (8)", seconds, 0.2), ("8b on (2, 4)", 0.3, 0.2)], "CPU seconds")
-        return (tmp_path / name).read_text()
+        return (tmp_path / name).read_text(encoding="utf-8")
 
     assert drawn("one.svg", 0.1) == drawn("two.svg", 0.1) != drawn("three.svg", 0.5)
     assert "8b on (2, 4)" in drawn("one.svg", 0.1)
@@ -55,5 +55,5 @@ def test_a_picture_depends_on_its_data_alone(tmp_path: Path) -> None:
 
 def test_an_unknown_part_is_refused_by_its_name() -> None:
     words = [sys.executable, "-m", "benchmarks.search", "--only", "speed,sped"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 2 and "no part is called sped; there are speed, wide, scale" in done.stderr

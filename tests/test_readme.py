@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("run ")]
 SHORT = ["train.steps=2", "evaluate.metric=null", "evaluate.args={}"]
 """Added to commands that would train for a minute."""
@@ -39,7 +39,7 @@ def test_command(command: str, tmp_path_factory: pytest.TempPathFactory) -> None
             "XDG_CACHE_HOME": str(folder / "cache"),
         },
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,13 +51,13 @@ def test_there_are_commands() -> None:
 
 def test_the_recipe_of_the_readme_is_valid(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (tmp_path / "recipes" / "mine.yaml").write_text(recipe)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    (tmp_path / "recipes" / "mine.yaml").write_text(recipe, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "runner", "+recipe=mine", "--cfg", "job"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0 and "my_models.Net" in done.stdout, done.stdout + done.stderr

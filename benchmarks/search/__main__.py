@@ -46,7 +46,7 @@ def write_page(folder: Path) -> Path:
     """Make the page of all outcomes in a folder."""
     files = [folder / "search" / f"{name}.json" for name in PARTS]
     written = folder / "search.md"
-    written.write_text(page([read(file) for file in files if file.exists()]))
+    written.write_text(page([read(file) for file in files if file.exists()]), encoding="utf-8")
     return written
 
 
@@ -70,7 +70,7 @@ def main() -> int:
         if subprocess.run([sys.executable, "-m", "benchmarks.search", *words], check=False).returncode:
             failed.append(name)
     written = write_page(out)
-    print(written.read_text() if options.quick and options.out is None else f"page: {written}")
+    print(written.read_text(encoding="utf-8") if options.quick and options.out is None else f"page: {written}")
     if failed:
         print(f"parts that ended with an error: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

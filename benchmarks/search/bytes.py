@@ -14,7 +14,7 @@ def measure(setting: Setting) -> Outcome:
     """All hand plans; one of them in a quick run."""
     launch.warm()
     results = run([one for one in HANDS if one.name == "sliced vocabulary"] if setting.quick else HANDS)
-    (setting.folder / "hand_plans.md").write_text(table(results))
+    (setting.folder / "hand_plans.md").write_text(table(results), encoding="utf-8")
     rows = [(one.hand.name, float(one.sent[0]), float(one.sent[1])) for one in results]
     charts.pairs(setting.pictures / "bytes.svg", rows, ("by hand", "found"), "bytes sent per step by the busiest rank")
     worst = max(one.sent[1] / one.sent[0] for one in results)

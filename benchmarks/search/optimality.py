@@ -20,7 +20,7 @@ def measure(setting: Setting) -> Outcome:
     for name, make, layers, mesh in CASES[:2] if setting.quick else CASES:
         results.append(compare(name, make, layers, mesh))
         print(table(results[-1:]).splitlines()[-1], flush=True)
-    (setting.folder / "search_milp.md").write_text(table(results))
+    (setting.folder / "search_milp.md").write_text(table(results), encoding="utf-8")
     worst = max(abs(one.difference) for one in results)
     claims = (
         Claim("equal to enumeration on at least 200 random graphs", f"equal on {count}", count >= 200),

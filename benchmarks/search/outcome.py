@@ -53,12 +53,12 @@ class Record:
     outcome: Outcome = field(default_factory=lambda: Outcome(()))
 
     def write(self, folder: Path) -> None:
-        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> Record:
     """What `Record.write` wrote."""
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     found = content.pop("outcome")
     outcome = Outcome(
         tuple(Claim(**one) for one in found["claims"]),

@@ -15,7 +15,7 @@ def measure(setting: Setting) -> Outcome:
     for one in results("gpt" if setting.quick else ""):
         found.append(one)
         print(f"{one.case.name} on {one.ranks}: {one.spent:.1f} s", flush=True)
-    (setting.folder / "search_quality.md").write_text(table(found))
+    (setting.folder / "search_quality.md").write_text(table(found), encoding="utf-8")
 
     def worst(values: dict[str, float], goal: float, told: str, form: str) -> Claim:
         name = max(values, key=lambda key: values[key])

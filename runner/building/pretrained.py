@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from runner import checkpoints
+from runner import checkpoints, home
 from runner.building import huggingface
 from runner.errors import ConfigError
 from runner.schema import Model
@@ -46,7 +46,7 @@ def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
     """
     assert model.weights is not None
     where = f"model.weights = {model.weights!r}"
-    path = Path(model.weights).expanduser()
+    path = home.expanded(model.weights)
     try:
         files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
     except StrategyError as error:
@@ -57,7 +57,7 @@ def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
     wanted = list(_wanted(module))
     missing, unexpected = _unmatched(wanted, held, module)
     if missing or unexpected:
-        if not model.rename and huggingface.load(module, Path(model.weights).expanduser()):
+        if not model.rename and huggingface.load(module, home.expanded(model.weights)):
             return {}
         raise ConfigError(f"{where}: {_told(missing, unexpected, wanted, held, module)}")
     found = {}

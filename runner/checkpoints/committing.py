@@ -116,7 +116,9 @@ def _size(partial: Path) -> int:
 def _check_alive(partial: Path, rank: int) -> None:
     failed = partial / _name(rank, "failed")
     if failed.is_file():
-        raise SaveFailed(f"rank {rank} could not write its part of {shown(partial)}: {failed.read_text()}")
+        raise SaveFailed(
+            f"rank {rank} could not write its part of {shown(partial)}: {failed.read_text(encoding='utf-8')}"
+        )
 
 
 def await_marks(partial: Path, world: int, timeout: float) -> list[Mark]:

@@ -8,12 +8,12 @@ the places of the lines are held.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner import home
 from runner.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class Lines:
     """The lines of the JSONL file `path`; empty ones are left out. Raises ConfigError if there is no such file."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path).expanduser().absolute()
+        self._path = home.expanded(path).absolute()
         self._places: list[tuple[int, int]] = []
         try:
             with self._path.open("rb") as file:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner import home
 from runner.data import idx
 from runner.data.scaling import Normalize, Rescale, Scaling
 from runner.errors import ConfigError
@@ -47,7 +48,7 @@ class Mnist:
         normalize: Normalize = STANDARD,
     ) -> None:
         self._scaling = Scaling(rescale, normalize, channels=1)
-        folder = SHIPPED if path is None else Path(path).expanduser()
+        folder = SHIPPED if path is None else home.expanded(path)
         prefix = "train" if train else "t10k"
         images = idx.find(folder, f"{prefix}-images-idx3-ubyte")
         labels = idx.find(folder, f"{prefix}-labels-idx1-ubyte")

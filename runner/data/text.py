@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runner import home
 from runner.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -98,7 +99,7 @@ def corpus(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"data.args.limit = {limit} must be 1 or more bytes, or null.")
-    folder = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
+    folder = home.expanded(sysconfig.get_path("stdlib") if path is None else path)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; data.path must be a folder with text files.")
     files = [
@@ -131,10 +132,14 @@ def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = Non
     """The file `name` of the cache folder, with the bytes that `make` yields if it was not there before.
 
     Processes that make it at the same time each write a file of their own; the last one stays, and all are equal.
-    Raises ConfigError: the cache cannot be written.
+    Raises ConfigError: the cache cannot be written, or there is no home folder for it.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-    folder = home if cache is None else Path(cache).expanduser()
+    folder = home.cache() if cache is None else home.expanded(cache)
+    if folder is None:
+        raise ConfigError(
+            "The joined text cannot be kept, as there is no home folder here. Give a folder as data.args.cache, or in "
+            "the environment variable XDG_CACHE_HOME."
+        )
     file = folder / name
     if file.is_file():
         return file

@@ -6,8 +6,8 @@ Invariant: a rank reads the parts that it holds and nothing else, and no weight 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
+from runner import home
 from runner.checkpoints import Checkpoint, locate, read
 from runner.errors import ConfigError
 from runner.training.execution import Execution
@@ -21,7 +21,7 @@ SHOWN = 3
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The checkpoint that `predict.checkpoint` means. Raises ConfigError for what is none."""
-    place = Path(path).expanduser()
+    place = home.expanded(path)
     if place.is_file():
         raise ConfigError(
             f"{KEY} = {path!r} is a file, not a checkpoint, which is a folder; weights in a file are read with "

@@ -61,7 +61,7 @@ def _written(name: Path, force: bool) -> Iterator[Path]:
     partial = file.with_name(f".{file.name}.{os.getpid()}.part")
     _check(name, file, what, force)
     try:
-        partial.open("x").close()
+        partial.open("x", encoding="utf-8").close()
     except OSError as error:
         raise ConfigError(f"{what} cannot be written there: {error.strerror}.") from None
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner import home
 from runner.errors import ConfigError, allowed
 
 FORMS = ("merged", "sharded")
@@ -49,9 +50,9 @@ def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None]:
         raise ConfigError("form=sharded needs to know for whom: add plan=FILE, a plan.json, a run or a checkpoint.")
     if form == "merged" and plan is not None:
         raise ConfigError(f"form=merged is for no plan, so plan={plan} would be ignored; drop one of them.")
-    source, target = Path(paths[0]).expanduser(), Path(paths[1]).expanduser()
+    source, target = home.expanded(paths[0]), home.expanded(paths[1])
     if not source.exists():
         raise ConfigError(f"convert: {source} does not exist.")
     if target.exists() or target.is_symlink():
         raise ConfigError(f"convert: {target} exists already; give a new folder, which becomes the checkpoint.")
-    return source, target, form, None if plan is None else Path(plan).expanduser()
+    return source, target, form, None if plan is None else home.expanded(plan)

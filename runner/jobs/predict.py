@@ -26,7 +26,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         ready = make_ready(config, run_dir, folder)
         found = start("runner.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
     rate = found["rows"] / found["seconds"]
-    (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n")
+    (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n", encoding="utf-8")
     here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     told = [f"{name} {value:.6g}" for name, value in found["evaluation"].items()]

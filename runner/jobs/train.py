@@ -67,9 +67,9 @@ def stopped(step: int, number: int) -> Stopped:
 def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
     """Write memory.json: what each rank's tensors took, beside what the plan predicts. Returns a line about it."""
     plan = run_dir / "plan.json"
-    predicted = json.loads(plan.read_text())["memory"] if plan.exists() else None
+    predicted = json.loads(plan.read_text(encoding="utf-8"))["memory"] if plan.exists() else None
     content = {"predicted": predicted, "measured": measured}
-    (run_dir / "memory.json").write_text(json.dumps(content, indent=2) + "\n")
+    (run_dir / "memory.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     most = max(measured, key=lambda one: one["peak"])
     told = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
     return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{told}"

@@ -159,7 +159,7 @@ def run(config: Config, run_dir: Path) -> float | None:
                 start(job, world_size=1, run_dir=run_dir / "reference_fp64")
 
             comparison = rounded(comparison, theirs, folder / "fp64", exactly)
-    (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
+    (run_dir / "verify.json").write_text(json.dumps(comparison.to_json(), indent=2) + "\n", encoding="utf-8")
     print(table(comparison))
     if not comparison.passed:
         raise RunFailed(

@@ -65,7 +65,7 @@ class Signs:
                 fields = _fields(process)
                 states += fields[0] + "".join(_fields(thread)[0] for thread in (process / "task").iterdir())
                 seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # also of children that have ended
-                io = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
+                io = dict(line.split(": ") for line in (process / "io").read_text(encoding="utf-8").splitlines())
                 bytes_ += int(io["rchar"]) + int(io["wchar"])
             except OSError:
                 continue  # it has ended, or there is no such file
@@ -77,7 +77,7 @@ def _family(pid: int) -> Iterator[int]:
     yield pid
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            children = listed.read_text().split()
+            children = listed.read_text(encoding="utf-8").split()
         except OSError:
             continue
         for child in children:
@@ -86,4 +86,4 @@ def _family(pid: int) -> Iterator[int]:
 
 def _fields(process: Path) -> list[str]:
     """The entries of its `stat` from the state on; the name before may hold anything."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+    return (process / "stat").read_text(encoding="latin-1").rpartition(")")[2].split()

@@ -252,7 +252,7 @@ def _descendants() -> set[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            _, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            _, parent, *_ = path.read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()
             children.setdefault(int(parent), []).append(int(path.parent.name))
     found: set[int] = set()
     new = [os.getpid()]

@@ -6,6 +6,7 @@ one seat; whoever does not know the secret is not heard.
 
 from __future__ import annotations
 
+import locale
 import os
 import queue
 import resource
@@ -95,7 +96,12 @@ class Front:
 
 def _show(connection: Connection) -> None:
     """Copy what rank 0 shows to this command's stdout, until it has ended."""
-    with connection, open(os.dup(connection.fileno()), errors="replace") as lines, suppress(OSError):
+    encoding = locale.getpreferredencoding(False)  # in which `logs.attach` writes
+    with (
+        connection,
+        open(os.dup(connection.fileno()), encoding=encoding, errors="replace") as lines,
+        suppress(OSError),
+    ):
         for line in lines:  # until the rank has ended, or nobody looks at the console any more
             sys.stdout.write(line)
             sys.stdout.flush()

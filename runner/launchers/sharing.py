@@ -23,9 +23,9 @@ def require_shared(config: Config, run_dir: Path) -> None:
     file, first = run_dir / TOKEN, dist.get_rank() == 0
     token = secrets.token_hex(8) if first else ""
     if first:
-        file.write_text(token)
+        file.write_text(token, encoding="utf-8")
     token = gather(token)[0]
-    found = gather(file.is_file() and file.read_text() == token)
+    found = gather(file.is_file() and file.read_text(encoding="utf-8") == token)
     if first:
         file.unlink()
     if not all(found):

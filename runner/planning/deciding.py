@@ -112,7 +112,7 @@ class Deciding:
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""
-        folder = sources.cache_folder(self.config.parallel.plan_cache)
+        folder = sources.cache_folder(self.config.parallel.plan_cache, self.say)
         parallel = self.config.parallel
         asked = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
         key = plan_cache.key_of(self._captured(self.rows)[1].graph, self._open, self.cluster, asked)

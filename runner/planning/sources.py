@@ -5,7 +5,6 @@ A file decides everything that a plan holds; of the config only the recompute it
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from runner import home
 from runner.planning.stored import read_content
 from runner.schema import Config
 from strategies import plan_cache
@@ -46,7 +46,7 @@ def planned(
     """
     if config.parallel.plan is not None:
         return _from_file(Path(config.parallel.plan), graph, request)
-    folder = cache_folder(config.parallel.plan_cache)
+    folder = cache_folder(config.parallel.plan_cache, say)
     if folder is None:
         with telling(say, graph, request):
             return make_plan(graph, request, cluster, price)
@@ -86,12 +86,15 @@ def telling(say: Callable[[str], None], graph: OperatorGraph, request: Request) 
         teller.join()
 
 
-def cache_folder(wanted: str | None) -> Path | None:
-    """The folder of the plan cache; `auto` is that of the user, by the XDG base directory specification."""
+def cache_folder(wanted: str | None, say: Callable[[str], None]) -> Path | None:
+    """The folder of the plan cache; `auto` is in that of the user, and None, which is said, for a user without one."""
     if wanted != "auto":
         return None if wanted is None else Path(wanted)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "meshwright" / "plans"
+    folder = home.cache()
+    if folder is None:
+        say("plan cache: none, as there is no home folder here; parallel.plan_cache or XDG_CACHE_HOME can name one")
+        return None
+    return folder / "plans"
 
 
 def _from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:

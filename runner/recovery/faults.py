@@ -156,7 +156,7 @@ class Faults:
     def _remember(self, number: int, fault: Fault) -> None:
         self._due.remove((number, fault))
         self._marks.mkdir(exist_ok=True)
-        with self._mark(number, fault).open("x") as mark:
+        with self._mark(number, fault).open("x", encoding="utf-8") as mark:
             mark.write(fault.model_dump_json() + "\n")
             mark.flush()
             SYNC(mark.fileno())

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner import home
 from runner.errors import ConfigError
 from runner.planning import pipelining
 from runner.planning.clusters import cluster_of
@@ -81,10 +82,10 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}
     _predict(content, prepared, programs, cluster)
-    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n")
+    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if (wanted := config.parallel.dump_ir) is not False:
         try:
-            _write_ir(prepared, programs, run_dir / "ir" if wanted is True else Path(wanted).expanduser())
+            _write_ir(prepared, programs, run_dir / "ir" if wanted is True else home.expanded(wanted))
         except OSError as error:
             raise ConfigError(
                 f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
@@ -104,8 +105,11 @@ def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> N
             graph, plan = _part(prepared, number)
             first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
             name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
-            (folder / name.format("begin")).write_text(first + ir.begin(graph, plan), "utf-8")
-            (folder / name.format("end")).write_text(first + ir.end(graph, plan, programs[number], local), "utf-8")
+            for which, text in (
+                ("begin", ir.begin(graph, plan)),
+                ("end", ir.end(graph, plan, programs[number], local)),
+            ):
+                (folder / name.format(which)).write_text(first + text, encoding="utf-8")
 
 
 def _copies(prepared: Prepared) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -121,6 +122,10 @@ def compile_units(module: fx.GraphModule, device: str, *, leaves: bool = False, 
     """Let `module`, which `partition.build` made for compiling, be compiled when it is first called: as a whole, or in
     parts where it is large or repeats itself, or with `leaves` in units that hold no others: ZeRO-3 gathers parameters
     between units. Units that share their code are compiled once."""
+    from torch._inductor import utils
+
+    # Its templates, which every backend reads, are not ASCII as PYTHONUTF8=0 and LC_ALL=C expect.
+    utils.open = partial(open, encoding="utf-8")  # type: ignore[attr-defined]
     options: dict[str, str | int | bool | Callable[..., Any]] = {}
     if backend == "inductor":
         options["reorder_for_locality"] = False  # it moves collectives

@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def recorded(config: pytest.Config) -> list[dict[str, Any]]:
     """The cases that are a network; those about the algebra of layouts have a test of their own."""
-    return [case for case in json.loads(cases_file(config).read_text()) if case.get("network")]
+    return [case for case in json.loads(cases_file(config).read_text(encoding="utf-8")) if case.get("network")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,7 +18,7 @@ from strategies.layout import Layout
 from strategies.mesh import Mesh, accumulate, common_refinement, differences
 from strategies.redistribution import chain, elements, intersect, size_of
 
-CASES = json.loads((Path(__file__).parent / "algebra.json").read_text())
+CASES = json.loads((Path(__file__).parent / "algebra.json").read_text(encoding="utf-8"))
 REASONS = {
     "_get_pipeline_operator_map": "moves whole slices between pipeline stages when a checkpoint changes its number of "
     "stages; one plan has one stage, and stages bring their own transfer",

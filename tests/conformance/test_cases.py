@@ -19,7 +19,7 @@ from tests.conformance.judge import judge
 from tests.conformance.network import devices
 
 HERE = Path(__file__).parent
-REASONS: dict[str, str] = json.loads((HERE / "reasons.json").read_text())
+REASONS: dict[str, str] = json.loads((HERE / "reasons.json").read_text(encoding="utf-8"))
 SMALL = 2**15
 """Elements of the largest tensor of a network that is run."""
 LARGE = 2**22
@@ -56,7 +56,7 @@ def test_recorded_case_run_at_any_size(case: dict[str, Any], own_cases: bool, re
 
 def test_every_suite_passes_mostly() -> None:
     """Nine of ten cases of each suite are planned, refused or accepted as recorded, or differ with a proof."""
-    cases = json.loads((HERE / "cases.json").read_text())
+    cases = json.loads((HERE / "cases.json").read_text(encoding="utf-8"))
     assert REASONS.keys() <= {case["id"] for case in cases}
     assert all(len(reason.split()) > 4 for reason in REASONS.values())
     total = Counter(case["suite"] for case in cases)
@@ -88,7 +88,7 @@ FEW = (
 
 @pytest.mark.parametrize("name", FEW)
 def test_no_recorded_plan_is_cheaper_than_the_exact_one(name: str) -> None:
-    cases = {case["id"]: case for case in json.loads((HERE / "cases.json").read_text())}
+    cases = {case["id"]: case for case in json.loads((HERE / "cases.json").read_text(encoding="utf-8"))}
     cheapest_is_ours(cases[name], 16)
 
 

@@ -127,10 +127,14 @@ def test_any_file_of_the_format_is_taken(tmp_path: Path) -> None:
     unknown = {**with_("network.1.op", "Frobnicate"), "id": "unknown"}
     wrong = {**with_("expected", WRONG[2][0]), "id": "wrong"}
     file = tmp_path / "cases.json"
-    file.write_text(json.dumps([CASE, unknown, wrong]))
+    file.write_text(json.dumps([CASE, unknown, wrong]), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/conformance"]
     done = subprocess.run(
-        [*command, "-k", "recorded_case", "--cases", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [*command, "-k", "recorded_case", "--cases", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
     )
     assert done.returncode == 1
     assert "not mapped: unknown: operator Frobnicate" in done.stdout

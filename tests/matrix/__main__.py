@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     main_rows = [found for found in rows if found.architecture in ARCHITECTURES]
     others = [found for found in rows if found.architecture in FURTHER]
     if options.write:
-        options.write.write_text(markdown(main_rows, others, options.world))
+        options.write.write_text(markdown(main_rows, others, options.world), encoding="utf-8")
     failed = [found.architecture.name for found in rows if not found.passed]
     print(f"{len(rows) - len(failed)} of {len(rows)} agree" + (f"; not: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

@@ -131,7 +131,7 @@ def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     page = tmp_path / "coverage.md"
     assert main(["--only", "lstm", "--write", str(page)]) == 0
     assert "1 of 1 agree" in capsys.readouterr().out
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| lstm |")]
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| lstm |")]
     assert len(lines) == 1
     assert lines[0].count("e-") == 12
     assert "**" not in lines[0]

@@ -108,16 +108,16 @@ class Ended:
 
     @property
     def plan(self) -> dict[str, Any]:
-        return json.loads((self.folder / "plan.json").read_text())
+        return json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
 
     @property
     def verdict(self) -> dict[str, Any]:
-        return json.loads((self.folder / "verify.json").read_text())
+        return json.loads((self.folder / "verify.json").read_text(encoding="utf-8"))
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     @property
     def losses(self) -> list[float]:

@@ -94,14 +94,14 @@ def leave_a_child(rank: RankContext, payload: None) -> None:
 def start_children(rank: RankContext) -> None:
     """One in the process group of the rank, and one in a session of its own, whose parent has ended."""
     child = subprocess.Popen(["sleep", "1000"])
-    (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid))
+    (rank.run_dir / f"pid.child{rank.rank}").write_text(str(child.pid), encoding="utf-8")
     orphan = subprocess.check_output(["sh", "-c", "setsid sleep 1000 >&- 2>&- & echo $!"])
-    (rank.run_dir / f"pid.orphan{rank.rank}").write_text(orphan.decode())
+    (rank.run_dir / f"pid.orphan{rank.rank}").write_text(orphan.decode(), encoding="utf-8")
 
 
 def count_the_server(rank: RankContext, payload: None) -> tuple[int, int]:
     """The threads of the process that this rank was forked from, and of this one."""
-    status = Path(f"/proc/{os.getppid()}/status").read_text()
+    status = Path(f"/proc/{os.getppid()}/status").read_text(encoding="utf-8")
     return int(status.partition("Threads:")[2].split()[0]), threading.active_count()
 
 
@@ -124,4 +124,4 @@ def sum_slowly(rank: RankContext, payload: float) -> float:
 
 
 def note_pid(rank: RankContext) -> None:
-    (rank.run_dir / f"pid.{rank.rank}").write_text(str(os.getpid()))
+    (rank.run_dir / f"pid.{rank.rank}").write_text(str(os.getpid()), encoding="utf-8")

@@ -32,7 +32,7 @@ def test_this_machine_is_measured_and_described(command, tmp_path):
     done = command("calibrate", "mine.yaml", *SHORT)
     assert done.code == 0, done.err
     (log,) = tmp_path.glob("runs/*/*/ranks/0.log")
-    assert "calibrate: all_to_all" in log.read_text()
+    assert "calibrate: all_to_all" in log.read_text(encoding="utf-8")
     assert "price plans with cluster.file=mine.yaml" in done.out
     found = clusters.from_description(tmp_path / "mine.yaml")
     assert (found.name, found.devices, found.algorithms) == ("mine", 2, ("ring",))
@@ -43,7 +43,7 @@ def test_this_machine_is_measured_and_described(command, tmp_path):
     kinds = found.levels[0].kinds
     assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "send"} == kinds.keys()
     assert all(1e4 < link.bandwidth < 1e13 and 0 <= link.latency < 1 for link in kinds.values())
-    text = (tmp_path / "mine.yaml").read_text()
+    text = (tmp_path / "mine.yaml").read_text(encoding="utf-8")
     assert text.count("fitted within") == 3 + 1 + len(kinds)
     planned = command("plan", "+recipe=quickstart", "cluster.file=mine.yaml")
     assert planned.code == 2
@@ -56,7 +56,7 @@ def test_the_file_says_what_was_fitted(tmp_path):
     measured = Measured(4, "cpu", 1e9, 1e-5, 2e-6, 0.25, (Product("float32", 1.0, 1.0),), (), ())
     text = calibrate.described("box", measured, fit)
     assert "all_gather:  # fitted within 25%, at worst 50%" in text
-    (tmp_path / "box.yaml").write_text(text)
+    (tmp_path / "box.yaml").write_text(text, encoding="utf-8")
     found = clusters.from_description(tmp_path / "box.yaml")
     assert (found.flops["float32"], found.memory_bandwidth, found.memory, found.overlap) == (5e9, 7e9, 10**9, 0.25)
     assert (found.launch, found.view, found.devices) == (1e-5, 2e-6, 4)
@@ -91,7 +91,7 @@ def test_operators_of_a_sample_layer_are_counted_as_they_are_priced():
 def test_one_rank_has_nobody_to_talk_to(tmp_path):
     fit = Fit({"float32": 5e9}, 7e9, {}, {"memory": Error(0.1, 0.2), "matmul float32": Error(0.0, 0.0)})
     text = calibrate.described("box", Measured(1, "cpu", 1e9, 1e-5, 2e-6, 0.0, (), (), ()), fit)
-    (tmp_path / "box.yaml").write_text(text)
+    (tmp_path / "box.yaml").write_text(text, encoding="utf-8")
     assert clusters.from_description(tmp_path / "box.yaml").devices == 1
 
 
@@ -114,14 +114,14 @@ NOT_OURS = "import torch\n# measured by hand\n"
 
 def test_only_what_calibrate_has_written_is_overwritten(command, measured, tmp_path):
     file = tmp_path / "net.py"
-    file.write_text(NOT_OURS)
+    file.write_text(NOT_OURS, encoding="utf-8")
     for words in (("calibrate", "net.py"), ("calibrate", "calibrate.file=net.py")):
         done = command(*words)
         assert done.code == 2 and "--force" in done.err and "net.py" in done.err
-    assert file.read_text() == NOT_OURS and [path.name for path in tmp_path.iterdir()] == ["net.py"]
+    assert file.read_text(encoding="utf-8") == NOT_OURS and [path.name for path in tmp_path.iterdir()] == ["net.py"]
     assert command("calibrate", "net.py", "--force").code == 0
     assert command("calibrate", "net.py").code == 0  # now it is ours
-    assert calibrate.MARK in file.read_text()
+    assert calibrate.MARK in file.read_text(encoding="utf-8")
     assert not list(tmp_path.glob(".*part"))
 
 
@@ -133,7 +133,7 @@ def test_other_files_are_kept_whatever_they_hold(command, measured, tmp_path, co
 
 
 def test_links_are_followed_and_devices_never_replaced(command, measured, tmp_path):
-    (tmp_path / "real.py").write_text(NOT_OURS)
+    (tmp_path / "real.py").write_text(NOT_OURS, encoding="utf-8")
     (tmp_path / "link.yaml").symlink_to("real.py")
     (tmp_path / "dangling.yaml").symlink_to("nowhere.yaml")
     os.mkfifo(tmp_path / "fifo")
@@ -142,19 +142,21 @@ def test_links_are_followed_and_devices_never_replaced(command, measured, tmp_pa
         assert command("calibrate", name).code == 2
     for name in ("fifo", "folder", "/dev/null"):
         assert command("calibrate", name, "--force").code == 2
-    assert (tmp_path / "real.py").read_text() == NOT_OURS and not (tmp_path / "nowhere.yaml").exists()
+    assert (tmp_path / "real.py").read_text(encoding="utf-8") == NOT_OURS and not (tmp_path / "nowhere.yaml").exists()
     assert command("calibrate", "link.yaml", "--force").code == 0
-    assert (tmp_path / "link.yaml").is_symlink() and calibrate.MARK in (tmp_path / "real.py").read_text()
+    assert (tmp_path / "link.yaml").is_symlink() and calibrate.MARK in (tmp_path / "real.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_file_that_appears_while_measuring_is_kept(command, tmp_path, monkeypatch):
     def slowly(*_):
-        (tmp_path / "new.yaml").write_text(NOT_OURS)
+        (tmp_path / "new.yaml").write_text(NOT_OURS, encoding="utf-8")
         return "text", 0.5
 
     monkeypatch.setattr(calibrate, "_measured", slowly)
     assert command("calibrate", "new.yaml").code == 2
-    assert (tmp_path / "new.yaml").read_text() == NOT_OURS and not list(tmp_path.glob(".*part"))
+    assert (tmp_path / "new.yaml").read_text(encoding="utf-8") == NOT_OURS and not list(tmp_path.glob(".*part"))
 
 
 def test_a_name_that_no_file_can_have_is_refused_before_measuring(command, monkeypatch):

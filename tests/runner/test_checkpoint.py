@@ -86,7 +86,7 @@ def test_every_element_is_stored_once(saved, cases):
     folder, expected = saved
     for number, _ in enumerate(cases):
         path = folder / str(number) / "step-00000003"
-        forms = json.loads((path / "index.json").read_text())
+        forms = json.loads((path / "index.json").read_text(encoding="utf-8"))
         stored = index.from_json(forms[0])
         for key, entry in stored.items():
             assert sum(part.elements for part in entry.parts) == entry.elements, key
@@ -232,18 +232,18 @@ def test_a_state_that_cannot_be_held_is_refused(alone, tmp_path):
 
 
 def damage_header(path):
-    (path / checkpoints.HEADER).write_text("{")
+    (path / checkpoints.HEADER).write_text("{", encoding="utf-8")
 
 
 def damage_header_entry(path):
-    header = json.loads((path / checkpoints.HEADER).read_text())
+    header = json.loads((path / checkpoints.HEADER).read_text(encoding="utf-8"))
     header["step"] = 7
-    (path / checkpoints.HEADER).write_text(json.dumps(header))
+    (path / checkpoints.HEADER).write_text(json.dumps(header), encoding="utf-8")
 
 
 def damage_index(path):
     file = path / "index.json"
-    file.write_text(file.read_text().replace("0", "1", 1))
+    file.write_text(file.read_text(encoding="utf-8").replace("0", "1", 1), encoding="utf-8")
 
 
 def remove_index(path):

@@ -150,7 +150,7 @@ def test_every_bad_job_of_a_sweep_is_told(command, left):
 
 def test_a_broken_recipe_of_the_user_names_the_fault(command, tmp_path):
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\ntrain: {steps: [\n")
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\ntrain: {steps: [\n", encoding="utf-8")
     done = command("+recipe=mine")
     assert done.code == 2
     assert "not valid YAML" in done.paragraphs[0]
@@ -177,7 +177,7 @@ RECIPES = {
 @pytest.mark.parametrize("text", RECIPES)
 def test_a_file_that_is_no_recipe_is_named_with_its_fault(command, left, tmp_path, text):
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    (tmp_path / "recipes" / "mine.yaml").write_text(text, encoding="utf-8")
     done = command("+recipe=[quickstart,mine]")
     (paragraph,) = done.paragraphs
     assert done.code == 2 and RECIPES[text] in paragraph and "mine" in paragraph, paragraph
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_recipe_is_named_with_its_fault(command, left, tmp_pat
 
 def test_every_job_of_a_sweep_with_a_wrong_recipe_is_told(command, tmp_path):
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text("train: {steps: 3}\n")
+    (tmp_path / "recipes" / "mine.yaml").write_text("train: {steps: 3}\n", encoding="utf-8")
     done = command("-m", "+recipe=mine,quickstart", "train.steps=0,1")
     assert [paragraph.split()[2] for paragraph in done.paragraphs] == ["#0", "#1", "#2"] and done.code == 2
 
@@ -296,7 +296,7 @@ def test_completion_offers_every_value_of_an_enumeration(command, line, offers):
 def test_origins_name_the_override_that_was_given(command, tmp_path):
     done = command("verify", QUICK, "launch=deepspeed")
     assert done.code == 2 and "(from the command line: launch=deepspeed)" in done.err
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=4\n")
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=4\n", encoding="utf-8")
     done = command(QUICK, "launch=torchrun", "launch.hostfile=hosts")
     assert done.code == 2 and "launch.hosts from the command line: launch.hostfile=hosts" in done.err
 
@@ -304,13 +304,13 @@ def test_origins_name_the_override_that_was_given(command, tmp_path):
 def test_folders_of_the_user_do_not_hide_ours(tmp_path):
     """`python -m` puts the working directory first; launchers start ranks that way."""
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('the wrong models')\n")
+    (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('the wrong models')\n", encoding="utf-8")
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# Mine\n")
+    (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# Mine\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for words in (["recipes"], ["plan", QUICK, "parallel.plan_cache=null", "hydra.run.dir=here"]):
         line = [sys.executable, "-m", "runner", *words]
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False)
         assert done.returncode == 0, done.stderr
         assert words != ["recipes"] or {"mine", "quickstart"} <= {row.split()[0] for row in done.stdout.splitlines()}
 
@@ -323,7 +323,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said)
     line = [sys.executable, "-m", "runner", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, encoding="utf-8", check=False
     )
     os.close(writing)
     assert (done.returncode, done.stderr.count("\n")) == (2 if said else 141, said), done.stderr
@@ -338,7 +338,7 @@ def test_job_gets_config_and_folder(command, job, left):
     assert re.fullmatch(
         r"runs/quickstart/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[0-9a-f]{4}", str(run_dir.relative_to(Path.cwd()))
     )
-    assert json.loads((run_dir / "config.json").read_text())["train"]["steps"] == 7
+    assert json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["train"]["steps"] == 7
     assert [path.name for path in left()][-1] == "config.json"
 
 
@@ -354,7 +354,7 @@ def test_verb_chooses_the_job(command, monkeypatch, job):
 def test_a_chosen_mode_that_a_recipe_overrules_is_refused(command, tmp_path):
     (tmp_path / "recipes").mkdir()
     text = "# @package _global_\ndefaults: [data_parallel, _self_]\nparallel: {mode: semi_auto}\n"
-    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    (tmp_path / "recipes" / "mine.yaml").write_text(text, encoding="utf-8")
     done = command("+recipe=mine", "parallel=auto")
     assert done.code == 2
     assert "write parallel.mode=auto. (from recipe/mine)" in done.paragraphs[0]
@@ -373,7 +373,7 @@ def test_a_job_that_cannot_be_planned_leaves_nothing(command, job, left, error):
 
 def test_a_job_that_cannot_be_planned_keeps_what_was_written(command, job, left):
     def refuse(config, run_dir):
-        (run_dir / "plan.json").write_text("{}")
+        (run_dir / "plan.json").write_text("{}", encoding="utf-8")
         raise StrategyError("no.")
 
     job(refuse)
@@ -403,7 +403,7 @@ def test_unexpected_error_is_one_paragraph_with_its_traceback_in_a_file(command,
     assert "in crash" in paragraph
     assert str(tmp_path) in paragraph
     (file,) = tmp_path.rglob("error.txt")
-    assert "Traceback" in file.read_text()
+    assert "Traceback" in file.read_text(encoding="utf-8")
 
 
 def test_traceback_on_the_terminal_when_asked_for(command, job):
@@ -438,7 +438,7 @@ def test_sweep_goes_on_after_a_failed_job(command, job, tmp_path):
     assert seen == [(1, "0"), (2, "1"), (3, "2")]
     assert "run: job #1 (+recipe=quickstart train.seed=2): rank 0 was killed." in done.paragraphs
     (file,) = tmp_path.glob("sweeps/quickstart/*/1/error.txt")
-    assert file.read_text() == "rank 0 was killed.\n"
+    assert file.read_text(encoding="utf-8") == "rank 0 was killed.\n"
 
 
 def test_sweep_of_good_jobs_exits_0(command, job):
@@ -479,7 +479,7 @@ def test_refusal_needs_no_torch_and_little_time(tmp_path):
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         words = [sys.executable, "-c", check, QUICK, "train.steps=-3"]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

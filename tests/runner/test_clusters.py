@@ -73,7 +73,7 @@ def test_without_a_choice_the_device_decides(device, ranks, name, devices):
 
 def test_a_file_describes_a_machine(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(OWN)
+    file.write_text(OWN, encoding="utf-8")
     found = clusters.cluster_of(compose(f"cluster.file={file}"), "cpu", 8)
     assert (found.name, found.devices, found.overlap) == ("mine", 12, 0.5)
     assert found.peak("float32") == 5e9
@@ -127,6 +127,6 @@ def test_what_stands_twice_is_told_once(nodes):
 @pytest.mark.parametrize("text", ["- a\n- b\n", "name: x\n", "a: [1\n", "machine: ${nowhere}\n"])
 def test_a_file_that_describes_nothing_is_refused(text, tmp_path):
     file = tmp_path / "bad.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match="is not a description of a cluster"):
         compose(f"cluster.file={file}")

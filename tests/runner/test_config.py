@@ -90,7 +90,7 @@ def test_config_is_frozen():
 def test_json_round_trip(recipe, tmp_path):
     checked = compose(f"+recipe={recipe}")
     file = tmp_path / "config.json"
-    file.write_text(checked.model_dump_json(indent=2))
+    file.write_text(checked.model_dump_json(indent=2), encoding="utf-8")
     assert config.read(file) == checked
 
 
@@ -137,7 +137,7 @@ def test_arguments_arrive_as_yaml_has_them(tmp_path):
 def test_arguments_that_no_run_wrote_are_refused(tmp_path, wrong):
     values = json.loads(compose(*MINIMAL).model_dump_json())
     values["model"]["args"]["x"] = wrong
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config\.json: model\.args"):
         config.read(tmp_path / "config.json")
 
@@ -145,7 +145,7 @@ def test_arguments_that_no_run_wrote_are_refused(tmp_path, wrong):
 def test_config_file_that_is_missing_or_wrong(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         config.read(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text('{"world_sizes": 8}')
+    (tmp_path / "config.json").write_text('{"world_sizes": 8}', encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean 'world_size'"):
         config.read(tmp_path / "config.json")
 
@@ -240,7 +240,7 @@ def test_nothing_of_the_front_end_imports_torch_at_the_top():
     folder = Path(runner.__file__).parent
     files = [folder / f"{name}.py" for name in ("config", "errors", "forms", "origins", "schema")]
     for file in (*files, *(folder / "command").glob("*.py"), *(folder / "sections").glob("*.py")):
-        for node in ast.parse(file.read_text()).body:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
             modules = (
                 [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
             )

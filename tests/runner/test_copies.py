@@ -45,12 +45,12 @@ def test_the_plan_tells_the_copies(command, tmp_path):
         "copies: 2 of 8 rows of a micro-batch, 50 operators for each; once for all: arange, positions, loss" in done.out
     )
     assert "operand 0, copy 1, backward: all_reduce over tp" in done.out
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert (plan["copies"]["count"], plan["copies"]["rows"]) == (2, 8)
     (up,) = (one for one in plan["operators"] if one["name"] == "layers.0.feed_forward.up_proj")
     assert up["shapes"][0] == [16, 64, 64]  # the operator of the model, for the whole batch
     assert [one["copy"] for one in up["redistributions"]] == [0, 1]
-    end = (tmp_path / "run" / "ir" / "rank_0" / "step_parallel_end.ir").read_text()
+    end = (tmp_path / "run" / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8")
     assert "of layers.0.feed_forward.up_proj~1: " in end and " = start(" in end
 
 
@@ -59,5 +59,5 @@ def test_bytes_do_not_depend_on_the_copies(command, tmp_path):
     for copies in (1, 2):
         run = tmp_path / str(copies)
         assert command("plan", "+recipe=megatron_tp", f"parallel.copies={copies}", f"hydra.run.dir={run}").code == 0
-        sent.append(json.loads((run / "plan.json").read_text())["communication"])
+        sent.append(json.loads((run / "plan.json").read_text(encoding="utf-8"))["communication"])
     assert sent[0] == sent[1]

@@ -113,7 +113,7 @@ def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
     for rank in range(4):
         lines = [
             line
-            for line in (ran.folder / "ranks" / f"{rank}.log").read_text().splitlines()
+            for line in (ran.folder / "ranks" / f"{rank}.log").read_text(encoding="utf-8").splitlines()
             if line.startswith("epoch ")
         ]
         told = [line.split() for line in lines]

@@ -39,7 +39,7 @@ def test_explain_and_the_report_tell_it(start, capsys):
     ended = start(*GPT, *words, verb="explain")
     said, decided = capsys.readouterr().out, ended.plan["search"]["decided"]
     assert "auto decided" in said and "runner-up" in said
-    shown = (ended.folder / "report.html").read_text()
+    shown = (ended.folder / "report.html").read_text(encoding="utf-8")
     for row in decision_rows(decided):
         assert all(cell in said for cell in row), row
         assert "".join(f"<td>{cell}</td>" for cell in row) in shown, row

@@ -22,7 +22,7 @@ def plans(tmp_path_factory):
 
 
 def content(folder):
-    return json.loads((folder / "plan.json").read_text())
+    return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
 
 
 def test_the_same_is_said_by_an_option_of_plan(command, plans):
@@ -89,6 +89,6 @@ def test_what_cannot_be_compared(command, words, told):
 
 def test_other_json_cannot_be_compared(command, tmp_path):
     for content in ("{}", "[]", "3"):
-        (tmp_path / "other.json").write_text(content)
+        (tmp_path / "other.json").write_text(content, encoding="utf-8")
         done = command("diff", "other.json", "other.json")
         assert done.code == 2 and "are not both a plan.json" in done.err

@@ -40,7 +40,7 @@ def test_recipe_trains_and_sends_what_was_predicted(start, recipe):
     sent, predicted = ended.results[-1]["sent"], ended.plan["communication"]
     norm = 2 * 8  # the last step measures the gradient's norm: an all-reduce of one double over 8 ranks
     if "exchange" in predicted:  # a plan gives the busiest rank, and rank 0 may send less than that
-        text = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text()
+        text = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8")
         own = sum(int(count) for count in re.findall(r"ward: exchange.* (\d+) bytes sent", text))
         assert own <= predicted["exchange"]
         predicted["exchange"] = own
@@ -102,7 +102,7 @@ def test_verify_finds_a_mistake(start, mended, tmp_path, mistake):
     broken = ("data.target=broken.Broken", f"+data.args.mistake={mistake}")
     with pytest.raises(RunFailed, match=r"verify: the sharded run differs from one process beyond 1e-05"):
         start("+recipe=quickstart", "verify.steps=1", *broken, verb="verify")
-    verdict = json.loads((tmp_path / "run" / "verify.json").read_text())
+    verdict = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
     assert not verdict["passed"]
     if mistake == "slight":  # small enough for rounding, but this network does not magnify it
         assert 1e-5 < max(verdict["grad_max_rel_diff"].values()) < 2e-4
@@ -140,7 +140,7 @@ def test_verify_allows_for_one_process_own_rounding(start, capfd, kind):
 def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd):
     with pytest.raises(RunFailed, match=r"does not run in fp64: .*no kernel for Double"):
         start(*CANCELLING, *MODES["data_parallel"], "+model.args.single=true", verb="verify")
-    verdict = json.loads((tmp_path / "run" / "verify.json").read_text())
+    verdict = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
     assert not verdict["passed"] and "no kernel for Double" in verdict["rounding"]["unmeasured"]
     assert "no kernel for Double" in capfd.readouterr().out
 
@@ -148,7 +148,7 @@ def test_verify_keeps_its_bound_where_a_model_has_no_fp64(start, tmp_path, capfd
 def test_verify_keeps_a_tolerance_that_is_given(start, tmp_path):
     with pytest.raises(RunFailed, match=r"beyond 2e-06"):
         start(*CANCELLING, *MODES["data_parallel"], "verify.tolerance=2e-6", verb="verify")
-    assert json.loads((tmp_path / "run" / "verify.json").read_text())["rounding"] is None
+    assert json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))["rounding"] is None
 
 
 def test_verify_finds_a_hybrid_model_that_forgets_its_collective(start):
@@ -230,10 +230,10 @@ def test_quickstart_plan(start):
     assert [step["collective"] for step in forward_steps(found["relu"])] == ["reduce_scatter"]
 
     assert sorted(folder.name for folder in (ended.folder / "ir").iterdir()) == [f"rank_{rank}" for rank in range(8)]
-    begin = (ended.folder / "ir" / "rank_0" / "step_parallel_begin.ir").read_text()
+    begin = (ended.folder / "ir" / "rank_0" / "step_parallel_begin.ir").read_text(encoding="utf-8")
     assert "name relu  module relu  in_strategy ((2, 4))  out_strategy ((2, 4))" in begin
     assert "models/quickstart.py:" in begin and "float32[16,32]" in begin
-    lines = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text().splitlines()
+    lines = (ended.folder / "ir" / "rank_0" / "step_parallel_end.ir").read_text(encoding="utf-8").splitlines()
     told = [lines.index(line) for line in lines if "of matmul:" in line or "for operand 0 of relu" in line]
     told += [lines.index(line) for line in lines if "of matmul2:" in line and "redistribute" not in line]
     assert told == sorted(told) and len(told) == 3
@@ -302,7 +302,10 @@ def test_sweep_trains_every_job_on_ranks_of_its_own(command, tmp_path):
     assert told.startswith("run: job #2 (+recipe=quickstart train.steps=2 optimizer.args.lr=1e+30): rank ")
     (sweep,) = tmp_path.glob("sweeps/quickstart/*")
     for number, rate in enumerate((0.1, 0.2)):
-        records = [json.loads(line) for line in (sweep / str(number) / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (sweep / str(number) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         assert [record["lr"] for record in records] == [rate, rate]
         assert len(list((sweep / str(number) / "ranks").iterdir())) == 8
-    assert "The loss of step 2 is" in (sweep / "2" / "error.txt").read_text()
+    assert "The loss of step 2 is" in (sweep / "2" / "error.txt").read_text(encoding="utf-8")

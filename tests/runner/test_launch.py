@@ -45,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def alive(folder: Path) -> list[int]:
     """Processes that wrote their id into `folder` and still exist 2 s after they should have ended."""
-    pids = [int(path.read_text()) for path in folder.glob("pid.*")]
+    pids = [int(path.read_text(encoding="utf-8")) for path in folder.glob("pid.*")]
     assert pids
     until = time.monotonic() + 2
     while (left := [pid for pid in pids if exists(pid)]) and time.monotonic() < until:
@@ -60,7 +60,9 @@ def exists(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat")  # an orphan may wait for an init process to take note of its end
     try:
-        return not state.parent.parent.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            not state.parent.parent.exists() or state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -91,7 +93,7 @@ def test_logs(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     run("describe", world_size=2)
     run("describe", world_size=2)
     for rank in range(2):
-        log = (tmp_path / "ranks" / f"{rank}.log").read_text()
+        log = (tmp_path / "ranks" / f"{rank}.log").read_text(encoding="utf-8")
         assert log == f"hello from rank {rank}\nraw words of rank {rank}\n" * 2
     out, err = capfd.readouterr()
     assert out == "hello from rank 0\n" * 2
@@ -117,10 +119,10 @@ def test_a_failure_ends_the_run(run: Run, tmp_path: Path, way: str, told: str) -
     assert text.startswith(told)
     assert re.search(r"rank_entries\.py:\d+ \(fail\)", text) or way in ("exit", "SIGKILL")
     log = tmp_path / "ranks" / "2.log"
-    assert log.read_text().startswith("these are the last words\n")
+    assert log.read_text(encoding="utf-8").startswith("these are the last words\n")
     if way in ("raise", "late"):  # one paragraph
         assert text.endswith(f"(fail). The traceback is in {log}.") and "\n" not in text
-        assert "Traceback (most recent call last):" in log.read_text()
+        assert "Traceback (most recent call last):" in log.read_text(encoding="utf-8")
     else:
         assert f"The end of its log, {log}:\n" in text
         assert "    these are the last words" in text or way == "SIGSEGV"  # whose stack is long
@@ -169,7 +171,7 @@ def test_children_of_ranks_end_too(run: Run, tmp_path: Path) -> None:
 
 
 def test_modules_of_the_working_directory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_network.py").write_text("NAME = 'mine'\n")
+    (tmp_path / "my_own_network.py").write_text("NAME = 'mine'\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert run("call_user_module", "my_own_network", world_size=1) == "mine"
 
@@ -208,7 +210,7 @@ else:
 def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts processes, each with a process group of its own, that start ranks."""
     script = tmp_path / "parent.py"
-    script.write_text(PARENT)
+    script.write_text(PARENT, encoding="utf-8")
     started: list[subprocess.Popen[str]] = []
 
     def start(entry: str, payload: object, run_dir: Path, **options: Any) -> subprocess.Popen[str]:
@@ -218,7 +220,7 @@ def parent(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,
                 **options,
             )
@@ -259,7 +261,7 @@ def test_the_parent_is_ended(
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.02)
     if stopped:
-        ranks = [int(path.read_text()) for path in tmp_path.glob("pid.[01]")]
+        ranks = [int(path.read_text(encoding="utf-8")) for path in tmp_path.glob("pid.[01]")]
         for pid in [*ranks, parent_of(ranks[0])]:
             os.kill(pid, signal.SIGSTOP)
     if number is signal.SIGINT:
@@ -274,7 +276,7 @@ def test_the_parent_is_ended(
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 def test_ctrl_c_while_the_fork_server_imports(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_the_fork_server_ends_while_it_imports_when_its_parent_is_killed(tmp_pat
 
 def test_the_fork_server_ends_with_its_parent() -> None:
     code = "from runner.launch import warm; first = warm().pid; assert warm().pid == first; print(first)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     assert not exists(int(ended.stdout))
     assert ended.stderr == ""
 
@@ -312,7 +314,7 @@ def test_the_fork_server_ends_with_its_parent() -> None:
 def test_two_runs_at_once(parent: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     # Files of the working directory must not be taken for the modules of the standard library.
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "random.py").write_text("raise ImportError('the wrong random')")
+    (tmp_path / "work" / "random.py").write_text("raise ImportError('the wrong random')", encoding="utf-8")
     both = [parent("sum_slowly", value, tmp_path / str(value), cwd=tmp_path / "work") for value in (1.0, 2.0)]
     ends = [process.communicate(timeout=60) for process in both]
     assert ends == [("warm\n100.0\n", ""), ("warm\n200.0\n", "")]

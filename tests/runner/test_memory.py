@@ -62,7 +62,7 @@ def test_auto_keeps_the_limit(command, tmp_path):
     folder = tmp_path / "auto"
     words = ("+recipe=gpt", "parallel.memory_limit=2.4MB", "parallel.recompute=auto", f"hydra.run.dir={folder}")
     assert command("plan", *words).code == 0
-    content = json.loads((folder / "plan.json").read_text())
+    content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     assert content["memory"]["peak"] <= 2_400_000
     assert content["recompute"]["modules"]
 
@@ -106,7 +106,7 @@ def test_real_ranks_take_what_was_predicted(start, words):
     two = ("world_size=2", "parallel=data_parallel", "parallel.mesh=null", "~parallel.strategies")
     few = ("+parallel.strategies={}", "train.steps=3", "+data.args.limit=200000", "train.measure_memory=true")
     ended = start("+recipe=gpt", *two, *few, *words)
-    content = json.loads((ended.folder / "memory.json").read_text())
+    content = json.loads((ended.folder / "memory.json").read_text(encoding="utf-8"))
     most = max(content["measured"], key=lambda one: one["peak"])
     for key in ("held", "peak", "host"):
         assert content["predicted"][key] == pytest.approx(most[key], rel=0.02, abs=20_000)
@@ -119,4 +119,4 @@ def test_every_pair_of_the_benchmark(tmp_path):
     assert len(results) >= 40
     assert sum(abs(one.difference) for one in results) / len(results) <= 0.05
     assert min(one.difference for one in results) >= -0.03
-    assert page.read_text().count("\n|") > 40
+    assert page.read_text(encoding="utf-8").count("\n|") > 40

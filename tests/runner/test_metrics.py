@@ -19,7 +19,10 @@ from runner.training.metrics import FILE, Metrics
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=pytest.fail) for line in (run_dir / FILE).read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def train(metrics: Metrics, first: int, last: int) -> None:
@@ -66,7 +69,7 @@ def test_resuming_drops_what_will_be_written_again(tmp_path: Path) -> None:
 def test_a_line_cut_off_by_a_kill(tmp_path: Path) -> None:
     with Metrics(tmp_path, log_every=10, progress=False) as metrics:
         train(metrics, 1, 2)
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / FILE).open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "lo')
     with Metrics(tmp_path, log_every=10, progress=False, first_step=3) as metrics:
         train(metrics, 3, 3)
@@ -140,7 +143,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_console_that_goes_away() -> None:
     read, write = os.pipe()
-    console, log = open(write, "w", buffering=1), io.StringIO()
+    console, log = open(write, "w", buffering=1, encoding="utf-8"), io.StringIO()
     echo = logs.Echo(log, console)
     print("seen", file=echo)
     assert os.read(read, 100) == b"seen\n"

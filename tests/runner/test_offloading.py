@@ -94,7 +94,7 @@ def test_placed_operators_are_counted(start):
     placed = start(*words, "+parallel.place.inner=host", "parallel.dump_ir=true", folder="placed")
     assert placed.losses == plain.losses
     assert [record["offload"]["place_out"] > 0 for record in placed.records] == [True, True]
-    dump = (placed.folder / "ir" / "rank_3" / "step_parallel_end.ir").read_text()
+    dump = (placed.folder / "ir" / "rank_3" / "step_parallel_end.ir").read_text(encoding="utf-8")
     assert "copy_to_host(" in dump and "copy_to_device(" in dump and "  on the host" in dump
 
 
@@ -117,7 +117,7 @@ def test_going_on_from_states_on_a_disk(start):
     (name, expected), (same_name, found) = content(whole), content(halves.folder)
     assert name == same_name and expected.keys() == found.keys()
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
-    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert losses == halves.losses
 
 

@@ -60,17 +60,19 @@ def run(tmp_path):
     """`run(...)` is the command in `tmp_path`, installed as an editable install is."""
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(EDITABLE.format(root=str(packages.ROOT)))
+    (site / "sitecustomize.py").write_text(EDITABLE.format(root=str(packages.ROOT)), encoding="utf-8")
     (tmp_path / "here").mkdir()
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "run"
-    script.write_text("from runner.command.cli import main\n\nmain()\n")
+    script.write_text("from runner.command.cli import main\n\nmain()\n", encoding="utf-8")
     others = [path for path in sys.path if path and Path(path).resolve() != packages.ROOT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *others])}
 
     def call(*words, start=script):
         line = [sys.executable, str(start), *words]
-        return subprocess.run(line, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            line, cwd=tmp_path / "here", env=environment, capture_output=True, encoding="utf-8", check=False
+        )
 
     return call
 
@@ -78,7 +80,7 @@ def run(tmp_path):
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def folders_of_all_names(folder: Path, init: bool) -> None:
@@ -113,11 +115,11 @@ def test_ours_are_ours_and_theirs_are_theirs(run, tmp_path, init):
     done = run("plan", "+recipe=quickstart", *options)
     assert done.returncode == 0, done.stderr
     assert "model.target" not in done.stdout  # nothing needs to be said
-    config = json.loads((tmp_path / "here" / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "here" / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["model"]["target"] == "meshwright.models.quickstart.Net"
     done = run("+recipe=mine", *options)  # on ranks
     assert done.returncode == 0, done.stderr
-    plan = json.loads((tmp_path / "here" / "out" / "plan.json").read_text())
+    plan = json.loads((tmp_path / "here" / "out" / "plan.json").read_text(encoding="utf-8"))
     assert list(plan["parameters"]) == ["mine.weight"]
     done = run(
         "plan", "+recipe=other", "data.target=tests.rows.Rows", "verify.reference.target=models.ffn.FFN", *options

@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def content(folder):
-    return json.loads((folder / "plan.json").read_text())
+    return json.loads((folder / "plan.json").read_text(encoding="utf-8"))
 
 
 def check(text):
@@ -81,7 +81,7 @@ def check(text):
 
 
 def test_the_report_of_a_plan(folder, content):
-    text = (folder / "report.html").read_text()
+    text = (folder / "report.html").read_text(encoding="utf-8")
     parsed = check(text)
     assert len(text) < 100_000
     told = " ".join(parsed.texts)
@@ -136,7 +136,7 @@ def test_a_plan_that_does_not_fit_says_so(content):
 
 def test_a_pipeline_has_a_report(start):
     ended = start("+recipe=gpt_pipeline", verb="explain")
-    told = " ".join(check((ended.folder / "report.html").read_text()).texts)
+    told = " ".join(check((ended.folder / "report.html").read_text(encoding="utf-8")).texts)
     assert "waiting" in told and "send" in told
     assert "by what limits it, all stages together" in told and "2 such meshes follow one another" in told
 
@@ -196,7 +196,7 @@ def test_text_is_escaped_and_markup_is_not():
 def test_a_browser_draws_it(folder, tmp_path):
     """Every browser on this machine keeps all elements, none is moved or dropped, and the picture is not blank."""
     file = folder / "report.html"
-    expected = check(file.read_text()).seen
+    expected = check(file.read_text(encoding="utf-8")).seen
     found = [path for path in map(shutil.which, BROWSERS) if path]
     assert found, "no browser draws the report: apt-get install chromium (make browser)"
     for path in found:
@@ -204,7 +204,7 @@ def test_a_browser_draws_it(folder, tmp_path):
         if "firefox" not in path:
             options += ["--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
             done = subprocess.run(
-                [*options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+                [*options, "--dump-dom", file.as_uri()], capture_output=True, encoding="utf-8", timeout=120, check=True
             )
             drawn = Counter(re.findall(r"<([a-z]+)[ >/]", done.stdout))
             for tag in ("tr", "td", "details", "svg", "rect", "path", "section", "li"):

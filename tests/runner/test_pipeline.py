@@ -98,7 +98,9 @@ def test_plan_tells_stages_and_the_bytes_sent(start):
     assert predicted["send"] == 4 * 2 * 16 * 4  # micro-batches x rows of a rank x columns x bytes
     norm = -(-2 * 3 // 4) * 8  # measured in the last step, over four ranks
     assert ended.results[-1]["sent"] == {kind: 3 * n + norm * (kind == "all_reduce") for kind, n in predicted.items()}
-    text = [(ended.folder / "ir" / f"rank_{rank}" / "step_parallel_end.ir").read_text() for rank in range(4)]
+    text = [
+        (ended.folder / "ir" / f"rank_{rank}" / "step_parallel_end.ir").read_text(encoding="utf-8") for rank in range(4)
+    ]
     assert "stage 0 of 2" in text[1] and "inner.weight" in text[1] and "outer.weight" not in text[1]
     assert "stage 1 of 2" in text[2] and "outer.weight" in text[2] and "inner.weight" not in text[2]
 
@@ -118,8 +120,8 @@ def test_plan_tells_virtual_stages(start):
         kind: 2 * n + 2 * norm * (kind == "all_reduce") for kind, n in predicted.items()
     }
     folder = ended.folder / "ir" / "rank_1"
-    assert "stage 0 of 4" in (folder / "step_parallel_end.ir").read_text()
-    assert "stage 2 of 4" in (folder / "step_parallel_end_2.ir").read_text()
+    assert "stage 0 of 4" in (folder / "step_parallel_end.ir").read_text(encoding="utf-8")
+    assert "stage 2 of 4" in (folder / "step_parallel_end_2.ir").read_text(encoding="utf-8")
 
 
 def test_recompute_in_a_pipeline_stores_less(start):

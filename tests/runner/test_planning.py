@@ -56,7 +56,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_launch(command, start, tmp_p
 def test_a_file_that_cannot_be_read(start, tmp_path):
     with pytest.raises(ConfigError, match=r"the plan 'nowhere\.json' cannot be read: No such file"):
         start(*SMALL, *MODES["auto"], "parallel.plan=nowhere.json", verb="plan")
-    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"the plan '.*broken\.json' is not JSON"):
         start(*SMALL, *MODES["auto"], f"parallel.plan={tmp_path / 'broken.json'}", verb="plan")
 
@@ -80,21 +80,21 @@ def test_the_second_plan_comes_from_the_cache(start, tmp_path, capfd):
     assert second.plan["search"]["loaded_from"] == "the plan cache"
     start(*SMALL, *MODES["auto"], cache, "model.args.hidden=32", verb="plan", folder="third")
     assert "found in" in capfd.readouterr().out
-    entry.write_text("{}")
+    entry.write_text("{}", encoding="utf-8")
     start(*SMALL, *MODES["auto"], cache, verb="plan", folder="fourth")
     out = capfd.readouterr().out
     assert f"plan cache: {entry} cannot be used" in out and "found in" in out
-    assert json.loads(entry.read_text())["plan"]["assignments"] == first.plan["assignments"]
+    assert json.loads(entry.read_text(encoding="utf-8"))["plan"]["assignments"] == first.plan["assignments"]
 
 
 def test_the_folder_of_the_cache(monkeypatch, tmp_path):
-    assert cache_folder(None) is None
-    assert str(cache_folder("plans")) == "plans"
+    assert cache_folder(None, print) is None
+    assert str(cache_folder("plans", print)) == "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder("auto") == tmp_path / "meshwright" / "plans"
+    assert cache_folder("auto", print) == tmp_path / "meshwright" / "plans"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder("auto") == tmp_path / ".cache" / "meshwright" / "plans"
+    assert cache_folder("auto", print) == tmp_path / ".cache" / "meshwright" / "plans"
 
 
 @pytest.mark.parametrize("verb", ["plan", "explain"])

@@ -64,7 +64,7 @@ def test_a_hybrid_module_takes_its_slices(start, file):
     reference = ("verify.reference.target=networks.Classifier", "verify.steps=1", DOUBLE)
     ended = start(*SMALL, *HYBRID, *reference, f"model.weights={file}", verb="verify")
     assert ended.verdict["passed"]
-    told = (ended.folder / "ranks" / "0.log").read_text()
+    told = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
     shown = float(re.search(r"step 1/1  loss (\S+)", told).group(1))
     assert shown == pytest.approx(first_loss(other_weights()), rel=1e-5)
 
@@ -174,7 +174,7 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
     ],
 )
 def test_the_command_refuses(command, tmp_path, words, told):
-    Path(tmp_path / "own_net.py").write_text(Path(networks.__file__).read_text())
+    Path(tmp_path / "own_net.py").write_text(Path(networks.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     torch.save({"x": torch.ones(2)}, tmp_path / "other.pt")
     target = (word.replace("networks.", "own_net.") for word in SMALL)
     done = command(*target, "parallel=data_parallel", *words, "hydra.run.dir=out")

@@ -62,7 +62,7 @@ def test_recipe_is_valid_and_says_what_it_shows(name):
     config = compose(f"+recipe={name}")
     assert config.world_size in (2, 4, 8) or (config.world_size is None and config.cluster.machine is not None)
     file = recipes.catalogue()[name]
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1] == f"# {recipes.description(file)}"
     assert 20 < len(recipes.description(file)) < 100
@@ -98,7 +98,7 @@ def test_recipes_layer():
 def test_recipes_of_the_working_directory(command, tmp_path):
     (tmp_path / "recipes" / "deep").mkdir(parents=True)
     (tmp_path / "recipes" / "deep" / "mine.yaml").write_text(
-        "# @package _global_\n# Mine\ndefaults: [/recipe/quickstart, _self_]\ntrain: {steps: 77}\n"
+        "# @package _global_\n# Mine\ndefaults: [/recipe/quickstart, _self_]\ntrain: {steps: 77}\n", encoding="utf-8"
     )
     assert "  deep/mine" in command("recipes").out
     assert "steps: 77" in command("+recipe=deep/mine", "--cfg", "job").out
@@ -110,7 +110,7 @@ def test_a_recipe_of_the_user_wins_over_a_shipped_one(command, job, tmp_path, pl
     job(lambda config, run_dir: seen.append(config.train.steps))
     (tmp_path / place).mkdir(parents=True)
     text = "# @package _global_\n# Mine\ndefaults: [zero, _self_]\ntrain: {steps: 77}\n"
-    (tmp_path / place / "quickstart.yaml").write_text(text)
+    (tmp_path / place / "quickstart.yaml").write_text(text, encoding="utf-8")
     option = ("--config-dir", "user") if place != "recipes" else ()
     done = command(*option, "+recipe=quickstart")
     (line,) = [line for line in done.out.splitlines() if line.startswith("recipe: ")]
@@ -124,7 +124,9 @@ def test_a_recipe_of_the_user_wins_over_a_shipped_one(command, job, tmp_path, pl
 
 def test_the_catalogue_shows_the_users(command, tmp_path):
     (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "quickstart.yaml").write_text("# @package _global_\n# Mine\ntrain: {steps: 7}\n")
+    (tmp_path / "recipes" / "quickstart.yaml").write_text(
+        "# @package _global_\n# Mine\ntrain: {steps: 7}\n", encoding="utf-8"
+    )
     lines = command("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES and "  Mine" in lines[NAMES.index("quickstart")]
     assert "# Mine" in command("recipes", "quickstart").out
@@ -133,7 +135,7 @@ def test_the_catalogue_shows_the_users(command, tmp_path):
 def test_a_recipe_that_builds_on_itself_is_refused(command, tmp_path):
     (tmp_path / "recipes").mkdir()
     text = "# @package _global_\ndefaults: [/recipe/quickstart, _self_]\ntrain: {steps: 7}\n"
-    (tmp_path / "recipes" / "quickstart.yaml").write_text(text)
+    (tmp_path / "recipes" / "quickstart.yaml").write_text(text, encoding="utf-8")
     done = command("+recipe=quickstart")
     assert done.code == 2 and len(done.paragraphs) == 1 and "recipes/quickstart.yaml" in done.paragraphs[0]
 
@@ -154,7 +156,7 @@ def test_a_mesh_of_a_recipe_replaces_that_below_it(tmp_path, monkeypatch, defaul
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     text = f"# @package _global_\n{defaults}\nparallel: {{{parallel}}}\n"
-    (tmp_path / "recipes" / "mine.yaml").write_text(text)
+    (tmp_path / "recipes" / "mine.yaml").write_text(text, encoding="utf-8")
     recipes.register()
     with hydra.initialize_config_module("conf", version_base="1.3"):
         found = hydra.compose("config", ["+recipe=mine"]).parallel.mesh
@@ -165,7 +167,7 @@ def test_a_mesh_of_a_recipe_replaces_that_below_it(tmp_path, monkeypatch, defaul
 def test_recipes_of_a_config_directory(command, tmp_path):
     (tmp_path / "user" / "recipe").mkdir(parents=True)
     (tmp_path / "user" / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {stepz: 7}\n"
+        "# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {stepz: 7}\n", encoding="utf-8"
     )
     done = command("--config-dir", "user", "+recipe=mine")
     assert done.code == 2
@@ -175,7 +177,7 @@ def test_recipes_of_a_config_directory(command, tmp_path):
 def test_verb_lists_and_prints(command):
     listed = command("recipes").out.splitlines()
     assert [line.split()[0] for line in listed] == NAMES
-    assert command("recipes", "zero").out == recipes.catalogue()["zero"].read_text()
+    assert command("recipes", "zero").out == recipes.catalogue()["zero"].read_text(encoding="utf-8")
 
 
 def test_source_serves_one_group():
@@ -191,5 +193,5 @@ def test_source_serves_one_group():
 
 def test_a_file_without_comment_has_no_description(tmp_path):
     file = Path(tmp_path, "bare.yaml")
-    file.write_text("# @package _global_\ntrain: {}\n# late\n")
+    file.write_text("# @package _global_\ntrain: {}\n# late\n", encoding="utf-8")
     assert recipes.description(file) == ""

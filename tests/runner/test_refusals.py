@@ -175,15 +175,15 @@ class Shapes(Classifier):
 def material(tmp_path_factory):
     """Files that are wrong, in a folder of their own."""
     folder = tmp_path_factory.mktemp("material")
-    (folder / "faults.py").write_text(FAULTS)
-    (folder / "faulty.py").write_text("NUMBER = 1 / 0\n")
+    (folder / "faults.py").write_text(FAULTS, encoding="utf-8")
+    (folder / "faulty.py").write_text("NUMBER = 1 / 0\n", encoding="utf-8")
     good = (mnist.SHIPPED / "train-labels-idx1-ubyte.gz").read_bytes()
     for name, content in (("corrupt", b"\0\0\x0c\x03 nothing of use"), ("short", b"\0\0\x08\x03\0\0\0\x01\0\0\0\x01")):
         (folder / name).mkdir()
         (folder / name / "train-images-idx3-ubyte").write_bytes(content.ljust(20, b"\1"))
         (folder / name / "train-labels-idx1-ubyte.gz").write_bytes(good)
     (folder / "step-00000002").mkdir()
-    (folder / "step-00000002" / "checkpoint.json").write_text('{"step": 2')
+    (folder / "step-00000002" / "checkpoint.json").write_text('{"step": 2', encoding="utf-8")
     return folder
 
 
@@ -266,7 +266,7 @@ def test_found_while_training(command, tmp_path, way):
     else:  # one paragraph, without our own files
         assert len(done.paragraphs) == 1 and "The traceback is in " in done.err
         assert not re.search(r"(runner|strategies)/\w+/\w+\.py:", done.err.replace("tests/runner", ""))
-    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 1
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) >= 1
     assert (tmp_path / "out" / "error.txt").exists()
 
 
@@ -290,7 +290,7 @@ def ranks_of_this_process():
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == server and fields[0] != "Z":
@@ -303,7 +303,7 @@ def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
 
     def kill_one():
         metrics = tmp_path / "out" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 3):
             time.sleep(0.01)
         os.kill(ranks_of_this_process()[-1], signal.SIGKILL)
         killed.append(time.monotonic())
@@ -333,7 +333,7 @@ def real(tmp_path):
                 env={**os.environ, "PYTHONPATH": path},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
                 start_new_session=True,
             )
         )
@@ -364,7 +364,7 @@ def test_the_real_command_fails_too(real):
 def test_ctrl_c(real, tmp_path):
     process = real(*PARALLEL, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+    while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 3):
         assert process.poll() is None
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)

@@ -31,7 +31,7 @@ def test_metrics_of_a_run(start, capfd):
 def test_ranks_keep_their_logs(start):
     ended = start(*SMALL, *MODES["data_parallel"])
     assert sorted(path.name for path in (ended.folder / "ranks").iterdir()) == [f"{rank}.log" for rank in range(4)]
-    assert "step 6/6" in (ended.folder / "ranks" / "0.log").read_text()
+    assert "step 6/6" in (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
 
 
 def test_progress_bar_on_demand(start, capfd):
@@ -94,7 +94,7 @@ def test_verdict_is_a_table(start, capfd):
     out = capfd.readouterr().out
     assert "verify passed: 3 steps, tolerance 1e-05 relative" in out
     assert "gradients of 4 parameters, the worst:" in out
-    assert json.loads((ended.folder / "verify.json").read_text()).keys() == {
+    assert json.loads((ended.folder / "verify.json").read_text(encoding="utf-8")).keys() == {
         "loss_max_abs_diff",
         "loss_max_rel_diff",
         "grad_max_rel_diff",

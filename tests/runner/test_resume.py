@@ -102,7 +102,7 @@ def kill_a_rank_at(folder, steps, in_a_save):
 
     def watch():
         metrics = folder / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= steps):
             time.sleep(0.002)
         while in_a_save and not any((folder / "checkpoints").glob(".step-*.partial")):
             time.sleep(0.0005)
@@ -130,12 +130,12 @@ def kill_everything(folder, words, steps):
         cwd=folder.parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
     try:
         metrics, until = folder / "metrics.jsonl", time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= steps):
             assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.03))
@@ -231,10 +231,16 @@ def test_a_run_that_is_done_is_refused(start, begun):
 def test_the_command_keeps_the_folder_of_a_run_that_it_refuses_to_continue(command, tmp_path):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.at_end=true", "train.steps=2", "hydra.run.dir=out")
     assert command(*words).code == 0
-    before = (tmp_path / "out" / "config.json").read_text(), (tmp_path / "out" / "plan.json").read_text()
+    before = (
+        (tmp_path / "out" / "config.json").read_text(encoding="utf-8"),
+        (tmp_path / "out" / "plan.json").read_text(encoding="utf-8"),
+    )
     done = command(*words, "train.resume=auto", "train.steps=4", "optimizer.target=torch.optim.Adam")
     assert done.code == 2
     assert 'optimizer.target was "torch.optim.SGD" and is now "torch.optim.Adam"' in done.paragraphs[0]
-    assert before == ((tmp_path / "out" / "config.json").read_text(), (tmp_path / "out" / "plan.json").read_text())
+    assert before == (
+        (tmp_path / "out" / "config.json").read_text(encoding="utf-8"),
+        (tmp_path / "out" / "plan.json").read_text(encoding="utf-8"),
+    )
     assert json.loads(before[0])["world_size"] == 4
     assert command(*words, "train.resume=auto", "train.steps=4").code == 0

@@ -32,7 +32,7 @@ with occupied(Path(sys.argv[1]), Occupant.now("train", "mine")):
 def held(folder, how=""):
     """Another process works in `folder`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True
     )
     try:
         assert process.stdout.readline() == "held\n"
@@ -48,11 +48,11 @@ def trained(folder, steps=(4,), **changes):
     began = Occupant("0123456789abcdef", "train", "mine", 1, "there", "2026-01-02 03:04:05+0000")
     for step in steps:
         (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-        (folder / "checkpoints" / f"step-{step:08d}" / "file").write_text("kept")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+        (folder / "checkpoints" / f"step-{step:08d}" / "file").write_text("kept", encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n', encoding="utf-8")
     content = vars(began) | {"history": [], "resumed": None} | changes
-    (folder / "run.json").write_text(json.dumps(content))
-    (folder / "config.json").write_text("{}")
+    (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "verify", "predict"])
@@ -61,7 +61,7 @@ def test_a_folder_in_use_is_refused(command, tmp_path, verb):
         before = sorted((tmp_path / "out").iterdir())
         done = command(verb, QUICK, "hydra.run.dir=out", "run.overwrite=true", "model.weights=x")
         assert done.code == 2 and len(done.paragraphs) == 1
-        who = json.loads((tmp_path / "out" / ".lock").read_text())
+        who = json.loads((tmp_path / "out" / ".lock").read_text(encoding="utf-8"))
         for said in (str(other.pid), who["run"], who["started"], "recipe mine", "hydra.run.dir=", "train.resume=auto"):
             assert said in done.err
         assert sorted((tmp_path / "out").iterdir()) == before
@@ -135,7 +135,7 @@ def test_other_verbs_do_not_replace_the_files_of_a_run(command, tmp_path, verb):
     trained(tmp_path / "out")
     done = command(verb, QUICK, "hydra.run.dir=out", "model.weights=x")
     assert done.code == 2 and "0123456789abcdef" in done.err and f"`run {verb}`" in done.err
-    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert (tmp_path / "out" / "config.json").read_text(encoding="utf-8") == "{}"
 
 
 @pytest.mark.parametrize("words", [("train.resume=auto",), ("train.resume=out",), ("run.overwrite=true",)], ids=str)
@@ -152,7 +152,7 @@ def test_a_folder_in_which_nothing_was_trained_is_free(command, tmp_path, job):
     job(lambda config, run_dir: None)
     (tmp_path / "out").mkdir()
     trained(tmp_path / "out", steps=())
-    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    (tmp_path / "out" / "metrics.jsonl").write_text("", encoding="utf-8")
     assert command(QUICK, "hydra.run.dir=out").code == 0
 
 
@@ -180,7 +180,7 @@ def test_overwriting_removes_what_a_run_left_and_nothing_else(tmp_path, job, com
     folder = tmp_path / "out"
     folder.mkdir()
     trained(folder, steps=(4, 8))
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("mine", encoding="utf-8")
     (folder / "checkpoints" / "mine").mkdir()
     job(lambda config, run_dir: lineage.begin(config, run_dir, None, ()))
     assert command(QUICK, "hydra.run.dir=out", "run.overwrite=true").code == 0
@@ -246,7 +246,7 @@ def test_two_real_runs_at_once(tmp_path):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         second = subprocess.run(
-            [*words, "train.steps=4"], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [*words, "train.steps=4"], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
         )
         assert second.returncode == 2 and f"pid {first.pid} " in second.stderr
         assert lineage.read(tmp_path / "out").lineage.run in second.stderr

@@ -30,4 +30,4 @@ def test_what_propagation_followed():
 def test_command_and_report_say_the_same(start, capsys):
     ended = start("+recipe=quickstart", "parallel.search=dynamic_programming", verb="plan")
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mesh: ")]
-    assert "runner-up" in told and told in (ended.folder / "report.html").read_text()
+    assert "runner-up" in told and told in (ended.folder / "report.html").read_text(encoding="utf-8")

@@ -50,7 +50,7 @@ def test_a_disk_that_is_full_at_the_start(command, job, left, monkeypatch):
 
 def test_a_disk_that_is_full_later(command, job):
     def full(config, run_dir):
-        with open("/dev/full", "w") as file:
+        with open("/dev/full", "w", encoding="utf-8") as file:
             file.write("x")
 
     job(full)
@@ -93,7 +93,7 @@ def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
     mine = ["world_size=2", "parallel.strategies={matmul: [[2,1],[1,1]]}"]
     done = started(here, [QUICK, *mine, "train.steps=3", "hydra.run.dir=out"], after=after, **environment)
     assert (done.returncode in (0, 141), done.stderr) == (True, b"")
-    assert (here / "out" / "metrics.jsonl").read_text().count("\n") == 3
+    assert (here / "out" / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 3
     assert not (here / "out" / "error.txt").exists()
 
 

@@ -39,7 +39,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    (tmp_path / "shapes_of_mine.py").write_text(MODULE)
+    (tmp_path / "shapes_of_mine.py").write_text(MODULE, encoding="utf-8")
     return tmp_path
 
 
@@ -77,9 +77,9 @@ def test_a_wrong_name_is_explained(target: str, parts: list[str]) -> None:
 
 
 def test_a_module_that_fails_on_import_is_named_with_its_line(workplace: Path) -> None:
-    (workplace / "broken_one.py").write_text("import math\nimport package_that_is_not_there\n")
-    (workplace / "broken_two.py").write_text("def (:\n")
-    (workplace / "broken_three.py").write_text("raise SystemExit(0)\n")
+    (workplace / "broken_one.py").write_text("import math\nimport package_that_is_not_there\n", encoding="utf-8")
+    (workplace / "broken_two.py").write_text("def (:\n", encoding="utf-8")
+    (workplace / "broken_three.py").write_text("raise SystemExit(0)\n", encoding="utf-8")
     first = message("broken_one.Net")
     assert "importing the module broken_one fails: ModuleNotFoundError" in first
     assert "broken_one.py, line 2" in first
@@ -89,7 +89,7 @@ def test_a_module_that_fails_on_import_is_named_with_its_line(workplace: Path) -
 
 def test_a_file_behind_an_installed_package_is_pointed_out(workplace: Path) -> None:
     (workplace / "xml").mkdir()
-    (workplace / "xml" / "mine.py").write_text("class Net: ...\n")
+    (workplace / "xml" / "mine.py").write_text("class Net: ...\n", encoding="utf-8")
     text = message("xml.mine.Net")
     assert "xml/mine.py is not searched" in text and "rename yours" in text
 

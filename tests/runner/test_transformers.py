@@ -144,7 +144,7 @@ def test_verified_from_a_saved_model(start, tmp_path):
         verb="verify",
     )
     assert ended.verdict["passed"]
-    told = (ended.folder / "ranks" / "0.log").read_text()
+    told = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
     assert float(re.search(r"step 1/1  loss (\S+)", told).group(1)) > 5.6
 
 
@@ -157,7 +157,7 @@ def test_a_wrong_config_ends_the_command_in_one_paragraph(tmp_path):
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(Path(targets.__file__).parents[1])},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 2 and done.stdout == ""

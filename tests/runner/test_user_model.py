@@ -170,13 +170,13 @@ def test_from_the_working_directory(command, folder):
     words = (*MINE, "train.steps=3", "evaluate.metric=my_networks.share_of_first", "model.args.hidden=8")
     done = command(*words, "hydra.run.dir=out")
     assert (done.code, done.err) == (0, "")
-    records = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 3]
     assert 0 <= records[-1]["evaluation"]["share_of_first"] <= 1
     assert "done: 3 steps, loss " in done.out and done.out.endswith("; results in out\n")
     assert command("verify", *words, "hydra.run.dir=verified").code == 0
     assert command("plan", *words, "train.steps=null", "hydra.run.dir=planned").code == 0
-    plan = json.loads((folder / "planned" / "plan.json").read_text())
+    plan = json.loads((folder / "planned" / "plan.json").read_text(encoding="utf-8"))
     assert any("/my_networks.py:" in operator["source"] for operator in plan["operators"])
 
 
@@ -186,8 +186,9 @@ def test_from_a_recipe_of_the_user(command, folder):
         "# @package _global_\n# Mine\ndefaults: [{override /parallel: semi_auto}, _self_]\n"
         "world_size: 2\nmodel: {target: my_networks.Classifier}\nloss: {target: torch.nn.CrossEntropyLoss}\n"
         "data: {target: my_networks.Points, args: {rows: 48}, batch_size: 12}\ntrain: {epochs: 1}\n"
-        "parallel: {strategies: {inner.matmul: [[1, 2], [2, 1]]}}\n"
+        "parallel: {strategies: {inner.matmul: [[1, 2], [2, 1]]}}\n",
+        encoding="utf-8",
     )
     done = command("+recipe=mine", "hydra.run.dir=out")
     assert (done.code, done.err) == (0, "")
-    assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 4
+    assert len(Path("out/metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 4

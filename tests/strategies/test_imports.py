@@ -36,7 +36,7 @@ def wrong(path, package):
     allowed = STANDARD | ALLOWED[package] | SPECIAL.get(str(path.relative_to(ROOT)), set())
     return [
         name
-        for name in imported(path.read_text(), siblings=int(package == "models"))
+        for name in imported(path.read_text(encoding="utf-8"), siblings=int(package == "models"))
         if not any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
     ]
 

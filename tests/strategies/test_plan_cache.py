@@ -79,7 +79,7 @@ def test_a_damaged_entry_is_told_and_not_believed(
 ) -> None:
     plan_cache.store(tmp_path, "key", plan, refuse)
     file, said = tmp_path / "key.json", list[str]()
-    file.write_text(DAMAGES[damage](file.read_text()))
+    file.write_text(DAMAGES[damage](file.read_text(encoding="utf-8")), encoding="utf-8")
     assert plan_cache.load(tmp_path, "key", said.append) is None
     (line,) = said
     assert line.startswith(f"plan cache: {file} cannot be used (") and line.endswith("so the plan is searched anew.")
@@ -88,7 +88,7 @@ def test_a_damaged_entry_is_told_and_not_believed(
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     said: list[str] = []
     plan_cache.store(tmp_path / "file" / "plans", "key", plan, said.append)
     (line,) = said

@@ -47,7 +47,7 @@ def write(form: str, folder: Path, content: dict[str, Tensor]) -> Path:
         save(first, folder / f"a{suffix}")
         save(second, folder / f"b{suffix}")
         named = dict.fromkeys(first, f"a{suffix}") | dict.fromkeys(second, f"b{suffix}")
-        (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
+        (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}), encoding="utf-8")
         return folder
     if form == "folder":
         save_file(dense, folder / "mine.safetensors")
@@ -128,7 +128,7 @@ def message(path: Path) -> str:
 def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no such file or folder" in message(tmp_path / "nowhere")
     assert "this folder holds no file of weights" in message(tmp_path)
-    (tmp_path / "weights.txt").write_text("")
+    (tmp_path / "weights.txt").write_text("", encoding="utf-8")
     assert "weights are read from .safetensors, .pt" in message(tmp_path / "weights.txt")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678abcdefgh")
     assert "it does not begin with the length of a header" in message(tmp_path / "bad.safetensors")
@@ -151,9 +151,9 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_wrong_with_an_index_is_told(tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors.index.json"
-    place.write_text("[]")
+    place.write_text("[]", encoding="utf-8")
     assert "cannot be read as weights (TypeError" in message(place)
-    place.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    place.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}), encoding="utf-8")
     assert "one.safetensors that it names is not beside it" in message(tmp_path)
     save_file({"b": torch.zeros(2)}, tmp_path / "one.safetensors")
     assert "a is not in one.safetensors, although the index says so" in message(tmp_path)

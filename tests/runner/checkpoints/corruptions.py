@@ -109,7 +109,7 @@ def huge(file: Path, draw: random.Random) -> None:
 
 
 def deep(file: Path, draw: random.Random) -> None:
-    file.write_text(draw.choice((DEEP, '{"plan": ' + DEEP + ', "sha256": ""}')))
+    file.write_text(draw.choice((DEEP, '{"plan": ' + DEEP + ', "sha256": ""}')), encoding="utf-8")
 
 
 def swap(file: Path, draw: random.Random) -> None:
@@ -132,7 +132,7 @@ def odd(file: Path, draw: random.Random) -> None:
             del holder[key]
         else:
             holder[key] = draw.choice(ODD)
-    file.write_text(json.dumps(value))
+    file.write_text(json.dumps(value), encoding="utf-8")
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -188,12 +188,14 @@ class Corruptions:
     @staticmethod
     def _of_a_run(run: Path) -> None:
         (run / lineage.FILE).write_text(
-            json.dumps(vars(Occupant.now("train", "mine", "a")) | {"history": [], "resumed": None})
+            json.dumps(vars(Occupant.now("train", "mine", "a")) | {"history": [], "resumed": None}), encoding="utf-8"
         )
         lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 9)]
-        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        (run / "plan.json").write_text(json.dumps({"mesh": {"dp": 6}, "parameters": {}, "tensors": {}}))
-        (run / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": 0}}}))
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (run / "plan.json").write_text(
+            json.dumps({"mesh": {"dp": 6}, "parameters": {}, "tensors": {}}), encoding="utf-8"
+        )
+        (run / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": 0}}}), encoding="utf-8")
         jobs.Job(0, ("a=1",), "train", "s", "done", 0.5).write(run)
 
     def one(self, number: int) -> str:
@@ -262,7 +264,7 @@ class Corruptions:
             value = json.loads((path / HEADER).read_bytes())
             value.pop("checksum", None)
             text = json.dumps(value | {"checksum": header._sum_of(value)})
-        (path / HEADER).write_text(text)
+        (path / HEADER).write_text(text, encoding="utf-8")
         for use in (checkpoints.verify, checkpoints.weights, weights):
             with suppress(StrategyError):
                 try:
@@ -324,7 +326,7 @@ def _measured(run: Path) -> None:
 
 def _made(file: Path) -> Path:
     if not file.exists():
-        file.write_text("{}")
+        file.write_text("{}", encoding="utf-8")
     return file
 
 

@@ -29,7 +29,7 @@ def saved(place, name, *steps, history=(), **wanted):
 
 def told(place, of):
     (place.parent / lineage.FILE).write_text(
-        json.dumps(vars(of.began) | {"history": of.lineage.history, "resumed": of.resumed})
+        json.dumps(vars(of.began) | {"history": of.lineage.history, "resumed": of.resumed}), encoding="utf-8"
     )
 
 
@@ -42,7 +42,7 @@ def test_auto_takes_the_newest_on_the_branch(tmp_path):
     assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000004"
     saved(place, "b", 5, history=(("a", 4),))
     assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000005"
-    (place / "step-00000005" / "checkpoint.json").write_text("{")
+    (place / "step-00000005" / "checkpoint.json").write_text("{", encoding="utf-8")
     assert checkpoints.to_continue("auto", place, run("b", ("a", 4))) == place / "step-00000004"
     elsewhere = str(place / "step-00000002")
     assert checkpoints.to_continue("auto", tmp_path / "other", run("c", resumed=elsewhere)) == place / "step-00000002"
@@ -96,7 +96,7 @@ def test_a_file_of_another_run_is_noticed_although_every_checksum_is_right(tmp_p
     (path / "rank-00002.pt").write_bytes((tmp_path / "b" / path.name / "rank-00002.pt").read_bytes())
     found = header.read_header(path)
     files = {**found.files, "rank-00002.pt": header.stamp(path / "rank-00002.pt")}
-    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
+    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)), encoding="utf-8")
     assert "another run" in checkpoints.verify(path)["rank-00002.pt"]
 
 
@@ -114,10 +114,10 @@ def test_what_another_run_left_in_memory_is_not_rescued(tmp_path):
 
 def test_checkpoints_from_before_there_were_ids_can_be_continued(tmp_path):
     path = save(tmp_path, 4)
-    content = json.loads((path / "checkpoint.json").read_text())
+    content = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
     for key in ("run", "history", "checksum"):
         del content[key]
-    (path / "checkpoint.json").write_text(json.dumps(content | {"checksum": header._sum_of(content)}))
+    (path / "checkpoint.json").write_text(json.dumps(content | {"checksum": header._sum_of(content)}), encoding="utf-8")
     found = header.read_header(path)
     assert found.lineage == Lineage() and checkpoints.to_continue("auto", tmp_path, None) == path
     assert checkpoints.to_continue("auto", tmp_path, run("new", ("", 4))) == path

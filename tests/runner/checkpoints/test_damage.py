@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_not_loaded_where_a_copy_is_good(tmp_path):
     flip(victim)
     assert checkpoints.to_continue("auto", tmp_path) == path
     assert equal(weights(path), expected())
-    assert json.loads((path / "damaged.json").read_text()).keys() == {victim.name}
+    assert json.loads((path / "damaged.json").read_text(encoding="utf-8")).keys() == {victim.name}
 
 
 def test_without_copies_a_lost_file_is_an_error(tmp_path):
@@ -173,7 +173,7 @@ def test_no_code_runs_from_a_file(tmp_path):
     torch.save({"random": Evil(tmp_path / "ran"), "groups": [], "scalars": {}}, path / "rank-00000.pt")
     found = header.read_header(path)
     files = {**found.files, "rank-00000.pt": header.stamp(path / "rank-00000.pt")}
-    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)))
+    (path / "checkpoint.json").write_text(header.to_text(replace(found, files=files)), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"is damaged: rank-00000\.pt: it holds more than plain data .Unpickling"):
         loading.verify(path)
     with pytest.raises(ConfigError, match=r"is damaged .UnpicklingError: Weights only load failed"):

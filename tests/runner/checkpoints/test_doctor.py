@@ -18,8 +18,8 @@ def write_plan(folder, stages=1, zero=0):
         "tensors": {name: {"dims": dims, "partial": []} for name, dims in weights.items()},
         "parameters": {name: {"stages": [number % 2]} if stages > 1 else {} for number, name in enumerate(weights)},
     } | ({"pipeline": {"stages": stages}} if stages > 1 else {})
-    (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": zero}}}))
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": zero}}}), encoding="utf-8")
     return folder
 
 
@@ -73,7 +73,7 @@ def test_damage_is_told_and_ends_with_1(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"failed  {largest(path).name}" in out and "its checksum is" in out
     assert out.splitlines()[-1].startswith("lost: what the damaged files held is in no other file")
-    (path / "checkpoint.json").write_text("{")
+    (path / "checkpoint.json").write_text("{", encoding="utf-8")
     assert run([str(path)]) == 1
     assert capsys.readouterr().out.startswith(f"failed  The checkpoint {path} is damaged")
 

@@ -31,13 +31,13 @@ def stamped(path, **changes):
     found = header.read_header(path)
     names = [*found.files, *changes.pop("more", ())]
     files = {name: header.stamp(path / name) for name in names}
-    (path / HEADER).write_text(header.to_text(replace(found, files=files, **changes)))
+    (path / HEADER).write_text(header.to_text(replace(found, files=files, **changes)), encoding="utf-8")
 
 
 def reindexed(path, change):
-    (content,) = json.loads((path / INDEX).read_text())
+    (content,) = json.loads((path / INDEX).read_text(encoding="utf-8"))
     changed = change(content)
-    (path / INDEX).write_text(changed if isinstance(changed, str) else json.dumps([content]))
+    (path / INDEX).write_text(changed if isinstance(changed, str) else json.dumps([content]), encoding="utf-8")
     stamped(path)
 
 
@@ -194,8 +194,8 @@ def test_an_index_of_weights_names_files_beside_it(tmp_path, name):
     written(tmp_path / "secret.safetensors", {"a": entry([2], 0, 8)})
     place = tmp_path / "weights"
     place.mkdir()
-    (place / "x.txt").write_text("secret")
-    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    (place / "x.txt").write_text("secret", encoding="utf-8")
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}), encoding="utf-8")
     with pytest.raises(StrategyError, match=r"model\.safetensors\.index\.json: it names"):
         stored.index(place)
 
@@ -210,14 +210,14 @@ def large(path):
 
 
 STRANGE = {
-    "nested": lambda path: path.write_text(DEEP),
-    "nested inside": lambda path: path.write_text('{"sha256": "", "plan": ' + DEEP + "}"),
+    "nested": lambda path: path.write_text(DEEP, encoding="utf-8"),
+    "nested inside": lambda path: path.write_text('{"sha256": "", "plan": ' + DEEP + "}", encoding="utf-8"),
     "device": link,
     "fifo": os.mkfifo,
     "large": large,
     "folder": os.mkdir,
     "not text": lambda path: path.write_bytes(b"\xff\xfe\0"),
-    "number": lambda path: path.write_text("7"),
+    "number": lambda path: path.write_text("7", encoding="utf-8"),
 }
 
 

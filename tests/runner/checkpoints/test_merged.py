@@ -71,7 +71,7 @@ def test_transformers_reads_it(start, name):
     transformers = importlib.import_module("transformers")
     small = ("train.steps=2", "data.batch_size=8", "train.log_every=1")
     folder = newest(start(f"+recipe={name}", *small, "checkpoint.form=both").folder)
-    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     model, told = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
     opened = checkpoints.read(folder)

@@ -59,7 +59,9 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
     capfd.readouterr()
     folder = moved(start, CHAIN[:4])
     assert largest(tensors(folder), tensors(truth)) <= 1e-5
-    ours, theirs = (json.loads((one / "metrics.jsonl").read_text().splitlines()[-1]) for one in (folder, truth))
+    ours, theirs = (
+        json.loads((one / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]) for one in (folder, truth)
+    )
     assert ours["step"] == theirs["step"] == 8
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert ours["lr"] == theirs["lr"]

@@ -48,7 +48,7 @@ PLAN = {
 
 @pytest.fixture
 def plan(tmp_path) -> Path:
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN), encoding="utf-8")
     return tmp_path / "plan.json"
 
 
@@ -60,7 +60,7 @@ def stored(tmp_path) -> Path:
 def held(path: Path) -> dict[str, Tensor]:
     """Everything in a checkpoint whose files are as they should be and hold every element once."""
     assert faults(path, read_header(path).files) == {}
-    (form,) = map(index.from_json, json.loads((path / INDEX).read_text()))
+    (form,) = map(index.from_json, json.loads((path / INDEX).read_text(encoding="utf-8")))
     assert all(sum(part.elements for part in entry.parts) == entry.elements for entry in form.values())
     opened = checkpoints.read(path)
     return {key: opened.read(key) for key in opened.tensors}
@@ -98,14 +98,14 @@ def test_to_a_plan_and_to_another(stored, plan, tmp_path):
     }
     uneven = checkpoints.read(target).tensors["model/b.uneven"]
     assert sorted(part.block[0] for part in uneven.parts) == [(0, 3), (3, 5)]
-    plan.write_text(json.dumps(PLAN | {"mesh": {"dp": 4, "tp": 1}}))
+    plan.write_text(json.dumps(PLAN | {"mesh": {"dp": 4, "tp": 1}}), encoding="utf-8")
     back = convert(target, tmp_path / "other", f"plan={plan.parent}", "form=sharded")
     assert same(held(back), TENSORS)
 
 
 def test_stages_of_a_pipeline_hold_their_own(stored, plan, tmp_path):
     stages = {name: {"shape": list(WEIGHTS[name].shape), "stages": [int(name.startswith("b"))]} for name in LAYOUTS}
-    plan.write_text(json.dumps(PLAN | {"pipeline": {"stages": 2}, "parameters": stages}))
+    plan.write_text(json.dumps(PLAN | {"pipeline": {"stages": 2}, "parameters": stages}), encoding="utf-8")
     target = convert(stored, tmp_path / "sharded", f"plan={plan}")
     assert same(held(target), TENSORS)
     groups = {
@@ -129,7 +129,7 @@ def test_files_of_others_become_checkpoints(tmp_path, plan, kind):
         named = {name: f"{name[0]}.safetensors" for name in WEIGHTS}
         for file in set(named.values()):
             save_file({name: WEIGHTS[name] for name in named if named[name] == file}, source / file)
-        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}), encoding="utf-8")
     expected = {f"model/{name}": tensor for name, tensor in WEIGHTS.items()}
     assert same(held(convert(source, tmp_path / "merged")), expected)
     assert same(held(convert(source, tmp_path / "sharded", f"plan={plan}")), expected)
@@ -158,7 +158,7 @@ def test_what_is_no_tensor_comes_along(stored, tmp_path):
     lost = Stamp(3, "of a file that is gone")
     files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt"), "rank-00001.pt": lost}
     changed = replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))
-    (stored / "checkpoint.json").write_text(to_text(changed))
+    (stored / "checkpoint.json").write_text(to_text(changed), encoding="utf-8")
     target = convert(stored, tmp_path / "merged")
     assert list(checkpoints.read(target).plain()) == [{"scheduler": None}]
 
@@ -203,8 +203,10 @@ def test_a_full_disk_leaves_nothing(stored, tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_paragraph(command, stored, plan, tmp_path, words, says):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"tensors": {}}))
-    (tmp_path / "sizes.json").write_text(json.dumps(PLAN | {"parameters": {"a.weight": {"shape": [9, 9]}}}))
+    (tmp_path / "other.json").write_text(json.dumps(PLAN | {"tensors": {}}), encoding="utf-8")
+    (tmp_path / "sizes.json").write_text(
+        json.dumps(PLAN | {"parameters": {"a.weight": {"shape": [9, 9]}}}), encoding="utf-8"
+    )
     torch.save({"code": print}, tmp_path / "code.pt")
     done = command("convert", *words)
     assert done.code == 2

@@ -92,7 +92,7 @@ def test_other_parallelism_is_refused(tmp_path):
 
 def test_latest_names_the_folder(tmp_path):
     saved(tmp_path / "global_step2")
-    (tmp_path / "latest").write_text("global_step2\n")
+    (tmp_path / "latest").write_text("global_step2\n", encoding="utf-8")
     assert deepspeed_files.folder_of(tmp_path) == tmp_path / "global_step2"
-    (tmp_path / "latest").write_text("../elsewhere")
+    (tmp_path / "latest").write_text("../elsewhere", encoding="utf-8")
     assert deepspeed_files.folder_of(tmp_path) is None

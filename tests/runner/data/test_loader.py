@@ -251,7 +251,7 @@ def own_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    (tmp_path / "datasets_of_mine.py").write_text(DATASETS)
+    (tmp_path / "datasets_of_mine.py").write_text(DATASETS, encoding="utf-8")
 
 
 @pytest.mark.usefixtures("own_datasets")

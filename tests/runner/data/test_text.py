@@ -49,8 +49,10 @@ def folder(tmp_path: Path) -> str:
     place = tmp_path / "texts"
     (place / "deep").mkdir(parents=True)
     for number in range(40):
-        (place / ("deep" if number % 2 else ".") / f"file{number:02}.py").write_text(f"text {number}\n" * 3)
-    (place / "notes.txt").write_text("other text")
+        (place / ("deep" if number % 2 else ".") / f"file{number:02}.py").write_text(
+            f"text {number}\n" * 3, encoding="utf-8"
+        )
+    (place / "notes.txt").write_text("other text", encoding="utf-8")
     return str(place)
 
 
@@ -76,7 +78,7 @@ def test_every_file_is_in_one_part_and_stays_there(folder: str, cache: str) -> N
     assert not parts[True] & parts[False]
     assert len(parts[True] | parts[False]) == 40
     assert 1 <= len(parts[False]) <= 10
-    Path(folder, "another.py").write_text("new")
+    Path(folder, "another.py").write_text("new", encoding="utf-8")
     assert set(text(train=False, cache=cache, path=folder).split(b"\0")) - {b"", b"new"} == parts[False]
 
 
@@ -85,7 +87,7 @@ def test_a_joined_text_is_made_once_and_again_when_a_file_changes(folder: str, c
     made = first.stat().st_mtime_ns
     assert corpus(train=None, cache=cache, path=folder) == first and first.stat().st_mtime_ns == made
     changed = Path(folder, "file00.py")
-    changed.write_text("x" * changed.stat().st_size)
+    changed.write_text("x" * changed.stat().st_size, encoding="utf-8")
     os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))  # were it written within one tick of the clock
     second = corpus(train=None, cache=cache, path=folder)
     assert second != first and b"xxxxxxxx" in second.read_bytes()
@@ -130,7 +132,7 @@ def test_installed_packages_are_no_part_of_the_standard_library(
     expected = text(train=None, cache=cache, path=folder)
     for name in ("site-packages", "test"):
         Path(folder, name).mkdir()
-        Path(folder, name, "other.py").write_text("other people's")
+        Path(folder, name, "other.py").write_text("other people's", encoding="utf-8")
     monkeypatch.setattr("runner.data.text.sysconfig.get_path", lambda name: folder)
     assert text(train=None, cache=cache) == expected
     assert b"other people's" in text(train=None, cache=cache, path=folder)
@@ -173,7 +175,7 @@ def test_a_rank_reads_its_positions_alone(folder: str, cache: str) -> None:
 
 def test_functions_are_complete_and_of_different_lengths(tmp_path: Path, cache: str) -> None:
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a.py").write_text(SOURCE)
+    (tmp_path / "code" / "a.py").write_text(SOURCE, encoding="utf-8")
     samples = Functions(1000, train=None, cache=cache, path=str(tmp_path / "code"))
     texts = [bytes([*sample["input_ids"].tolist(), int(sample["labels"][-1])]).decode() for sample in samples]
     assert texts == FUNCTIONS
@@ -214,7 +216,7 @@ def test_what_cannot_be_read_is_refused(folder: str, cache: str, arguments: dict
 
 
 def test_a_cache_that_cannot_be_written_is_refused(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"cannot be kept there.*data\.args\.cache"):
         Windows(4, cache=str(tmp_path / "file" / "cache"), path=folder)
 

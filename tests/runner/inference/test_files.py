@@ -42,7 +42,7 @@ def test_safetensors_holds_batches_of_several_tensors(tmp_path):
 def test_lines_are_json_whatever_the_numbers(tmp_path):
     with Predictions(tmp_path, "jsonl", 2) as file:
         file.add([0, 1], (torch.tensor([float("nan"), 1.5]), torch.tensor([[1, 2], [3, 4]])))
-    read = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    read = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
     assert read == [{"row": 0, "0": None, "1": [1, 2]}, {"row": 1, "0": 1.5, "1": [3, 4]}]
 
 
@@ -55,7 +55,7 @@ def test_what_fails_leaves_nothing(tmp_path):
 
 def test_lines_are_samples(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"ids": [1, 2], "weight": 1}\n\n[0.5, 1]\n3\n')
+    path.write_text('{"ids": [1, 2], "weight": 1}\n\n[0.5, 1]\n3\n', encoding="utf-8")
     first, second, third = Lines(str(path))
     assert {name: (tensor.tolist(), tensor.dtype) for name, tensor in first.items()} == {
         "ids": ([1, 2], torch.int64),
@@ -67,6 +67,6 @@ def test_lines_are_samples(tmp_path):
 @pytest.mark.parametrize("line", ['{"ids": [1, [2]]}', '{"ids": "a"}', "{ids: 1}", "null"])
 def test_a_line_of_something_else_is_told_by_number(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_text(f"1\n{line}\n")
+    path.write_text(f"1\n{line}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2"):
         Lines(str(path))[1]

@@ -43,7 +43,7 @@ def keyed(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     found = lines(ended.folder)
     assert [line["row"] for line in found] == list(range(50))
     torch.testing.assert_close(torch.tensor([line["output"] for line in found]), expected, rtol=1e-5, atol=1e-6)
-    told = json.loads((ended.folder / "predict.json").read_text())
+    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
     assert told["evaluation"]["accuracy"] == (expected.argmax(1) == data.y).double().mean()
     assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y).item(), rel=1e-5)
     assert (told["step"], told["rows"], ended.value) == (7, 50, told["evaluation"]["loss"])
@@ -79,14 +79,14 @@ def test_only_so_many_rows(start, stored):
     with torch.no_grad():
         expected = trained()(data.x)[:7]
     torch.testing.assert_close(torch.tensor([line["output"] for line in lines(ended.folder)]), expected)
-    told = json.loads((ended.folder / "predict.json").read_text())
+    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
     assert told["rows"] == 7
     assert told["evaluation"]["loss"] == pytest.approx(functional.cross_entropy(expected, data.y[:7]).item(), rel=1e-5)
 
 
 def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path):
     data = networks.Points(7, 2)
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(x.tolist())}\n\n" for x in data.x))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(x.tolist())}\n\n" for x in data.x), encoding="utf-8")
     ended = start(
         *SMALL,
         *MODES["semi_auto"],
@@ -99,7 +99,7 @@ def test_rows_without_labels_from_a_file_in_safetensors(start, stored, tmp_path)
     with torch.no_grad():
         expected = trained()(data.x)
     torch.testing.assert_close(load_file(ended.folder / "predictions.safetensors")["output"], expected)
-    assert json.loads((ended.folder / "predict.json").read_text())["evaluation"] == {}
+    assert json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))["evaluation"] == {}
     assert ended.value is None
 
 
@@ -109,7 +109,7 @@ def test_rows_with_names_lack_what_the_loss_takes(start, tmp_path):
     held = {f"model/{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     held |= {"model/loss.balance": torch.tensor([0.25]), "model/loss.factor": torch.tensor([2.0])}
     x = torch.randn(5, 12)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in x))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in x), encoding="utf-8")
     ended = start(
         "world_size=2",
         "parallel=data_parallel",
@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_refused(start, stored):
     ids=["none", "nowhere", "file", "args", "collate"],
 )
 def test_bad_input_is_one_paragraph(command, tmp_path, words, says):
-    (tmp_path / "here.pt").write_text("")
+    (tmp_path / "here.pt").write_text("", encoding="utf-8")
     done = command("predict", "+recipe=quickstart", *words)
     assert done.code == 2
     (paragraph,) = done.paragraphs
@@ -179,7 +179,7 @@ def test_bad_input_is_one_paragraph(command, tmp_path, words, says):
 
 
 def test_rows_with_other_names_are_refused(start, stored, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"y": 3}\n')
+    (tmp_path / "rows.jsonl").write_text('{"y": 3}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"predict\.data: the samples have the entries y, those of training 0, 1"):
         start(
             *SMALL,
@@ -207,6 +207,6 @@ def test_what_was_trained_is_predicted_under_another_plan(start, tmp_path):
     trained_there = start(*words, *zero, "checkpoint.form=both", folder="trained")
     (score,) = trained_there.evaluations.values()
     ended = start(*words, *MODES["auto"], f"predict.checkpoint={trained_there.folder}", verb="predict")
-    told = json.loads((ended.folder / "predict.json").read_text())
+    told = json.loads((ended.folder / "predict.json").read_text(encoding="utf-8"))
     assert told["evaluation"] == pytest.approx(score, rel=1e-5)
     assert told["step"] == 6

@@ -23,7 +23,9 @@ def test_logits_are_those_of_the_library(start, tmp_path, recipe):
 
     saved = start(f"+recipe={recipe}", "train.steps=2", "checkpoint.form=both", folder="trained").folder
     ids = torch.randint(256, (6, 64), generator=torch.Generator().manual_seed(0))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in ids), encoding="utf-8"
+    )
     ended = start(
         f"+recipe={recipe}",
         *PLACES[recipe],

@@ -44,7 +44,7 @@ def on_first(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., subprocess.
                 },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
             )
         )
         return started[-1]

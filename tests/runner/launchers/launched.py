@@ -21,5 +21,7 @@ STEPS = 4
 
 def losses(run_dir: Path) -> list[float]:
     """The loss of every step, to the last bit."""
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records: list[dict[str, Any]] = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [record["loss"] for record in records if "loss" in record]

@@ -90,7 +90,7 @@ class Hosts:
         """A program of that name, for the commands that are started with `environment`."""
         file = self.folder / "bin" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
         file.chmod(0o755)
 
     def environment(self) -> dict[str, str]:
@@ -111,7 +111,7 @@ class Hosts:
     def processes(self) -> list[int]:
         """All processes that are on one of the hosts."""
         told = [
-            subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            subprocess.run(["ip", "netns", "pids", name], capture_output=True, encoding="utf-8").stdout
             for name in self.namespaces.values()
         ]
         return [int(pid) for text in told for pid in text.split()]
@@ -132,13 +132,13 @@ class Hosts:
 
 def remove_left() -> None:
     """Remove the hosts of tests that were killed."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, encoding="utf-8").stdout
     for name in re.findall(r"^mw\d+(?:-\d+)?", listed, re.MULTILINE):
         if not Path(f"/proc/{name[2:].partition('-')[0]}").exists():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def ip(*words: str) -> None:
-    ended = subprocess.run(["ip", *words], capture_output=True, text=True)
+    ended = subprocess.run(["ip", *words], capture_output=True, encoding="utf-8")
     if ended.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {ended.stderr.strip()}. {NEEDED}")

@@ -132,7 +132,7 @@ def test_exported() -> None:
 
 
 def read(folder: Path, key: str, content: str) -> Any:
-    (folder / "file").write_text(content)
+    (folder / "file").write_text(content, encoding="utf-8")
     return from_files({"hosts": [], "hostfile": None, "rank_table": None, key: str(folder / "file")})["hosts"]
 
 

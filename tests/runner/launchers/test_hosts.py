@@ -45,7 +45,7 @@ def first_steps(process: subprocess.Popen[str], count: int = 1) -> None:
 def listening(hosts: Hosts, name: str) -> list[str]:
     """The local addresses, in the kernel's hexadecimal digits, at which somebody listens on a host."""
     told = subprocess.run(
-        hosts.inside(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, text=True
+        hosts.inside(name, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]), capture_output=True, encoding="utf-8"
     )
     rows = [line.split() for line in told.stdout.splitlines() if ":" in line.split()[0]]
     return [row[1].partition(":")[0] for row in rows if row[3] == "0A"]
@@ -88,7 +88,7 @@ def test_every_launcher_gives_the_same_losses(
     for program in programs:
         assert shutil.which(program), f"this test needs {program}: {PROGRAMS[program]}"
     if words == ["launch=deepspeed"]:
-        (tmp_path / "hostfile").write_text("".join(f"{name} slots=2\n" for name in hosts.names))
+        (tmp_path / "hostfile").write_text("".join(f"{name} slots=2\n" for name in hosts.names), encoding="utf-8")
         words = [*words, "launch.hostfile=hostfile"]
     elif "launch.nodes=2" in words:
         words = [*words, f"launch.address={hosts.names[0]}"]
@@ -99,7 +99,7 @@ def test_every_launcher_gives_the_same_losses(
         "train", *RECIPE, f"train.steps={STEPS}", *words, SPACES=json.dumps(hosts.namespaces), SLURM_JOB_ID="7"
     )
     out, err = process.communicate(timeout=170)
-    assert (process.returncode, err) == (0, ""), (tmp_path / "run" / "launch.log").read_text()
+    assert (process.returncode, err) == (0, ""), (tmp_path / "run" / "launch.log").read_text(encoding="utf-8")
     assert out.splitlines()[-1].startswith("done: 4 steps")
     assert losses(tmp_path / "run") == local_losses
 

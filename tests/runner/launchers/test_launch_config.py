@@ -103,7 +103,9 @@ def test_bad_launches_are_one_paragraph(command, left, monkeypatch, words, says)
 @pytest.mark.parametrize("what", TABLE)
 def test_bad_tables(command, tmp_path, what):
     rows, says = TABLE[what]
-    (tmp_path / "table.json").write_text(json.dumps([{"rank": r, "host": h, "device": d} for r, h, d in rows]))
+    (tmp_path / "table.json").write_text(
+        json.dumps([{"rank": r, "host": h, "device": d} for r, h, d in rows]), encoding="utf-8"
+    )
     done = command("train", QUICK, "world_size=null", "launch=rank_table", "launch.rank_table=table.json")
     assert (done.code, len(done.paragraphs)) == (2, 1)
     assert says in done.paragraphs[0]
@@ -119,6 +121,6 @@ def test_a_missing_program(command, left, monkeypatch, launcher, program):
 
 def test_ranks_interleaved_over_hosts_need_the_table(command, tmp_path):
     rows = [{"rank": rank, "host": f"127.0.0.{1 + rank % 2}", "device": rank // 2} for rank in range(8)]
-    (tmp_path / "table.json").write_text(json.dumps(rows))
+    (tmp_path / "table.json").write_text(json.dumps(rows), encoding="utf-8")
     done = command("train", QUICK, "launch=mpirun", "launch.rank_table=table.json")
     assert done.code == 2 and "use launch=rank_table" in done.paragraphs[0]

@@ -95,7 +95,7 @@ def test_the_console(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
     def rank() -> None:
         connection = call(network.LOOPBACK, front.listener.getsockname()[1], SECRET, 5.0)
         messages.send(connection, asdict(Hello(0, "a", "a", console=True)))
-        with open(connection.fileno(), "w", closefd=False) as console:
+        with open(connection.fileno(), "w", closefd=False, encoding="utf-8") as console:
             console.write("step 1\nstep 2\n")
         connection.close()
 

@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
             )
         )
         return started[-1]
@@ -64,7 +64,7 @@ def inside(folder: Path) -> list[int]:
 
 def test_a_rank_table(start: Start, local_losses: list[float], tmp_path: Path) -> None:
     rows = [{"rank": rank, "host": f"127.0.0.{1 + rank % 2}", "device": rank // 2} for rank in range(4)]
-    (tmp_path / "table.json").write_text(json.dumps(rows))
+    (tmp_path / "table.json").write_text(json.dumps(rows), encoding="utf-8")
     process = start(f"train.steps={STEPS}", "launch=rank_table", "launch.rank_table=table.json")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
@@ -72,7 +72,7 @@ def test_a_rank_table(start: Start, local_losses: list[float], tmp_path: Path) -
     assert losses(tmp_path / "run") == local_losses
     assert [(tmp_path / "run" / "ranks" / f"{rank}.log").exists() for rank in range(4)] == [True] * 4
     assert not list((tmp_path / "run").glob(".*"))  # what ranks were told, the secret too
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))
     assert [host["ranks"] for host in config["launch"]["hosts"]] == [[0, 2], [1, 3]]
 
 

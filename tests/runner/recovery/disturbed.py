@@ -15,5 +15,5 @@ def stored(folder):
     """Checksums of the tensors of the last checkpoint, and the lines of metrics without the clock."""
     path = checkpoints.newest(folder / "checkpoints")
     files = {name: stamp for name, stamp in checkpoints.read(path).header.files.items() if name.endswith("safetensors")}
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return path.name, files, [(record["step"], record["loss"], record.get("grad_norm")) for record in records]

@@ -88,7 +88,11 @@ def test_a_rank_that_is_gone_for_good(start, undisturbed, capfd, words):
     assert "restart 2 of 9: rank 3 of 4 was killed by SIGKILL" in said
     assert re.search("With 3 ranks, and a plan searched anew, it goes on from step-00000002", said)
     assert ended.losses == pytest.approx(expected, rel=1e-5)
-    (last,) = [line for line in (ended.folder / "restarts.jsonl").read_text().splitlines() if '"restart": 2' in line]
+    (last,) = [
+        line
+        for line in (ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()
+        if '"restart": 2' in line
+    ]
     assert json.loads(last)["ranks"] == 3
 
 
@@ -105,7 +109,7 @@ def test_several_failures_under_other_plans(start, undisturbed, words):
     ended = start(*words, *RESTARTS, faults(*wanted))
     assert stored(ended.folder) == expected
     assert len(list((ended.folder / "faults").iterdir())) == 3
-    assert len((ended.folder / "restarts.jsonl").read_text().splitlines()) == 3
+    assert len((ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_it_ends_after_the_last_restart(start):

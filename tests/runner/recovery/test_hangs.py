@@ -239,10 +239,12 @@ def test_a_rank_that_is_stopped_from_outside(start, tmp_path):
 
     def stop():
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+        while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 5):
             time.sleep(0.01)
         shown = str(tmp_path / "run" / "ranks" / "1.where")
-        held = [pid for pid in ranks_of_this_process() if shown in Path(f"/proc/{pid}/maps").read_text()]
+        held = [
+            pid for pid in ranks_of_this_process() if shown in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+        ]
         os.kill(held[0], signal.SIGSTOP)
 
     thread = threading.Thread(target=stop)

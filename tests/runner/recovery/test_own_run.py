@@ -9,7 +9,7 @@ WORDS = (*SMALL, *ALONE, "optimizer.target=torch.optim.AdamW", "checkpoint.every
 
 
 def resumed(folder):
-    return [json.loads(line)["resume"] for line in (folder / "restarts.jsonl").read_text().splitlines()]
+    return [json.loads(line)["resume"] for line in (folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_restart_takes_only_checkpoints_of_its_own_run(start):

@@ -46,7 +46,7 @@ def test_no_step_is_lost(start, undisturbed, capfd, words, fault, told):
     step = int(re.search(r"rescue: step-(\d+)", said)[1])
     assert f"It goes on from step-{step:08d}" in said
     assert stored(ended.folder) == expected
-    assert len((ended.folder / "restarts.jsonl").read_text().splitlines()) == 1
+    assert len((ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ def test_a_folder_without_a_word_is_removed(tmp_path, capsys):
     (tmp_path / ".step-00000003.rescue").mkdir()
     assert rescue.collect(tmp_path, None) is None
     (tmp_path / ".step-00000003.rescue").mkdir()
-    (tmp_path / ".step-00000003.rescue" / rescue.RESCUED).write_text(json.dumps({"header": "{}", "stages": 1}))
+    (tmp_path / ".step-00000003.rescue" / rescue.RESCUED).write_text(
+        json.dumps({"header": "{}", "stages": 1}), encoding="utf-8"
+    )
     assert rescue.collect(tmp_path, None) is None
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out.count("is not enough") == 2

@@ -98,6 +98,6 @@ def test_a_pipeline_that_loses_a_rank_for_good_goes_on(start, capfd, words, rank
     said = capfd.readouterr().out
     assert re.search(f"With {ranks} ranks?, and a plan searched anew, it goes on from step-00000002", said)
     assert ended.losses == pytest.approx(expected, rel=1e-5)
-    assert [json.loads(line)["ranks"] for line in (ended.folder / "restarts.jsonl").read_text().splitlines()][1:] == [
-        ranks
-    ]
+    assert [
+        json.loads(line)["ranks"] for line in (ended.folder / "restarts.jsonl").read_text(encoding="utf-8").splitlines()
+    ][1:] == [ranks]

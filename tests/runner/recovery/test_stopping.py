@@ -71,14 +71,14 @@ def begun(folder, *words):
         cwd=folder.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     )
 
 
 def wait_for_steps(process, folder, steps):
     metrics, until = folder / "metrics.jsonl", time.monotonic() + 100
-    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+    while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= steps):
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.005)
 
@@ -98,7 +98,7 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     assert process.returncode == EXIT_CODE == 143, err
     saved = checkpoints.newest(folder / "checkpoints")
     done = checkpoints.read(saved).step
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == list(range(1, done + 1)) and 20 <= done < 2000
     assert f"run: stopped by SIGTERM after step {done}, which is saved. It goes on with: run world_size=4 " in err
     assert err.endswith(f" hydra.run.dir={folder} train.resume=auto\n")
@@ -138,7 +138,7 @@ def test_ctrl_c_before_there_is_anything_to_save(tmp_path, after):
     process = begun(tmp_path / "never")
     try:
         maps = Path(f"/proc/{process.pid}/maps")
-        while "pydantic_core" not in maps.read_text():
+        while "pydantic_core" not in maps.read_text(encoding="utf-8"):
             time.sleep(0.005)
         time.sleep(after)
         os.killpg(process.pid, signal.SIGINT)
@@ -179,7 +179,7 @@ def rank_of(process, folder, number):
     shown = str(folder / "ranks" / f"{number}.where")
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            if os.getsid(int(maps.parent.name)) == process.pid and shown in maps.read_text():
+            if os.getsid(int(maps.parent.name)) == process.pid and shown in maps.read_text(encoding="utf-8"):
                 return int(maps.parent.name)
         except (OSError, ProcessLookupError):
             continue

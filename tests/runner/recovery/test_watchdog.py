@@ -59,7 +59,7 @@ def test_a_preparation_that_fails_is_tried_again(start, trouble, capfd, what, to
     words = (*TWO, "train.steps=2", "launch.timeout=1")
     ended = start(*words, "launch.max_restarts=1")
     assert re.search(f"restart 1 of 1: {told}.* It is prepared again", capfd.readouterr().out)
-    assert json.loads((ended.folder / "restarts.jsonl").read_text())["resume"] is None
+    assert json.loads((ended.folder / "restarts.jsonl").read_text(encoding="utf-8"))["resume"] is None
     assert len(ended.losses) == 2
 
 

@@ -13,7 +13,7 @@ def put(tmp_path):
     def write(name, job, config="{}"):
         (tmp_path / name).mkdir()
         job.write(tmp_path / name)
-        (tmp_path / name / CONFIG_FILE).write_text(config)
+        (tmp_path / name / CONFIG_FILE).write_text(config, encoding="utf-8")
         return tmp_path / name
 
     return write
@@ -64,5 +64,5 @@ def test_jobs_are_in_the_order_of_their_numbers(put, tmp_path):
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo', encoding="utf-8")
     assert list(records(tmp_path)) == [{"step": 1, "loss": 2.0}]

@@ -18,10 +18,10 @@ def run(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], li
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=170,
     )
-    with (folder / "mine" / "results.csv").open(newline="") as file:
+    with (folder / "mine" / "results.csv").open(newline="", encoding="utf-8") as file:
         return done, list(csv.DictReader(file))
 
 
@@ -40,7 +40,7 @@ def test_jobs_of_a_launcher_end_as_those_of_this_process(tmp_path, launcher):
     assert done.returncode == 1, done.stdout + done.stderr
     assert [row["status"] for row in rows] == ["done", "failed"]
     assert "The loss of step 2 is" in rows[1]["error"]
-    assert "The loss of step 2 is" in (tmp_path / "mine" / "1" / "error.txt").read_text()
+    assert "The loss of step 2 is" in (tmp_path / "mine" / "1" / "error.txt").read_text(encoding="utf-8")
     written = (tmp_path / "mine" / "0" / "metrics.jsonl").stat().st_mtime_ns
 
     again, rows = run(tmp_path, *launcher, rates)
@@ -58,5 +58,5 @@ def test_optuna_learns_from_losses_and_goes_on_after_a_failed_job(tmp_path):
     statuses = [row["status"] for row in rows]
     assert len(rows) == 3 and statuses.count("failed") == 1
     best = min((row for row in rows if row["loss"]), key=lambda row: float(row["loss"]))
-    told = (tmp_path / "mine" / "optimization_results.yaml").read_text()
+    told = (tmp_path / "mine" / "optimization_results.yaml").read_text(encoding="utf-8")
     assert best["optimizer.args.lr"] in told

@@ -21,7 +21,7 @@ KILLED = Job(2, (QUICK, "lr=3", "seed=0"), "train", "s")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "results.csv").open(newline="") as file:
+    with (folder / "results.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -68,7 +68,7 @@ def put(sweep: Sweep, job: Job, losses=()) -> None:
     folder.mkdir()
     Job(**{**vars(job), "sweep": sweep.mark}).write(folder)
     lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def test_the_page_draws_every_job(tmp_path, capsys):
@@ -77,7 +77,7 @@ def test_the_page_draws_every_job(tmp_path, capsys):
     put(sweep, BAD, [3, None, 9000])
     put(sweep, KILLED)
     assert not sweep.end()
-    text = (tmp_path / "sweep" / "report.html").read_text()
+    text = (tmp_path / "sweep" / "report.html").read_text(encoding="utf-8")
     page = Counting(text)
     assert page.open == []
     assert page.seen.count("path") == 2  # the killed job has no curve
@@ -97,7 +97,9 @@ def test_only_jobs_of_this_start_count(tmp_path):
 
 
 def test_curves_keep_the_last_step_and_tell_of_their_scale(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)), encoding="utf-8"
+    )
     drawn = curves({"#0": tmp_path})
     assert "step 7" in drawn and "logarithmic" in drawn
     assert curves({"none": tmp_path / "none"}) is None
@@ -150,7 +152,9 @@ def test_a_job_whose_config_has_changed_runs_again(command, job, tmp_path):
     (tmp_path / "recipes").mkdir()
     recipe = tmp_path / "recipes" / "mine.yaml"
     for steps in (3, 4, 4):
-        recipe.write_text(f"# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {{steps: {steps}}}\n")
+        recipe.write_text(
+            f"# @package _global_\ndefaults: [quickstart, _self_]\ntrain: {{steps: {steps}}}\n", encoding="utf-8"
+        )
         assert command("-m", "+recipe=mine", "train.seed=1", "hydra.sweep.dir=mine").code == 0
     assert seen == [3, 4]
 

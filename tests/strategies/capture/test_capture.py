@@ -398,7 +398,7 @@ for way in ("works", "shape", "branch"):
 def test_a_failing_capture_prints_nothing_itself() -> None:
     """In a process of its own, as torch's loggers hold on to the first standard error that they saw."""
     words = [sys.executable, "-c", THREE_CAPTURES]
-    ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    ended = subprocess.run(words, cwd=Path(__file__).parents[3], capture_output=True, encoding="utf-8", check=True)
     assert ended.stdout.splitlines() == ["shape refused", "branch refused"]
     assert ended.stderr.splitlines() == ["forward of the user"]
 

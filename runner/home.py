@@ -1,0 +1,29 @@
+"""The folders of the user, who may have none: HOME is not set, and the system has no entry for the account."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from runner.errors import ConfigError
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with its leading `~` replaced. Raises ConfigError: that home folder is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{os.fspath(path)}: the home folder that ~ stands for is unknown here; write the path in full, or set the "
+            "environment variable HOME."
+        ) from error
+
+
+def cache() -> Path | None:
+    """The folder for what can be made again, by the XDG base directory specification; None without a home folder."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "meshwright"
+    try:
+        return Path.home() / ".cache" / "meshwright"
+    except RuntimeError:
+        return None
