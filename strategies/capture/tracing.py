@@ -4,7 +4,8 @@ torch.export makes sub-graphs of no_grad and autocast regions, but drops regions
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
 of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster way to the same
-result, are left out: a graph has no values. Hugging Face models leave out masks that hide nothing, except for
+result, are left out: a graph has no values. Two mistakes of torch 2.11 are put right: a power of a number that a tensor
+holds, and the shape of an LSTM's states. Hugging Face models leave out masks that hide nothing, except for
 exporters, whose graphs serve many shapes; ours serves one.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.autograd.grad_mode import inference_mode
 from torch.distributions import Distribution
@@ -26,8 +28,10 @@ from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+from torch.overrides import TorchFunctionMode
 
 from strategies.capture.functional import CUMULATIVE
+from strategies.capture.numbers import SYMBOLS
 
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 """Loggers of torch that print tracebacks of what the exporter raises anyway."""
@@ -56,6 +60,8 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(NamedMemberAccessor, "swap_tensor", _swapped(NamedMemberAccessor.swap_tensor)))
         stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
+        stack.enter_context(_replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
+        stack.enter_context(_Powers())
         yield
 
 
@@ -115,6 +121,27 @@ def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """`layer`, which computes one layer of an LSTM, with new states of the shape of the old ones."""
+
+    def call(batch: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+        output, new = layer(batch, states, *args, **kwargs)
+        return output, tuple(one.reshape(old.shape) for one, old in zip(new, states, strict=True))
+
+    return call
+
+
+class _Powers(TorchFunctionMode):
+    """Makes the exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
+            base, exponent = args
+            exact = isinstance(exponent, torch.SymFloat) and (base.is_floating_point() or base.is_complex())
+            args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

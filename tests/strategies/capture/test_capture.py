@@ -156,6 +156,10 @@ LAYERS: dict[str, tuple[Callable[[Net, Tensor], Tensor], dict[str, Any]]] = {
         {"layer": nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)},
     ),
     "recurrent": (lambda net, x: net.layer(x)[0], {"layer": nn.LSTM(8, 8, batch_first=True)}),
+    "recurrent states": (
+        lambda net, x: torch.cat([net.layer(x)[1][0][-1], net.layer(x)[1][1][0]], -1),
+        {"layer": nn.LSTM(8, 8, 2, batch_first=True)},
+    ),
     "convolution": (
         lambda net, x: net.layer(x.unsqueeze(1)).flatten(1),
         {"layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))},

@@ -40,13 +40,19 @@ def as_an_argument(net: Net, x: Tensor) -> Tensor:
     return net.dense(x).clamp(max=x.max().item()) ** power + filled + (x > x.median().item())
 
 
+def powers(net: Net, x: Tensor) -> Tensor:
+    """Of tensors with and without dims; by numbers that are whole and not."""
+    high = net.dense(x).sigmoid() + 1
+    return high.pow(x.max().item()) + torch.pow(high, net.steps.item()) + high.sum() ** x.mean().item()
+
+
 def sizes(net: Net, x: Tensor) -> Tensor:
     """Sizes are python numbers all along."""
     half = x.shape[0] // 2
     return net.dense(x)[:half].repeat(2, 1) / len(x) + x.numel()
 
 
-@pytest.mark.parametrize("body", [arithmetic, warm_up, as_an_argument, sizes], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [arithmetic, warm_up, as_an_argument, powers, sizes], ids=lambda body: body.__name__)
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:
     torch.manual_seed(0)
     loss = LossFunction(lambda out, target: (out.square().sum() - target.sum()) / 100, {})
