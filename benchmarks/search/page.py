@@ -12,6 +12,11 @@ HEAD = (
     "Written by `python -m benchmarks.search`; one part anew: `--only PART`. Seconds of searches are CPU seconds of",
     "one core, capture excluded unless said.",
     "",
+    "`cost` here is the sum of the prices that a search minimises, and `lower_bound` the least such sum. `run plan`",
+    "prices what the searches find once more, as a step runs: its `cost` is `cost.total`, and its `lower_bound` is",
+    "below the step of every plan, whatever overlap hides and joined calls save. That bound leaves out all that",
+    "these may save, so its gap is larger.",
+    "",
 )
 
 
