@@ -8,6 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from runner import occupancy
 from runner.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -67,10 +68,13 @@ def write_config(run_dir: Path, text: str) -> None:
 
 
 def remove_if_unused(run_dir: Path) -> None:
-    """Remove a run folder that holds nothing but the config, and the folders of runs that are empty then."""
-    if {file.name for file in run_dir.iterdir()} - {CONFIG_FILE}:
+    """Remove a run folder that holds nothing but the config and the own lock, and the folders of runs that are empty
+    then."""
+    ours = {CONFIG_FILE} if occupancy.occupant_of(run_dir) is None else {CONFIG_FILE, occupancy.FILE}
+    if {file.name for file in run_dir.iterdir()} - ours:
         return
-    (run_dir / CONFIG_FILE).unlink(missing_ok=True)
+    for name in ours:
+        (run_dir / name).unlink(missing_ok=True)
     run_dir.rmdir()
     here = Path.cwd()
     for folder in run_dir.parents:

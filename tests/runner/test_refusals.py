@@ -369,4 +369,5 @@ def test_ctrl_c(real, tmp_path):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=5)
-    assert (process.returncode, err) == (130, "run: interrupted.\n")
+    assert process.returncode == 130
+    assert re.search(r"stopped by SIGINT after step \d+, which is saved\. .* train\.resume=auto\n$", err)

@@ -20,11 +20,10 @@ import os, sys, time
 from pathlib import Path
 from runner.occupancy import Occupant, occupied
 with occupied(Path(sys.argv[1]), Occupant.now("train", "mine")):
-    if sys.argv[2] == "fork" and not os.fork():
-        time.sleep(60)
-        os._exit(0)
-    print("held", flush=True)
+    if sys.argv[2] != "fork" or not os.fork():
+        print("held", flush=True)
     time.sleep(60)
+    os._exit(0)
 """
 
 

@@ -154,13 +154,13 @@ def test_no_more_than_a_chunk_is_read_at_once(stored, plan, tmp_path, monkeypatc
 
 def test_what_is_no_tensor_comes_along(stored, tmp_path):
     header = read_header(stored)
-    torch.save({"scheduler": None}, stored / "rank-00000.pt")
-    lost = Stamp(3, "of a file that is gone")
+    torch.save({"scheduler": None, "random": None}, stored / "rank-00000.pt")
+    lost = Stamp(3, "0" * 64)  # of a file that is gone
     files = {**header.files, "rank-00000.pt": stamp(stored / "rank-00000.pt"), "rank-00001.pt": lost}
     changed = replace(header, files=files, plain=(("rank-00001.pt", "rank-00000.pt"),))
     (stored / "checkpoint.json").write_text(to_text(changed), encoding="utf-8")
     target = convert(stored, tmp_path / "merged")
-    assert list(checkpoints.read(target).plain()) == [{"scheduler": None}]
+    assert list(checkpoints.read(target).plain()) == [{"scheduler": None, "random": None}]
 
 
 def test_a_damaged_checkpoint_is_not_converted(stored, tmp_path):
