@@ -76,11 +76,13 @@ KINDS = {
 }
 """Who is hit, and how often among all; a storm is all forks and at times the server, shortly after each other."""
 MARK = "MESHWRIGHT_KILLS"
-MOST = 8
-"""Phases in which one run is hit."""
+MOST = 14
+"""Blows that one run gets."""
 ATTEMPTS = 12
 LEFT = 6.0
 """Seconds after which nothing of a command may be alive."""
+CLEARED = 10.0
+"""Seconds after which a process that was stopped is killed, or goes on because something has woken it."""
 LONGEST = 240.0
 """Seconds after which a command hangs."""
 
@@ -93,13 +95,16 @@ class Blow:
     kind: str
 
 
-def drawn(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str]) -> list[Blow]:
-    """What one run gets, in order; `hit` counts the runs that were hit in each phase so far."""
-    chosen = sorted(phases, key=lambda phase: (hit.get(phase, 0), draw.random()))[:MOST]
+def drawn(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str], most: int) -> list[Blow]:
+    """What one run gets, `most` blows in order; `hit` counts the signals in each phase so far."""
+    counts = Counter({phase: hit.get(phase, 0) for phase in phases})
     found = []
-    for phase in sorted(chosen, key=[*PHASES].index):
+    for _ in range(most):
+        phase = min(phases, key=lambda phase: (counts[phase], draw.random()))
+        counts[phase] += 1
         kinds = [kind for kind in KINDS if phase != "import" or "server" in kind or "command" in kind]
         found.append(Blow(phase, draw.choices(kinds, [KINDS[kind] for kind in kinds])[0]))
+    found.sort(key=lambda blow: [*PHASES].index(blow.phase))
     return found
 
 
@@ -184,7 +189,7 @@ def strike(
     """Give the `blows`, and remove each from the list, while `process` runs; the phase and kind of each signal sent."""
     began, plan = time.time(), folder / "plan.json"
     shown: dict[int, Path] = {}
-    hit, prepared = set[int](), False
+    hit, last, prepared = set[int](), 0.0, False
     since: float | None = None
     wait, narrower, order = draw.random(), 1.0, {phase: place for place, phase in enumerate(PHASES)}
     while process.poll() is None:
@@ -197,7 +202,7 @@ def strike(
         time.sleep(0.001 if prepared else 0.02)
         server = next(iter(children(process.pid)), None)
         forks = [] if server is None else children(server)
-        if hit & {*forks, server, process.pid}:
+        if hit & {*forks, server, process.pid} and time.monotonic() < last + CLEARED:
             continue  # what was hit is not cleared away yet
         with suppress(FileNotFoundError):
             prepared = prepared or plan.stat().st_mtime > began
@@ -233,7 +238,7 @@ def strike(
             with suppress(ProcessLookupError):  # the one before has brought this one down
                 os.kill(victim, number)
                 yield phase, blow.kind
-        since, wait, narrower = None, draw.random(), 1.0
+        last, since, wait, narrower = time.monotonic(), None, draw.random(), 1.0
 
 
 def ended(folder: Path) -> tuple[dict[str, str], list[tuple[int, float]]]:
@@ -307,13 +312,13 @@ def drill(
                 undisturbed[name] = ended(folder)
             folder, began = Path(place) / str(runs), time.monotonic()
             beside = "checkpoint.background=true" in ALL[name]
-            blows = drawn(draw, hit, [phase for phase in phases if beside or phase != BESIDE])
+            blows = drawn(draw, hit, [phase for phase in phases if beside or phase != BESIDE], min(MOST, kills))
             planned = [*blows]
             done, faults = survive(folder, ALL[name], blows, draw)
             if not faults and ended(folder) != undisturbed[name]:
                 faults.append("other weights or losses")
             sent.update(done)
-            hit.update({phase for phase, _ in done})
+            hit.update(phase for phase, _ in done)
             wrong += [f"run {runs} ({name}): {fault}; planned {planned}, sent {done}" for fault in faults]
             print(
                 f"run {runs}, {name}: {len(done)} sent ({sent.total()}) in {time.monotonic() - began:.0f} s, "
