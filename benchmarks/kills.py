@@ -51,7 +51,7 @@ ALL = PLANS | {
 BESIDE, BETWEEN = "saving beside training", "between attempts"
 PHASES = {
     "import": 1.5,
-    "preparation": 1.5,
+    "preparation": 0.6,
     "start": 0.5,
     "first step": 0.02,
     "training": 0.2,
