@@ -31,6 +31,8 @@ LARGEST = 2000
 REPEATED = 3
 """How often a unit must have the same code for being compiled by itself, once for all."""
 
+OLDEST = (2, 13)
+"""The version of torch whose compiled programs are proved. On 2.11 their losses were right and their gradients zero."""
 SHAPES = 256
 """Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
@@ -180,6 +182,8 @@ def check(device: str) -> None:
 
 def missing(device: str) -> str | None:
     """What torch.compile needs for `device` ("cpu" or "cuda") and does not find here."""
+    if torch.torch_version.TorchVersion(torch.__version__) < OLDEST:
+        return f"torch {'.'.join(map(str, OLDEST))} or newer (this is {torch.__version__}, whose gradients may be zero)"
     if device == "cpu":
         from torch._inductor import cpp_builder, exc
 
