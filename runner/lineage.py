@@ -26,6 +26,8 @@ FILE = "run.json"
 CHECKPOINTS, METRICS, RESTARTS, FAULTS = "checkpoints", "metrics.jsonl", "restarts.jsonl", "faults"
 TRAINING = ("train", "launch")
 """Verbs after which the folder is that of a training run."""
+MARKS = {"config.json": "parallel", "plan.json": "operators"}
+"""Files that a run replaces, each with a key that those of this program have."""
 Ancestry = tuple[tuple[str, int], ...]
 """(run, last step) of every run that is continued, the latest first."""
 
@@ -121,8 +123,16 @@ def leads(config: Config) -> bool:
 
 
 def check_folder(config: Config, run_dir: Path) -> None:
-    """Raise ConfigError where `run_dir` belongs to a training run that the job of `config` would mix with."""
-    if config.run.overwrite or not leads(config) or not _trained(run_dir):
+    """Raise ConfigError where `run_dir` belongs to a training run that the job of `config` would mix with, or holds a
+    file of somebody else that it would replace."""
+    if config.run.overwrite or not leads(config):
+        return
+    if (name := _foreign(run_dir)) is not None:
+        raise ConfigError(
+            f"{run_dir / name} is not a file of this program, and the command would replace it. Give another folder "
+            "with hydra.run.dir=DIR, or run.overwrite=true to replace it."
+        )
+    if not _trained(run_dir):
         return
     run = read(run_dir)
     whose = "another training run" if run is None else f"the training run {run.began.told}"
@@ -138,6 +148,22 @@ def check_folder(config: Config, run_dir: Path) -> None:
             "give another folder with hydra.run.dir=DIR, or begin anew with run.overwrite=true, which removes its "
             "checkpoints and metrics."
         )
+
+
+def _foreign(run_dir: Path) -> str | None:
+    """The name of a file that a run writes, where what is there is JSON of somebody else."""
+    from strategies.bounded import read_json
+
+    if (run_dir / FILE).exists():
+        return None
+    for name, key in MARKS.items():
+        try:
+            content = read_json(run_dir / name)
+        except (OSError, ValueError):
+            continue  # none, or a damaged one
+        if not isinstance(content, dict) or key not in content:
+            return name
+    return None
 
 
 def _trained(run_dir: Path) -> bool:

@@ -232,6 +232,21 @@ def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(tmp_path, monkeyp
         assert "No locks available" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["config.json", "plan.json"])
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_files_of_somebody_else_are_not_replaced(command, tmp_path, job, verb, name):
+    (tmp_path / "out").mkdir()
+    file = tmp_path / "out" / name
+    file.write_text('{"architectures": ["Llama"]}', encoding="utf-8")
+    done = command(verb, QUICK, "hydra.run.dir=out")
+    assert done.code == 2 and len(done.paragraphs) == 1
+    assert f"out/{name} is not a file of this program" in done.err and "run.overwrite=true" in done.err
+    assert file.read_text(encoding="utf-8") == '{"architectures": ["Llama"]}'
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    job(lambda config, run_dir: 0.5)
+    assert command(verb, QUICK, "hydra.run.dir=out", "run.overwrite=true").code == 0
+
+
 def test_two_real_runs_at_once(tmp_path):
     """The second one is refused while the first one trains; when that is killed, the folder is free at once."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
