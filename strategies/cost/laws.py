@@ -90,6 +90,8 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
     for kind, group in by_kind.items():
         rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
         (call_, latency, per_byte), errors[kind] = nonnegative(rows, [one.seconds for one in group])
+        if per_byte <= 0:  # noise hides it: no byte takes longer than those of the largest call
+            per_byte = min(one.seconds / one.bytes for one in group if one.bytes)
         links[kind] = Link(_rate(per_byte, kind), latency, call_)
     return Fit(flops, bandwidth, links, errors)
 

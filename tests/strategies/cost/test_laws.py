@@ -74,6 +74,11 @@ def test_a_time_that_is_far_off_pulls_no_harder() -> None:
 
 
 def test_times_that_do_not_grow_are_refused() -> None:
+    flat = [Copy(size, 1.0 / (1 + size)) for size in (1, 10, 100)]
+    with pytest.raises(ValueError, match="the times of copies do not grow with their size"):
+        fit(PRODUCTS, flat, [])
+
+
+def test_a_collective_whose_times_do_not_grow_has_the_bandwidth_of_its_largest_call() -> None:
     flat = [Call(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
-    with pytest.raises(ValueError, match="the times of send do not grow with their size"):
-        fit(PRODUCTS, COPIES, flat)
+    assert fit(PRODUCTS, COPIES, flat).links[SEND].bandwidth == pytest.approx(100 * 101)
