@@ -182,7 +182,7 @@ def check(device: str) -> None:
 
 def missing(device: str) -> str | None:
     """What torch.compile needs for `device` ("cpu" or "cuda") and does not find here."""
-    if torch.torch_version.TorchVersion(torch.__version__) < OLDEST:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
         return f"torch {'.'.join(map(str, OLDEST))} or newer (this is {torch.__version__}, whose gradients may be zero)"
     if device == "cpu":
         from torch._inductor import cpp_builder, exc
