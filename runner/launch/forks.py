@@ -23,6 +23,7 @@ from runner.errors import RunFailed
 from runner.launch import failure
 from runner.launch.liveness import Signs
 from runner.launch.server import NUMBER, OF_THE_COMMAND, Pickler, send
+from runner.packages import ROOT
 
 PRELOAD: tuple[str, ...] = (
     "torch",
@@ -44,6 +45,8 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, {killed}, 0, 0, 0)
 if os.getppid() != {parent}:
     sys.exit()
+sys.path.insert(0, {root!r})
+import runner  # ours: it decides what the names of our packages mean, whatever the user's folders are called
 sys.path[:] = {path!r}
 from runner.launch.server import main
 main({control}, {preload!r}, {parent})
@@ -68,7 +71,12 @@ class Server:
         here = os.getcwd()
         path = [*(folder for folder in sys.path if folder not in ("", here)), here]
         code = _MAIN.format(
-            path=path, control=far.fileno(), preload=tuple(preload), parent=self.owner, killed=int(signal.SIGKILL)
+            root=str(ROOT),
+            path=path,
+            control=far.fileno(),
+            preload=tuple(preload),
+            parent=self.owner,
+            killed=int(signal.SIGKILL),
         )
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # Ctrl-C is for this process alone: the server has signals blocked until it ignores them.
