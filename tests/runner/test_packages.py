@@ -122,7 +122,11 @@ def test_ours_are_ours_and_theirs_are_theirs(run, tmp_path, init):
     plan = json.loads((tmp_path / "here" / "out" / "plan.json").read_text(encoding="utf-8"))
     assert list(plan["parameters"]) == ["mine.weight"]
     done = run(
-        "plan", "+recipe=other", "data.target=tests.rows.Rows", "verify.reference.target=models.ffn.FFN", *options
+        "plan",
+        "+recipe=other",
+        "data.target=tests.rows.Rows",
+        "verify.reference.target=models.ffn.FFN",
+        "parallel.plan_cache=null",
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("model.target")]
