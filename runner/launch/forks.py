@@ -150,10 +150,10 @@ def warm(preload: Sequence[str] = PRELOAD) -> Server:
 
 
 class Fork:
-    """A process that the server has made. `sentinel` becomes readable when it ends."""
+    """A process that `server` has made. `sentinel` becomes readable when it ends."""
 
-    def __init__(self, pid: int, sentinel: int) -> None:
-        self.pid, self.sentinel = pid, sentinel
+    def __init__(self, pid: int, sentinel: int, server: Server) -> None:
+        self.pid, self.sentinel, self._server = pid, sentinel, server
         self._code: int | None = None
 
     @property
@@ -166,6 +166,9 @@ class Fork:
         """Wait until it has ended, `seconds` at most."""
         if self._code is None and _readable(self.sentinel, seconds):
             code = _number(self.sentinel)
+            if code is None:  # the files of a process are closed before its end can be seen
+                with suppress(subprocess.TimeoutExpired):
+                    self._server.wait(END)
             self._code = LOST if code is None else code
             os.close(self.sentinel)
 
@@ -200,7 +203,7 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
             os.close(status)
     if pid is not None and pid > 0:
         running.used = True
-        return Fork(pid, sentinel)
+        return Fork(pid, sentinel, running)
     os.close(sentinel)
     if pid is not None:
         raise RunFailed(f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)}).")

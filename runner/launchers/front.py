@@ -25,7 +25,7 @@ from runner.launchers.line import GREETING, Hello, answer
 _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST = 512 if _FILES == resource.RLIM_INFINITY else min(512, _FILES // 4)
 """Callers that may be unknown at one time, each of which holds an open file; the others wait in the system's queue."""
-HASTE, PAUSE = 0.5, 0.02
+HASTE, PAUSE = 2.0, 0.02
 """Seconds that a caller may take to say who it is where many are unknown, and between two looks where all may be."""
 FLUSH = 2.0  # seconds for the last words of rank 0 to reach the console
 

@@ -45,13 +45,15 @@ def answering(front: Front, seconds: float = 3.0) -> list[tuple[Hello, object]]:
     return found
 
 
-def calling(front: Front, hello: Hello, secret: bytes = SECRET) -> tuple[threading.Thread, list[object]]:
+def calling(
+    front: Front, hello: Hello, secret: bytes = SECRET, seconds: float = 5.0
+) -> tuple[threading.Thread, list[object]]:
     """A rank that calls, in the background; what it was told, or its error, comes into the list."""
     told: list[object] = []
 
     def rank() -> None:
         try:
-            connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, 5.0)
+            connection = call(network.LOOPBACK, front.listener.getsockname()[1], secret, seconds)
             assert own_address(connection) == network.LOOPBACK
             messages.send(connection, asdict(hello))
             told.append(messages.receive(connection))
@@ -141,9 +143,9 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(front: Front) -> None:
     strangers = [socket.create_connection(front.listener.getsockname()) for _ in range(crowd)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (crowd + 200, hard))  # for the answers there is less room
     try:
-        thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)))
-        assert [hello.rank for hello, _ in answering(front, 30.0)] == [0]
-        thread.join(3)
+        thread, told = calling(front, Hello(0, "a", "a", store=("a", 1)), seconds=60.0)
+        assert [hello.rank for hello, _ in answering(front, 60.0)] == [0]
+        thread.join(60)
         assert told == [["a", 1]]
     finally:
         for stranger in strangers:
