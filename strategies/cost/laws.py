@@ -89,9 +89,13 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
         by_kind.setdefault(call.kind, []).append(call)
     for kind, group in by_kind.items():
         rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
-        (call_, latency, per_byte), errors[kind] = nonnegative(rows, [one.seconds for one in group])
-        if per_byte <= 0:  # noise hides it: no byte takes longer than those of the largest call
+        seconds = [one.seconds for one in group]
+        (call_, latency, per_byte), errors[kind] = nonnegative(rows, seconds)
+        if per_byte <= 0:  # noise hides it: a byte takes no longer than one of the call with the highest rate
             per_byte = min(one.seconds / one.bytes for one in group if one.bytes)
+            errors[kind] = _error(
+                np.array(rows, dtype=float), np.array(seconds, dtype=float), np.array([call_, latency, per_byte])
+            )
         links[kind] = Link(_rate(per_byte, kind), latency, call_)
     return Fit(flops, bandwidth, links, errors)
 
@@ -113,8 +117,12 @@ def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tu
         found = np.maximum(table @ constants, SHORTEST)
         wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
         constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
+    return [float(one) for one in constants], _error(table, times, constants)
+
+
+def _error(table: Numbers, times: Numbers, constants: Numbers) -> Error:
     off = np.abs(table @ constants / times - 1)
-    return [float(one) for one in constants], Error(float(np.median(off)), float(off.max()))
+    return Error(float(np.median(off)), float(off.max()))
 
 
 def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:

@@ -183,7 +183,10 @@ def check(device: str) -> None:
 def missing(device: str) -> str | None:
     """What torch.compile needs for `device` ("cpu" or "cuda") and does not find here."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        return f"torch {'.'.join(map(str, OLDEST))} or newer (this is {torch.__version__}, whose gradients may be zero)"
+        return (
+            f"there is no torch {'.'.join(map(str, OLDEST))} or newer (this is {torch.__version__}, whose compiled "
+            "gradients may be zero)"
+        )
     if device == "cpu":
         from torch._inductor import cpp_builder, exc
 

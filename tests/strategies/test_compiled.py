@@ -163,7 +163,7 @@ def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
-    assert "torch 2.13 or newer (this is 2.11.0+cpu" in str(compiled.missing("cpu"))
+    assert "no torch 2.13 or newer (this is 2.11.0+cpu" in str(compiled.missing("cpu"))
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     assert compiled.missing("cpu") is None
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)

@@ -81,4 +81,6 @@ def test_times_that_do_not_grow_are_refused() -> None:
 
 def test_a_collective_whose_times_do_not_grow_has_the_bandwidth_of_its_largest_call() -> None:
     flat = [Call(SEND, 2, size, 1.0 / (1 + size)) for size in (1, 10, 100)]
-    assert fit(PRODUCTS, COPIES, flat).links[SEND].bandwidth == pytest.approx(100 * 101)
+    found = fit(PRODUCTS, COPIES, flat)
+    assert found.links[SEND].bandwidth == pytest.approx(100 * 101)
+    assert found.errors[SEND].worst > 0.5  # which says how little is known of it
