@@ -116,6 +116,7 @@ def main() -> None:
     typed = sys.argv[1:]
     try:
         _command(typed)
+        sys.stdout.flush()  # while a reader that has gone can still be answered for
     except SweepFailed:
         sys.exit(1)
     except Terminated as terminated:
@@ -151,7 +152,9 @@ def _command(typed: list[str]) -> None:
         print(VERBS[verb].help)
         return
     if verb is not None and not VERBS[verb].composed:
-        sys.exit(VERBS[verb].function()(rest))
+        code = VERBS[verb].function()(rest)
+        sys.stdout.flush()
+        sys.exit(code)
     if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
         words.refuse_launcher()
     sys.argv[1:] = words.for_hydra(verb, rest)

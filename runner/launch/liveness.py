@@ -75,9 +75,13 @@ class Signs:
 def _family(pid: int) -> Iterator[int]:
     """A process and its descendants."""
     yield pid
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return  # it has ended
+    for thread in threads:
         try:
-            children = listed.read_text(encoding="utf-8").split()
+            children = Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split()
         except OSError:
             continue
         for child in children:

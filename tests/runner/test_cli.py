@@ -315,13 +315,16 @@ def test_folders_of_the_user_do_not_hide_ours(tmp_path):
         assert words != ["recipes"] or {"mine", "quickstart"} <= {row.split()[0] for row in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(("words", "said"), [(("recipes",), 0), ((QUICK, "job=doctor_of_nobody"), 1)])
+@pytest.mark.parametrize(
+    ("words", "said"), [(("recipes",), 0), (("--version",), 0), ((QUICK, "job=doctor_of_nobody"), 1)]
+)
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path, words, said):
     """`run recipes | head -1`; what is refused is told on stderr all the same."""
     reading, writing = os.pipe()
     os.close(reading)
     line = [sys.executable, "-m", "runner", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONUNBUFFERED", None)  # with it nothing waits for the end of the command
     done = subprocess.run(
         line, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE, encoding="utf-8", check=False
     )

@@ -182,6 +182,20 @@ def test_signs_of_life():
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_process_that_ends_while_it_is_looked_at(monkeypatch):
+    def gone(plain):
+        def look(path="."):
+            if str(path).endswith("/task"):
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return plain(path)
+
+        return look
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, gone(getattr(os, name)))
+    Signs(os.getpid()).look()
+
+
 class Shown:
     """Signs as a test wants them."""
 
