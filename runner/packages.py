@@ -1,8 +1,8 @@
 """Which package a top-level name means, in every process that has imported `runner`.
 
 The packages of this project have common names, and users have folders of the same names. The rule: `conf`, `recipes`,
-`runner` and `strategies` are ours wherever a process starts, and a folder of the user's of that name only adds modules
-that ours lacks. `models` is the user's where there is one, and ours adds what that lacks; `meshwright.models` is ours
+`runner` and `strategies` are ours wherever a process starts, and a folder or file of the user's of that name only adds
+what ours lacks. `models` is the user's where there is one, and ours adds what that lacks; `meshwright.models` is ours
 alone, which is what shipped recipes mean. Nothing else is imported here.
 """
 
@@ -11,16 +11,17 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("conf", "recipes", "runner", "strategies")
+OURS = ("conf", "meshwright", "recipes", "runner", "strategies")
 SHARED = "models"
-PROJECT = "meshwright"
 
 
 class _Finder:
@@ -30,10 +31,6 @@ class _Finder:
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if path is not None:
             return None
-        if name == PROJECT:
-            spec = ModuleSpec(name, None, is_package=True)
-            spec.submodule_search_locations = [str(ROOT)]
-            return spec
         if name in OURS:
             return PathFinder.find_spec(name, [str(ROOT)])
         return _shared() if name == SHARED else None
@@ -45,11 +42,45 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder)
 
 
-def add_theirs(name: str) -> None:
-    """Let modules of the user's folder `name` be found in our package of that name, where ours has none."""
-    if name in OURS:
+def add_theirs() -> None:
+    """Add what the user has under the names of our packages: modules in their folders, and what a file such as
+    `strategies.py`, or the `__init__.py` of a folder, defines. Nothing of ours is replaced."""
+    for name in OURS:
+        spec = theirs(name)
+        if spec is None:
+            continue
         ours = importlib.import_module(name)
-        ours.__path__.extend(place for place in _folders(theirs(name)) if place not in ours.__path__)
+        ours.__path__.extend(place for place in _folders(spec) if place not in ours.__path__)
+        if spec.origin is not None:
+            own = _lazy.setdefault(name, vars(ours).get("__getattr__"))
+            vars(ours)["__getattr__"] = partial(_attribute, ours, own, spec)
+
+
+_lazy: dict[str, Callable[[str], object] | None] = {}
+"""The module `__getattr__` of each of our packages that was given another one."""
+
+
+def _attribute(ours: ModuleType, own: Callable[[str], object] | None, spec: ModuleSpec, name: str) -> object:
+    """What ours defines as `name` lazily, or else the user's module. A submodule is left for Python to import."""
+    if own is not None:
+        with suppress(AttributeError):
+            return own(name)
+    if not name.startswith("__") and PathFinder.find_spec(f"{ours.__name__}.{name}", ours.__path__) is None:
+        return getattr(_loaded(f"{ours.__name__}.__init__", spec), name)
+    raise AttributeError(f"module {ours.__name__!r} has no attribute {name!r}")
+
+
+def _loaded(name: str, spec: ModuleSpec) -> ModuleType:
+    if name not in sys.modules:
+        own = spec_from_file_location(name, spec.origin, submodule_search_locations=spec.submodule_search_locations)
+        assert own is not None and own.loader is not None
+        sys.modules[name] = module = module_from_spec(own)
+        try:
+            own.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def theirs(name: str) -> ModuleSpec | None:
@@ -78,7 +109,7 @@ def ours_alone(name: str) -> str:
     mine = name.startswith(f"{SHARED}.") and (ROOT / SHARED / f"{name.split('.')[1]}.py").exists()
     spec = theirs(SHARED) if mine else None
     # a folder of theirs without code, such as one of weights, hides nothing
-    return f"{PROJECT}.{name}" if spec is not None and (spec.origin or hidden(name)) else name
+    return f"meshwright.{name}" if spec is not None and (spec.origin or hidden(name)) else name
 
 
 def _shared() -> ModuleSpec | None:

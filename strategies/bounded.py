@@ -1,4 +1,5 @@
-"""Reading files that anybody may have put there: regular files of a limited size, and JSON from them.
+"""Reading files that anybody may have put there: regular files of a limited size, their lines, and JSON
+from them.
 
 Invariant: reading never blocks (a FIFO, a device) and never takes more memory than the limit allows.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MOST = 2**26
 """Bytes of a JSON file, unless the caller knows better; the plan of a large model has some million."""
+LONGEST = 2**20
+"""Bytes of a line."""
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:
@@ -42,6 +46,15 @@ def read_json(path: Path, most: int = MOST) -> Any:
         ValueError: it is no regular file, too large, no JSON, or nested too deeply.
     """
     return parse(read_bytes(path, most))
+
+
+def lines(path: Path, longest: int = LONGEST) -> Iterator[bytes]:
+    """The lines of a regular file with their ends, up to the first one of more than `longest` bytes; none where it is
+    no regular file. Raises OSError."""
+    if path.is_file():
+        with path.open("rb") as file:
+            while 0 < len(line := file.readline(longest + 1)) <= longest:
+                yield line
 
 
 def parse(content: bytes | str) -> Any:

@@ -44,7 +44,7 @@ def resolve(target: str, what: str) -> Callable[..., Any]:
     if len(words) < 2 or not all(word.isidentifier() for word in words):
         raise ConfigError(f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
     _add_working_directory()
-    packages.add_theirs(words[0])
+    packages.add_theirs()
     found: Any = _top_level(words[0], target, what)
     for position, word in enumerate(words[1:], start=1):
         found = _member(found, ".".join(words[:position]), word, target, what)

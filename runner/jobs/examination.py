@@ -17,7 +17,7 @@ from runner.checkpoints.index import Index
 from runner.command.folders import CONFIG_FILE
 from runner.errors import ConfigError
 from runner.planning.stored import PLAN, read_content
-from strategies.bounded import read_json
+from strategies.bounded import is_count, read_json
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.recoverable import recoverable
@@ -82,7 +82,10 @@ def _planned(path: Path) -> str | None:
     plan, settings = read_content(file), file.parent / CONFIG_FILE
     try:
         parallel = read_json(settings)["parallel"] if settings.is_file() else {}
-        world_size = math.prod(plan["mesh"].values()) * plan.get("pipeline", {}).get("stages", 1)
+        sizes = [*plan["mesh"].values(), plan.get("pipeline", {}).get("stages", 1)]
+        if not all(is_count(size, 1) for size in sizes):
+            raise ValueError(f"sizes of a mesh are {sizes}")
+        world_size = math.prod(sizes)
         groups = replicas(plan, world_size, split=bool(parallel.get("zero", {}).get("stage")))
     except (OSError, LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from runner.command.folders import CONFIG_FILE
 from runner.origins import as_typed
+from strategies import bounded
 
 FILE = "job.json"
 STARTED = "sweep.json"
@@ -127,10 +128,8 @@ def _is_cleared(override: str, later: Sequence[str]) -> bool:
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
     """The records in a job's metrics, none where it measured nothing. Damaged lines are left out."""
-    if (folder / METRICS).is_file():
-        with (folder / METRICS).open("rb") as file:
-            for line in file:
-                with suppress(ValueError, RecursionError):
-                    record = json.loads(line) if line.endswith(b"\n") else None
-                    if isinstance(record, dict):
-                        yield record
+    for line in bounded.lines(folder / METRICS):
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

@@ -73,6 +73,6 @@ def bars(values: Mapping[str, float]) -> Markup:
 
 def _losses(folder: Path) -> list[Point]:
     """(step, loss), thinned out."""
-    found = [(one["step"], one["loss"]) for one in records(folder) if one.get("loss") is not None]
+    found = [(one["step"], one["loss"]) for one in records(folder) if isinstance(one.get("loss"), int | float)]
     stride = -(-len(found) // POINTS) or 1
     return found[::stride] + (found[-1:] if (len(found) - 1) % stride else [])

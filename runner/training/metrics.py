@@ -20,6 +20,7 @@ from typing import Any, Literal
 from runner.errors import ConfigError
 from runner.logs import console
 from runner.schema import Config
+from strategies import bounded
 from strategies.engine.scaling import LossScale
 
 FILE = "metrics.jsonl"
@@ -204,25 +205,24 @@ def metrics_of(
 
 def _drop_from(path: Path, step: int) -> None:
     """Cut the file before its first record of `step` or later. Lines before that which are no records, such as one that
-    a kill has cut off, are left out."""
-    if not path.exists():
+    a kill has cut off, are left out; what no line of a record can be as long as ends the file."""
+    if not path.is_file():
         return
     end = position = 0
     damaged = False
-    with path.open("rb") as file:
-        for line in file:
-            position += len(line)
-            number = _step_of(line)
-            if number is not None and number >= step:
-                break
-            if number is not None:
-                damaged = damaged or end != position - len(line)
-                end = position
+    for line in bounded.lines(path):
+        position += len(line)
+        number = _step_of(line)
+        if number is not None and number >= step:
+            break
+        if number is not None:
+            damaged = damaged or end != position - len(line)
+            end = position
     os.truncate(path, end)
     if damaged:
         hidden = path.with_name(f".{path.name}")
-        with path.open("rb") as file, hidden.open("wb") as kept:
-            kept.writelines(line for line in file if _step_of(line) is not None)
+        with hidden.open("wb") as kept:
+            kept.writelines(line for line in bounded.lines(path) if _step_of(line) is not None)
         os.replace(hidden, path)
 
 

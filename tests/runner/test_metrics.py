@@ -76,6 +76,15 @@ def test_a_line_cut_off_by_a_kill(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
+def test_a_line_without_end_ends_the_file(tmp_path: Path) -> None:
+    with Metrics(tmp_path, log_every=10, progress=False) as metrics:
+        train(metrics, 1, 2)
+    os.truncate(tmp_path / FILE, 2**40)
+    with Metrics(tmp_path, log_every=10, progress=False, first_step=3) as metrics:
+        train(metrics, 3, 3)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
 def test_a_fresh_run_starts_empty(tmp_path: Path) -> None:
     for _ in range(2):
         with Metrics(tmp_path, log_every=10, progress=False) as metrics:

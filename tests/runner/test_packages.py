@@ -64,15 +64,14 @@ def run(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "run"
-    script.write_text("from runner.command.cli import main\n\nmain()\n", encoding="utf-8")
+    script.write_text("from meshwright.__main__ import main\n\nmain()\n", encoding="utf-8")
     others = [path for path in sys.path if path and Path(path).resolve() != packages.ROOT]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *others])}
 
-    def call(*words, start=script):
+    def call(*words, start=script, path=()):
         line = [sys.executable, str(start), *words]
-        return subprocess.run(
-            line, cwd=tmp_path / "here", env=environment, capture_output=True, encoding="utf-8", check=False
-        )
+        own = environment | {"PYTHONPATH": os.pathsep.join([*path, environment["PYTHONPATH"]])}
+        return subprocess.run(line, cwd=tmp_path / "here", env=own, capture_output=True, encoding="utf-8", check=False)
 
     return call
 
@@ -138,6 +137,25 @@ def test_ours_are_ours_and_theirs_are_theirs(run, tmp_path, init):
 def test_theirs_are_found_by_ranks_of_launchers(run, tmp_path, words):
     folders_of_all_names(tmp_path / "here", init=True)
     done = run("+recipe=mine", *words, "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_called_like_packages_of_ours_add_to_them(run, tmp_path):
+    loss = "from strategies import Mine\nfrom torch import nn\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n"
+    recipe = RECIPE.format(model="strategies.Mine", data="runner.Rows").replace(
+        "torch.nn.CrossEntropyLoss", "conf.Loss"
+    )
+    write(
+        tmp_path / "here",
+        {
+            "strategies.py": NET.format(sibling="recipes", name="Mine"),
+            "recipes.py": "WIDTH = 1\n",
+            "runner.py": DATA,
+            "conf.py": loss,
+            "recipes/mine.yaml": recipe,
+        },
+    )
+    done = run("+recipe=mine", "parallel.plan_cache=null", "hydra.run.dir=out", path=["."])
     assert done.returncode == 0, done.stderr
 
 

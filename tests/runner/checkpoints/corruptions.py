@@ -41,6 +41,7 @@ from runner.planning.stored import read_content  # noqa: E402
 from runner.sweeps import job as jobs  # noqa: E402
 from runner.training.metrics import Metrics  # noqa: E402
 from strategies import plan_cache  # noqa: E402
+from strategies.bounded import read_json  # noqa: E402
 from strategies.errors import StrategyError  # noqa: E402
 from strategies.layout import Layout  # noqa: E402
 from strategies.mesh import Mesh  # noqa: E402
@@ -122,7 +123,7 @@ def swap(file: Path, draw: random.Random) -> None:
 def odd(file: Path, draw: random.Random) -> None:
     """Another value somewhere in JSON, or noise where there is none."""
     try:
-        value = json.loads(file.read_bytes())
+        value = read_json(file)  # another corruption may have made it huge
     except ValueError:
         return noise(file, draw)
     places = list(_places(value))
@@ -225,7 +226,7 @@ class Corruptions:
                 path.rename(place / f"step-{draw.randrange(9):08d}x")
             elif way == 1 and not (place / "step-00000007").exists():
                 path.rename(place / "step-00000007")
-            elif way == 2:
+            elif way == 2 and not os.path.lexists(path / "damaged.json"):
                 draw.choice((fifo, folder, noise))(_made(path / "damaged.json"), draw)
             elif way == 3:
                 _made(place / ".step-00000009.partial")
@@ -314,9 +315,6 @@ class Corruptions:
 
 
 def _measured(run: Path) -> None:
-    size = (run / "metrics.jsonl").stat().st_size
-    if size > 2**30:
-        return
     with Metrics(run, log_every=100, first_step=5, progress=False) as metrics:
         metrics.step(5, loss=0.5, lr=0.1, seconds=1.0, samples=1)
     steps = [record["step"] for record in jobs.records(run)]
