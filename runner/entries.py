@@ -50,7 +50,9 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     if resume is not None and opened is not None:
         continuation = checkpoints.check(resume, **prepared.identity())
         done, ancestry = opened.step, ((opened.header.run, opened.step), *opened.header.history)
-        if done >= prepared.steps and (not continuation.data or config.train.epochs is None):
+        nothing_left = done >= prepared.steps and (not continuation.data or config.train.epochs is None)
+        # a command that is given again does no harm: it may have been killed between its last save and its end
+        if nothing_left and (config.train.resume != "auto" or done > prepared.steps):
             raise ConfigError(
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
                 "ask for more."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runner.launchers.dry_run import dry_run
 from runner.recovery import restarting
 from runner.refusal import without_trace
 from runner.schema import Config
+from runner.sweeps.job import records
 from runner.training.metrics import require_tensorboard
 from runner.training.offload_folder import offload_folder, own_folder
 from runner.training.timeline import begin, marked
@@ -43,9 +45,19 @@ def run(config: Config, run_dir: Path) -> float | None:
         raise stopped(result["stopped"], Interrupts.asked)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
+    result = with_recorded(result, run_dir)
     print(ending(result, run_dir), flush=True)
     loss: float = result["loss"]
     return loss
+
+
+def with_recorded(result: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """`result` with loss and evaluation of the last step from metrics.jsonl, where no step was left to do."""
+    if not math.isnan(result["loss"]):
+        return result
+    last = [record for record in records(run_dir) if record["step"] == result["steps"]]
+    found = {key: record[key] for record in last for key in ("loss", "evaluation") if record.get(key) is not None}
+    return result | found
 
 
 def ending(result: dict[str, Any], run_dir: Path) -> str:

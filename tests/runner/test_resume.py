@@ -1,6 +1,7 @@
 """A run that was killed and goes on ends as if it had never stopped: the same bits, the same lines of metrics."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -223,9 +224,21 @@ def test_another_run_is_refused_and_nothing_is_touched(start, begun):
         assert {path for path in now if now[path] != before.get(path)} <= {ended.folder / "ranks" / "0.log"}
 
 
-def test_a_run_that_is_done_is_refused(start, begun):
-    with pytest.raises(ConfigError, match=r"has 5 steps done, and train.steps .* asks for 5; ask for more"):
-        start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", "train.resume=auto", folder="run")
+def test_a_run_that_is_done_is_done(start, begun):
+    """A command may be killed between its last save and its end, and a scheduler gives it again."""
+    ended, before = begun
+    again = start(*SMALL, *LONG, *KINDS["stage 0"], "train.steps=5", "train.resume=auto", folder="run")
+    assert again.value == ended.value and math.isfinite(again.value)
+    kept = {path: content for path, content in before.items() if "checkpoints" in path.parts or path.suffix == ".jsonl"}
+    assert len(kept) > 2 and {path: path.read_bytes() for path in kept} == kept
+
+
+@pytest.mark.parametrize(("steps", "resume"), [(4, "auto"), (5, "{path}")])
+def test_more_steps_than_asked_for_are_refused(start, begun, steps, resume):
+    path = begun[0].folder / "checkpoints" / "step-00000005"
+    overrides = (f"train.steps={steps}", f"train.resume={resume.format(path=path)}")
+    with pytest.raises(ConfigError, match=rf"has 5 steps done, and train.steps .* asks for {steps}; ask for more"):
+        start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, folder="run")
 
 
 def test_the_command_keeps_the_folder_of_a_run_that_it_refuses_to_continue(command, tmp_path):
