@@ -253,7 +253,14 @@ class Communicator:
         n, index = mesh.product(step.axes), mesh.index(rank, step.axes)
         length = step.cut_length(mesh)
         if step.kind == SLICE:
-            return lambda tensor: resized(tensor, step.dim, length).chunk(n, step.dim)[index].contiguous()
+
+            def own(tensor: Tensor) -> Tensor:
+                piece = resized(tensor, step.dim, length).chunk(n, step.dim)[index]
+                # Not only contiguous(): where an operator returns its argument itself in the forward of an
+                # autograd.Function, torch 2.11 compiles a backward whose gradient is zero.
+                return piece if piece.is_contiguous() else piece.contiguous()
+
+            return own
         assert step.kind == PAD
         end = step.joined_length(mesh, step.dim)
         return lambda tensor: resized(padded(tensor, step.dim, n, index), step.dim, end)

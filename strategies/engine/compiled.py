@@ -30,9 +30,6 @@ LARGEST = 2000
 """Nodes of a unit that is compiled as a whole; the time to compile grows faster than the unit."""
 REPEATED = 3
 """How often a unit must have the same code for being compiled by itself, once for all."""
-
-OLDEST = (2, 13)
-"""The version of torch whose compiled programs are proved. On 2.11 their losses were right and their gradients zero."""
 SHAPES = 256
 """Of how many shapes the inputs of one code may be; beyond them it would not be compiled."""
 
@@ -182,11 +179,6 @@ def check(device: str) -> None:
 
 def missing(device: str) -> str | None:
     """What torch.compile needs for `device` ("cpu" or "cuda") and does not find here."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        return (
-            f"there is no torch {'.'.join(map(str, OLDEST))} or newer (this is {torch.__version__}, whose compiled "
-            "gradients may be zero)"
-        )
     if device == "cpu":
         from torch._inductor import cpp_builder, exc
 
