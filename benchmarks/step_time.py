@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -209,16 +210,9 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 
 def calibrated(file: Path, ranks: int, seconds: float) -> None:
     """Write the description of this machine to `file`."""
-    from runner.jobs.calibrate import described
-    from strategies.cost.laws import fit
-
-    measured = launch.run_ranks(
-        "runner.planning.calibration:measure", {"seconds": seconds}, world_size=ranks, run_dir=file.parent,
-        device="cpu", timeout=300, threads=1,
-    )  # fmt: skip
-    file.write_text(
-        described(file.stem, measured, fit(measured.products, measured.copies, measured.calls)), encoding="utf-8"
-    )
+    words = ["calibrate", str(file), f"calibrate.seconds={seconds}", f"world_size={ranks}", "device=cpu"]
+    run_dir = f"hydra.run.dir={file.parent / 'calibrate'}"
+    subprocess.run([sys.executable, "-m", "runner", *words, run_dir], check=True)
 
 
 @dataclass(frozen=True)
@@ -242,7 +236,6 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
         file = cluster or Path(name) / "calibrated.yaml"
         if cluster is None:
             calibrated(file, ranks, seconds)
-            print(file.read_text(encoding="utf-8"), flush=True)
         machine = from_description(file)
         wanted = [(model, wish, task) for model in models for wish, task in tasks(model, ranks)]
         found: dict[int, list[float]] = {number: [] for number in range(len(wanted))}

@@ -11,10 +11,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner import launch
 from runner.command.folders import remove_if_unused
@@ -24,30 +24,34 @@ from runner.training.timeline import begin
 
 if TYPE_CHECKING:
     from runner.planning.calibration import Measured
+    from runner.worker import RankContext
+    from strategies.cost.cluster import Cluster, Link
     from strategies.cost.laws import Fit
 
-
+T = TypeVar("T")
 MARK = "measured by `run calibrate`"
 """In the first line of what is written."""
-STARTUP = 5.0
-"""Seconds of the process before the verb that count, at most: a job of a sweep has no start of its own."""
-ENDING = 1.0
-"""Seconds for ranks to end and the file to be written."""
+PRELOAD = (
+    *("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"),
+    *("runner.worker", "runner.jobs.calibrate", "runner.planning.calibration"),
+)
+"""What its ranks need, backward too: much less than those that train, which leaves more time to measure."""
+ENDING = 1.7
+"""Seconds that are left for the ranks to end, the file to be written, and this process to end."""
 
 
 def run(config: Config, run_dir: Path) -> float | None:
-    """Measure, fit, write the file, tell the constants. Returns the largest middle error of what was fitted.
+    """Measure, fit, write the file, print the constants. Returns the largest median error of what was fitted.
 
-    Raises RunFailed if the times do not fit the laws at all, and ConfigError for a file that cannot be written.
+    Raises RunFailed if there was no time to measure anything, and ConfigError for a file that cannot be written.
     """
-    started = time.monotonic() - min(time.time() - begin()[0][1], STARTUP)
+    started = time.monotonic() - (time.time() - begin()[0][1])
     with _written(Path(config.calibrate.file), config.calibrate.force) as partial:
         text, error = _measured(config, run_dir, started)
         partial.write_text(text, encoding="utf-8")
     print(text, end="")
-    took = time.monotonic() - started
-    if took > config.calibrate.seconds + ENDING:
-        print(f"calibrate: the least there is to measure took {took:.0f} s, more than calibrate.seconds")
+    if (took := time.monotonic() - started) > config.calibrate.seconds:
+        print(f"calibrate: took {took:.1f} seconds, because the machine is busy")
     print(f"calibrate: written to {config.calibrate.file}; price plans with cluster.file={config.calibrate.file}")
     return error
 
@@ -98,18 +102,17 @@ def _check(name: Path, file: Path, what: str, force: bool) -> None:
 
 
 def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float]:
-    """The content of the file, and the largest middle error."""
-    launch.warm()
-    from runner.planning.prepare import device_of
-    from strategies.cost.laws import fit
+    """The content of the file, and the largest median error."""
+    launch.warm(PRELOAD)
+    from runner.planning.devices import device_of
 
     device, ranks = device_of(config)
     who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
-    print(f"calibrate: {who}, about {config.calibrate.seconds:g} seconds", flush=True)
+    print(f"calibrate: {who}, {config.calibrate.seconds:g} seconds", flush=True)
     try:
-        measured = launch.run_ranks(
-            "runner.planning.calibration:measure",
-            {"until": started + config.calibrate.seconds - ENDING},
+        text, error = launch.run_ranks(
+            "runner.jobs.calibrate:describe",
+            {"config": config.model_dump_json(), "until": started + config.calibrate.seconds - ENDING},
             world_size=ranks,
             run_dir=run_dir,
             device=device,
@@ -120,19 +123,57 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
         shutil.rmtree(run_dir / "ranks", ignore_errors=True)
         remove_if_unused(run_dir)
         raise
-    try:
-        found = fit(measured.products, measured.copies, measured.calls)
-    except ValueError as error:
-        raise RunFailed(f"calibrate: {error} (calibrate.seconds = {config.calibrate.seconds:g}).") from None
-    text = described(Path(config.calibrate.file).stem, measured, found)
-    return text, max(error.middle for error in found.errors.values())
+    if error is None:
+        raise RunFailed(
+            f"calibrate: {who} are too slow to measure anything within calibrate.seconds = "
+            f"{config.calibrate.seconds:g}; give it more seconds, or a quieter machine."
+        )
+    return text, error
 
 
-def described(name: str, measured: Measured, found: Fit) -> str:
-    """The content of the file: a cluster of one level, with the fit's errors as comments."""
-    world, gpu = measured.world_size, measured.device == "cuda"
-    links = dict(found.links)
-    errors = {what: f"fitted within {one.middle:.0%}, at worst {one.worst:.0%}" for what, one in found.errors.items()}
+def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float | None] | None:
+    """What each rank runs: measure until `payload["until"]`. Rank 0 returns the content of the file and the largest
+    median error, None where nothing was measured."""
+    from runner.planning.calibration import measure
+    from runner.planning.clusters import cluster_of
+    from strategies.cost.laws import fit
+
+    measured = measure(rank, payload["until"])
+    if rank.rank > 0:
+        return None
+    config = Config.model_validate_json(payload["config"])
+    found = fit(measured.products, measured.copies, measured.calls)
+    assumed = cluster_of(config, measured.device, rank.world_size)
+    text, missing = described(Path(config.calibrate.file).stem, measured, found, assumed)
+    if missing and found.errors:
+        print(f"calibrate: no time to measure {', '.join(missing)}, which are as in {assumed.name}", flush=True)
+    return text, max((error.middle for error in found.errors.values()), default=None)
+
+
+def described(name: str, measured: Measured, found: Fit, assumed: Cluster) -> tuple[str, tuple[str, ...]]:
+    """The content of the file, a cluster of one level with the fit's errors as comments; and which of its constants
+    were not measured, and are those of the innermost level of `assumed`."""
+    from runner.planning.calibration import KINDS, SIDES
+
+    world, gpu, level = measured.world_size, measured.device == "cuda", assumed.levels[-1]
+    comments = {
+        what: f"  # fitted within {one.middle:.0%}, at worst {one.worst:.0%}" for what, one in found.errors.items()
+    }
+    missing: list[str] = []
+
+    def known(key: str, value: T | None, otherwise: T, error: str = "") -> tuple[T, str]:
+        """The value of a constant, and the comment behind it."""
+        if value is not None:
+            return value, comments.get(error, "")
+        missing.append(key)
+        return otherwise, f"  # not measured: as in {assumed.name}"
+
+    links = {kind: known(f"kinds.{kind}", found.links.get(kind), level.of(kind), kind) for kind in KINDS if world > 1}
+    flops = {
+        dtype: known(f"flops.{dtype}", found.flops.get(dtype), assumed.peak(dtype), f"matmul {dtype}")
+        for dtype in SIDES[measured.device]
+    }
+    bandwidth, comment = known("memory_bandwidth", found.memory_bandwidth, assumed.memory_bandwidth, "memory")
     lines = [
         f"# {world} rank{'s' * (world > 1)} on {measured.device}, {MARK}: every number is that of",
         "# one rank while all are busy. Rates are bytes or flops per second and one way, times are seconds.",
@@ -144,27 +185,28 @@ def described(name: str, measured: Measured, found: Fit) -> str:
         f"    {'gpu' if gpu else 'process'}:",
         f"      size: {world}",
     ]
-    first = links.get("all_reduce")
-    lines += [f"      {line}" for line in _link(first.bandwidth, first.latency, first.call)] if first else [
+    lines += [f"      {line}" for line in _link(links[KINDS[0]][0])] if links else [
         "      bandwidth: 1.0e+9  # nobody to talk to", "      latency: 0.0", "      call: 0.0"
     ]  # fmt: skip
     lines.append("      kinds:" if links else "      kinds: {}")
-    for kind, link in links.items():
-        lines.append(f"        {kind}:  # {errors[kind]}")
-        lines += [f"          {line}" for line in _link(link.bandwidth, link.latency, link.call)]
+    for kind, (link, known_as) in links.items():
+        lines.append(f"        {kind}:{known_as}")
+        lines += [f"          {line}" for line in _link(link)]
     lines.append("  flops:")
-    lines += [f"    {dtype}: {rate:.3e}  # {errors[f'matmul {dtype}']}" for dtype, rate in found.flops.items()]
+    lines += [f"    {dtype}: {rate:.3e}{known_as}" for dtype, (rate, known_as) in flops.items()]
     lines += [
         f"  memory: {measured.memory:.3e}",
-        f"  memory_bandwidth: {found.memory_bandwidth:.3e}  # {errors['memory']}",
+        f"  memory_bandwidth: {bandwidth:.3e}{comment}",
         "  achieved: {flops: 1.0, memory: 1.0, links: 1.0}  # measured, not peak",
-        f"  launch: {measured.launch:.3e}",
-        f"  view: {measured.view:.3e}",
-        f"  overlap: {measured.overlap:.2f}",
+        "  launch: {:.3e}{}".format(*known("launch", measured.launch, assumed.launch)),
+        "  view: {:.3e}{}".format(*known("view", measured.view, assumed.view)),
+        "  overlap: {:.2f}{}".format(*known("overlap", measured.overlap, assumed.overlap)),
         f"  algorithms: [{'ring, tree' if gpu else 'ring'}]",
     ]
-    return "\n".join(lines) + "\n"
+    if missing:
+        lines.insert(2, f"# Not measured, for lack of time, and as in {assumed.name}: {', '.join(missing)}.")
+    return "\n".join(lines) + "\n", tuple(missing)
 
 
-def _link(bandwidth: float, latency: float, call: float) -> list[str]:
-    return [f"bandwidth: {bandwidth:.3e}", f"latency: {latency:.3e}", f"call: {call:.3e}"]
+def _link(link: Link) -> list[str]:
+    return [f"bandwidth: {link.bandwidth:.3e}", f"latency: {link.latency:.3e}", f"call: {link.call:.3e}"]

@@ -1,14 +1,18 @@
 """What each rank measures for `run calibrate`: all ranks do the same at the same time, as they do in training.
 
-Invariant: every rank makes the same calls in the same order, and how often follows from times that all ranks agree on.
+Points are measured in the order of what a plan's cost depends on most, each as long as the time left allows. Invariant:
+every rank makes the same calls in the same order; what is measured, and how often, follows from times that all ranks
+agree on.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -22,12 +26,15 @@ from strategies.cost.laws import SEND, Call, Copy, Product
 from strategies.engine.communicator import all_gather, reduce_scatter
 from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 
-PRODUCTS = {"float32": (64, 128, 256, 512, 768), "float64": (128, 384), "bfloat16": (128, 384)}
-LARGER = {"float32": (1024, 4096), "float64": (2048,), "float16": (1024, 4096, 8192), "bfloat16": (1024, 4096, 8192)}
-"""Sides of square matrices by dtype, on CPU and on GPUs."""
-COPIED = (2**20, 2**22, 2**24)
-SENT = (2**10, 2**15, 2**18, 2**21, 2**23)
-"""Bytes."""
+PRODUCTS = {"float32": (768, 64, 256, 512, 128), "float64": (384, 128), "bfloat16": (384, 128)}
+LARGER = {"float32": (4096, 1024), "float64": (2048,), "float16": (8192, 1024, 4096), "bfloat16": (8192, 1024, 4096)}
+SIDES = {"cpu": PRODUCTS, "cuda": LARGER}
+"""Sides of square matrices by dtype, first those that tell the rate."""
+COPIED = (2**24, 2**20, 2**22)
+SENT = (2**10, 2**23, 2**18, 2**21, 2**15)
+"""Bytes, first the ends, which tell seconds per call from seconds per byte."""
+KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND)
+"""The first three are in nearly every plan."""
 BUCKET, BUCKETS = 2**20, 4
 """Bytes, and how many there are, of gradients that are added while products run."""
 FACTOR = 64
@@ -40,14 +47,17 @@ BETWEEN = (8, 128, 64)
 """Layers, width and tokens of what is computed before each collective, as in a step: ranks are not all there at once,
 and what was in their caches is gone. On 8 ranks of 2 cores an all-reduce of 1 KiB between 2 (8) ranks takes 2.2 (17) ms
 behind another one, 4.4 (24) ms behind this."""
-SHORTEST = 1e-6
-"""Seconds of a call whose time drowns in that of what computes beside it."""
+ADDED = 0.25
+"""Share of its seconds by itself that a call adds at least to those of what is computed before it, in which it may
+drown."""
 TOGETHER = 3
 """Calls that are timed at once, what is computed before them included."""
 FEWEST = 3
 """Differences of which the middle is taken: any one may be below zero."""
-ENDS = (2**10, 2**23)
-"""Bytes that are sent by every kind of collective between all ranks, however little time there is."""
+LEAST = 1.0
+"""Seconds to measure something that matters."""
+ENOUGH = 0.3
+"""Seconds in which computation is timed well, on busy cores too."""
 BATCHES = 3
 """The fastest batch of calls counts: what else runs on the machine only makes them slower."""
 
@@ -55,35 +65,95 @@ BATCHES = 3
 @dataclass(frozen=True)
 class Measured:
     """Times of one of `world_size` busy ranks; `memory` in bytes, `launch` and `view` in seconds per operator,
-    `overlap` the share of adding gradients that hides behind products."""
+    `overlap` the share of adding gradients that hides behind products. None: there was no time for it."""
 
     world_size: int
     device: str
     memory: float
-    launch: float
-    view: float
-    overlap: float
+    launch: float | None
+    view: float | None
+    overlap: float | None
     products: tuple[Product, ...]
     copies: tuple[Copy, ...]
     calls: tuple[Call, ...]
 
 
-def measure(rank: RankContext, payload: Mapping[str, float]) -> Measured:
-    """Measure until `payload["until"]` by time.monotonic(), which all processes of a machine share; rank 0 tells what
-    it is at. The least that a description needs is measured even if that takes longer."""
-    return _Bench(rank, payload["until"]).run()
+def measure(rank: RankContext, until: float) -> Measured:
+    """Measure until `until` by time.monotonic(), which all processes of a machine share, or until all points are
+    measured, and for LEAST seconds where processes took long to start; rank 0 prints what is being measured."""
+    device, until = torch.device(rank.device), max(until, time.monotonic() + LEAST)
+    return Bench(rank.rank, rank.world_size, device, Timer(rank.world_size, device, until)).run()
 
 
-class _Bench:
-    def __init__(self, rank: RankContext, until: float) -> None:
-        self.rank, self.size, self.device = rank.rank, rank.world_size, torch.device(rank.device)
-        self.cpu = self.device.type == "cpu"
-        self.groups = {ranks: self._group(ranks) for ranks in self._sizes()}
-        self.sides = PRODUCTS if self.cpu else LARGER
-        self.points = sum(map(len, self.sides.values())) + len(COPIED) + 1 + self.cpu + 3 * (self.size > 1)
-        self.points += len(SENT) * (5 * len(self.groups) + bool(self.groups))
-        self.until = until
-        self.between = SampleLayers(self.device, *BETWEEN).forward
+class Timer:
+    """Times what all ranks do at once, by the slowest rank.
+
+    Attributes:
+        left: seconds until the end, by the rank that has the fewest.
+        last: seconds that the last `time` took in all.
+    """
+
+    def __init__(self, world_size: int, device: torch.device, until: float) -> None:
+        self._alone, self._device, self._until = world_size == 1, device, until
+        self.left, self.last = until - time.monotonic(), 0.0
+        self.time(lambda: None)
+
+    def time(self, action: Callable[[], object], count: int = 1) -> float:
+        """Seconds of one of `count` calls in a row."""
+        self._synchronize()
+        if not self._alone:
+            dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            action()
+        self._synchronize()
+        seconds = (time.perf_counter() - start) / count
+        slowest = torch.tensor([seconds, time.monotonic() - self._until], dtype=torch.float64, device=self._device)
+        if not self._alone:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds, late = slowest.tolist()
+        self.left, self.last = -late, self.left + late
+        return float(seconds)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def fits(self, seconds: float = 0.0) -> bool:
+        """Whether there is time for an action that takes `seconds`, or as long as the last one."""
+        return self.left > max(seconds, self.last)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something to measure.
+
+    Attributes:
+        title: what is printed.
+        measure: measures in about so many seconds, and fewer if they run out.
+        enough: seconds in which it is measured well.
+    """
+
+    title: str
+    measure: Callable[[float], None]
+    enough: Callable[[], float]
+
+
+class Bench:
+    """The points, and what has been measured of them."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timer: Timer) -> None:
+        self.rank, self.size, self.device, self.timer = rank, world_size, device, timer
+        self.cpu = device.type == "cpu"
+        self.sides = SIDES[device.type]
+        self.sizes = tuple(self._sizes())
+        self.groups: dict[int, Any] = {}
+        self.products: list[Product] = []
+        self.copies: list[Copy] = []
+        self.calls: list[Call] = []
+        self.launch: float | None = None
+        self.view: float | None = None
+        self.overlap: float | None = None if world_size > 1 else 0.0
 
     def _sizes(self) -> Iterator[int]:
         """The world, and what halving it makes."""
@@ -94,133 +164,157 @@ class _Bench:
                 return
             size //= 2
 
-    def _group(self, ranks: int) -> Any:
-        made = [dist.new_group(list(range(first, first + ranks))) for first in range(0, self.size, ranks)]
-        return made[self.rank // ranks]
-
     def run(self) -> Measured:
-        self.between()
-        self.computing = self._time(self.between, 1)
-        products = tuple(self._products())
-        copies = tuple(self._copies())
-        view = self._view()
-        launch, overlap = self._launch(view), self._overlap()
-        calls = tuple(self._calls())
-        return Measured(self.size, self.device.type, self._memory(), launch, view, overlap, products, copies, calls)
+        needed, title = [*self._needed_points()], ""
+        points = [*needed, *self._further_points()]
+        for number, point in enumerate(points):
+            if not self.timer.fits():
+                break
+            enough, further = point.enough(), number >= len(needed)
+            if further and not self.timer.fits(enough):
+                continue
+            wanted = enough if further else min(enough, self.timer.left / (len(needed) - number))
+            share = max(wanted, self.timer.left / (len(points) - number))
+            if point.title != title and self.rank == 0:
+                print(f"calibrate: {point.title}", flush=True)
+            title = point.title
+            point.measure(share)
+        return Measured(
+            *(self.size, self.device.type, self._memory(), self.launch, self.view, self.overlap),
+            *(tuple(self.products), tuple(self.copies), tuple(self.calls)),
+        )
 
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"calibrate: {text}", flush=True)
-
-    def _wait(self) -> None:
-        if not self.cpu:
-            torch.cuda.synchronize()
+    def _needed_points(self) -> Iterator[Point]:
+        """What every constant needs, most important first."""
+        first, *others = self.sides
+        yield from self._of_products(first, self.sides[first][:3])
+        for size in COPIED:
+            yield Point("memory", partial(self._copy, size), lambda: ENOUGH)
+        for kind in KINDS[:3]:
+            yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
+        yield Point("small operators", self._operators, lambda: 2 * ENOUGH)
+        for kind in KINDS[3:]:
+            yield from self._of_calls(SENT[:2], [kind], self.sizes[:1])
         if self.size > 1:
-            dist.barrier()
+            yield Point("products beside all-reduces", self._overlap, lambda: 3 * ENOUGH)
+        for dtype in others:
+            yield from self._of_products(dtype, self.sides[dtype][:3])
 
-    def _agreed(self, seconds: float) -> float:
-        """The slowest rank's time."""
-        total = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        if self.size > 1:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return float(total)
+    def _further_points(self) -> Iterator[Point]:
+        """What makes constants more certain: other sizes, then other groups, of all kinds in turn."""
+        for dtype, sides in self.sides.items():
+            yield from self._of_products(dtype, sides[3:])
+        yield from self._of_calls(SENT[2:], KINDS, self.sizes[:1])
+        yield from self._of_calls(SENT, [kind for kind in KINDS if kind != SEND], self.sizes[1:])
 
-    def _time(self, action: Callable[[], object], count: int) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(count):
-            action()
-        if not self.cpu:
-            torch.cuda.synchronize()
-        return self._agreed((time.perf_counter() - start) / count)
+    def _of_products(self, dtype: str, sides: Sequence[int]) -> Iterator[Point]:
+        for side in sides:
+            yield Point(f"products of {dtype}", partial(self._product, dtype, side), lambda: ENOUGH)
 
-    def _left(self) -> float:
-        """Seconds that are left, by the rank that has the fewest."""
-        return max(-self._agreed(time.monotonic() - self.until), 0.0)
+    def _of_calls(self, sizes: Sequence[int], kinds: Sequence[str], groups: Sequence[int]) -> Iterator[Point]:
+        for ranks, size, kind in product(groups, sizes, kinds):
+            yield Point(kind, partial(self._collective, kind, ranks, size), partial(self._enough, kind))
 
-    def _share(self) -> float:
-        """Seconds for the next point."""
-        share = self._left() / max(self.points, 1)
-        self.points -= 1
-        return share
+    def _seconds(self, action: Callable[[], object], share: float) -> float | None:
+        """Seconds of one call while all ranks make it, measured for `share` seconds; None if there is no time."""
+        end = self.timer.left - share
+        self.timer.time(action)
+        if not self.timer.fits():
+            return None
+        first = self.timer.time(action)
+        count = max(1, min(int(share / BATCHES / max(first, 1e-9)), 1000))
+        batches: list[float] = []
+        while len(batches) < BATCHES and self.timer.left > end and self.timer.fits(count * first):
+            batches.append(self.timer.time(action, count))
+        return min(batches, default=first)
 
-    def _seconds(self, action: Callable[[], object]) -> float:
-        """Seconds of one call while all ranks make it."""
-        share = self._share() / BATCHES
-        self._time(action, 1)
-        first = self._time(action, 1)
-        count = max(1, min(int(share / max(first, 1e-9)), 1000))
-        return min(self._time(action, count) for _ in range(BATCHES if share > first else 1))
-
-    def _added(self, action: Callable[[], object], share: float) -> float:
+    def _added(self, action: Callable[[], object], share: float) -> float | None:
         """Seconds that a call adds to what is computed before it, while all ranks do both: the middle of what was found
-        in `share` seconds. Where that is too short, the seconds of a call with nothing before it."""
+        in `share` seconds. Where that is too short, the seconds of a call with nothing before it; None if there is no
+        time for that either."""
+        compute, _ = self._between
 
         def both() -> None:
-            self.between()
+            compute()
             action()
 
-        both()
-        alone = min(self._time(action, 1) for _ in range(BATCHES))
-        if share < self._needed(alone):
-            return max(alone, SHORTEST)
+        end = self.timer.left - share
+        self.timer.time(both)
+        batches: list[float] = []
+        while len(batches) < BATCHES and (not batches or self.timer.left > end) and self.timer.fits():
+            batches.append(self.timer.time(action))
+        if not batches:
+            return None
+        alone = min(batches)
         found: list[float] = []
-        start = time.perf_counter()
-        while len(found) < FEWEST or self._agreed(time.perf_counter() - start) < share:
-            without = self._time(self.between, TOGETHER)
-            found.append(self._time(both, TOGETHER) - without)
-        return max(median(found), SHORTEST)
+        if share >= self._needed(alone):
+            took = self._needed(alone) / FEWEST
+            while self.timer.fits(took) and (len(found) < FEWEST or self.timer.left > end):
+                before = self.timer.left
+                without = self.timer.time(compute, TOGETHER)
+                found.append(self.timer.time(both, TOGETHER) - without)
+                took = before - self.timer.left
+        return max(median(found), ADDED * alone) if len(found) >= FEWEST else alone
+
+    @cached_property
+    def _between(self) -> tuple[Callable[[], None], float]:
+        """What is computed before each collective, and its seconds."""
+        compute = SampleLayers(self.device, *BETWEEN).forward
+        self.timer.time(compute)
+        return compute, self.timer.time(compute)
 
     def _needed(self, call: float) -> float:
         """Seconds for the fewest differences of a call that takes `call` seconds by itself."""
-        return FEWEST * TOGETHER * (2 * self.computing + call)
+        return FEWEST * TOGETHER * (2 * self._between[1] + call)
 
-    def _products(self) -> Iterator[Product]:
-        for dtype, sides in self.sides.items():
-            self._say(f"products of {dtype}")
-            for side in sides:
-                a, b = (torch.ones(side, side, dtype=getattr(torch, dtype), device=self.device) for _ in range(2))
-                yield Product(dtype, 2.0 * side**3, self._seconds(lambda a=a, b=b: a @ b))  # type: ignore[misc]
+    def _enough(self, kind: str) -> float:
+        """Seconds in which a call is measured well: it takes no longer than the longest one of its kind."""
+        known = [call.seconds for call in self.calls if call.kind == kind] or [call.seconds for call in self.calls]
+        return self._needed(max(known, default=0.0))
 
-    def _copies(self) -> Iterator[Copy]:
-        self._say("memory")
-        for size in COPIED:
-            elements = size // 4 * (1 if self.cpu else FACTOR)
-            x = torch.ones(elements, device=self.device)
-            yield Copy(8 * elements, self._seconds(lambda x=x: torch.relu(x)))  # type: ignore[misc]
+    def _product(self, dtype: str, side: int, share: float) -> None:
+        a, b = (torch.ones(side, side, dtype=getattr(torch, dtype), device=self.device) for _ in range(2))
+        if (seconds := self._seconds(lambda: a @ b, share)) is not None:
+            self.products.append(Product(dtype, 2.0 * side**3, seconds))
 
-    def _launch(self, view: float) -> float:
-        """Seconds per operator of small layers that computes, the mean of forward and backward; `view` per one that
-        does not."""
-        small = SampleLayers(self.device, LAYERS, WIDTH, TOKENS)
-        return max(self._seconds(small.step) - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
+    def _copy(self, size: int, share: float) -> None:
+        elements = size // 4 * (1 if self.cpu else FACTOR)
+        x = torch.ones(elements, device=self.device)
+        if (seconds := self._seconds(lambda: torch.relu(x), share)) is not None:
+            self.copies.append(Copy(8 * elements, seconds))
 
-    def _view(self) -> float:
-        """Seconds per view, the mean of forward and backward; none on a GPU, which does not see them."""
-        self._say("small operators")
-        if not self.cpu:
-            return 0.0
-        x = torch.ones(4, 4, device=self.device, requires_grad=True)
+    def _operators(self, share: float) -> None:
+        """Seconds per view and per operator of small layers that computes, each the mean of forward and backward. A GPU
+        does not see views."""
+        view: float | None = 0.0
+        if self.cpu:
+            x = torch.ones(4, 4, requires_grad=True)
 
-        def run() -> None:
-            y = x
-            for _ in range(CHAIN):
-                y = y.transpose(0, 1)
-            torch.autograd.backward(y, torch.ones_like(y))
+            def transpose() -> None:
+                y = x
+                for _ in range(CHAIN):
+                    y = y.transpose(0, 1)
+                torch.autograd.backward(y, torch.ones_like(y))
 
-        return self._seconds(run) / (2 * CHAIN)
+            chain = self._seconds(transpose, share / 2)
+            view = None if chain is None else chain / (2 * CHAIN)
+        self.view = view
+        if view is not None and self.timer.fits():
+            layers = self._seconds(SampleLayers(self.device, LAYERS, WIDTH, TOKENS).step, share / 2)
+            if layers is not None:
+                self.launch = max(layers - LAYERS * VIEWS * view, 0.0) / (LAYERS * CALLS)
 
-    def _overlap(self) -> float:
+    def _overlap(self, share: float) -> None:
         """How much of adding several buckets of gradients is hidden by products that take as long."""
-        if self.size == 1:
-            return 0.0
-        self._say("products beside all-reduces")
         side = 256 if self.cpu else 4096
         a = torch.ones(side, side, device=self.device)
         flats = [torch.ones(BUCKET // 4 * (1 if self.cpu else FACTOR), device=self.device) for _ in range(BUCKETS)]
-        sum_ = self._added(lambda: dist.all_reduce(flats[0]), self._share())
-        product = self._seconds(lambda: a @ a)
-        repeats = max(1, round(sum_ / product))
+        sum_ = self._added(lambda: dist.all_reduce(flats[0]), share / 3)
+        once = self._seconds(lambda: a @ a, share / 3) if sum_ is not None and self.timer.fits() else None
+        if sum_ is None or once is None:
+            return
+        repeats = max(1, round(sum_ / once))
+        alone = repeats * once
 
         def both() -> None:
             works = []
@@ -232,37 +326,30 @@ class _Bench:
                 assert work is not None
                 work.wait()
 
-        alone = repeats * product
-        hidden = sum_ + alone - self._seconds(both) / BUCKETS
-        return min(max(hidden / min(sum_, alone), 0.0), 1.0)
+        if not self.timer.fits(BUCKETS * (sum_ + alone)):
+            return
+        together = self._seconds(both, share / 3)
+        if together is not None:
+            hidden = sum_ + alone - together / BUCKETS
+            self.overlap = min(max(hidden / min(sum_, alone), 0.0), 1.0)
 
-    def _calls(self) -> Iterator[Call]:
-        """Every kind between all ranks first, then all sizes and groups for as long as there is time."""
-        kinds = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND) if self.groups else ()
-        every = [(kind, ranks, size) for kind in kinds for ranks in self.groups for size in SENT]
-        every = [one for one in every if one[0] != SEND or one[1] == self.size]
-        least = [one for one in every if one[1] == self.size and one[2] in ENDS]
-        others = sorted((one for one in every if one not in least), key=lambda one: -one[1])
-        told, took = "", 0.0
-        for number, (kind, ranks, size) in enumerate([*least, *others]):
-            share = self._left() / (len(every) - number)
-            if number < len(least):
-                share = max(share, min(self._needed(took), self._left() / (len(least) - number)))
-            elif self._left() < (share := max(share, self._needed(took))):
-                return
-            if kind != told:
-                self._say(kind)
-                told = kind
-            elements = size // 4 * (1 if self.cpu else FACTOR)
-            elements = max(elements // ranks, 1) * ranks
-            sent, action = self._call(kind, ranks, elements)
-            call = Call(kind, ranks, 4 * sent, self._added(action, share))
-            took = max(took, call.seconds)
-            yield call
+    def _collective(self, kind: str, ranks: int, size: int, share: float) -> None:
+        elements = size // 4 * (1 if self.cpu else FACTOR)
+        elements = max(elements // ranks, 1) * ranks
+        sent, action = self._call(kind, ranks, elements)
+        if (seconds := self._added(action, share)) is not None:
+            self.calls.append(Call(kind, ranks, 4 * sent, seconds))
+
+    def _group(self, ranks: int) -> Any:
+        """The group of this rank among those of so many ranks; making them is collective and takes time."""
+        if ranks not in self.groups:
+            made = [dist.new_group(list(range(first, first + ranks))) for first in range(0, self.size, ranks)]
+            self.groups[ranks] = made[self.rank // ranks]
+        return self.groups[ranks]
 
     def _call(self, kind: str, ranks: int, elements: int) -> tuple[int, Callable[[], object]]:
         """Elements that a rank sends, and the call; `elements` are those of the larger side."""
-        group, part = self.groups[ranks], elements // ranks
+        group, part = self._group(ranks), elements // ranks
         whole, piece = torch.ones(elements, device=self.device), torch.ones(part, device=self.device)
         if kind == ALL_REDUCE:
             return -(-2 * (ranks - 1) * elements // ranks), lambda: dist.all_reduce(whole, group=group)

@@ -16,7 +16,8 @@ from runner.building.modules import build_model
 from runner.building.precision import DTYPES
 from runner.errors import ConfigError
 from runner.planning import pipelining
-from runner.planning.prepare import DESCRIBING, Prepared
+from runner.planning.devices import DESCRIBING
+from runner.planning.prepare import Prepared
 from runner.schema import Config
 from strategies.capture.shapes import shapes_only
 from strategies.errors import StrategyError

@@ -26,6 +26,7 @@ from runner.errors import ConfigError
 from runner.planning import capacity, copies, pipelining, sources
 from runner.planning.clusters import cluster_of
 from runner.planning.decided import decided, of_file, with_choice
+from runner.planning.devices import device_of
 from runner.planning.fewest import Fewest
 from runner.planning.memory_limit import updating_of
 from runner.planning.prepare import (
@@ -34,7 +35,6 @@ from runner.planning.prepare import (
     accept_any,
     check_training,
     datasets,
-    device_of,
     order_of,
     prepare,
     request_of,

@@ -29,6 +29,7 @@ from runner.errors import ConfigError
 from runner.inference import rows as predicted
 from runner.planning import communication, copies, pipelining
 from runner.planning.clusters import cluster_of
+from runner.planning.devices import DESCRIBING, device_of
 from runner.planning.memory_limit import check_stages, first_within, within_limit
 from runner.planning.programs import Lower
 from runner.planning.sources import planned
@@ -55,8 +56,6 @@ from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted,
 from strategies.search.cheapest import priced_at
 
 WEIGHTS = "initial.pt"
-DESCRIBING = ("plan", "explain")
-"""Jobs that run nothing."""
 TRAINING = ("train", "verify")
 """Jobs that take steps."""
 
@@ -162,26 +161,6 @@ def evaluation_rows(config: Config) -> int:
     """Rows of one batch of an evaluation, or of a prediction."""
     wanted = config.predict.batch_size if config.job.name == "predict" else None
     return wanted or config.evaluate.batch_size or micro_rows(config)
-
-
-def device_of(config: Config) -> tuple[str, int]:
-    """The device to run on, and how many ranks. Raises ConfigError for too few GPUs."""
-    machine = config.cluster.machine
-    if machine is not None and config.world_size is None and config.job.name in DESCRIBING:
-        return "cpu", 1 if config.parallel.mode == "stand_alone" else machine.devices  # only described
-    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
-    alone = config.parallel.mode == "stand_alone"
-    wanted = 1 if alone else config.world_size
-    if config.launch.hosts:  # this machine has a part of the ranks
-        wanted = max(len(host.ranks) for host in config.launch.hosts)
-    if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
-        if gpus < (wanted or 1):
-            raise ConfigError(
-                f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
-                f"world_size={max(gpus, 1)} or device=cpu."
-            )
-        return "cuda", config.launch.ranks or wanted or gpus
-    return "cpu", config.launch.ranks or wanted or 8
 
 
 def request_of(config: Config, world_size: int) -> Request:

@@ -6,12 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool
 
-from runner.sections.section import Glob, Positive, Section
+from runner.sections.section import Glob, Section
 
 
 class Calibrate(Section):
     file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[Positive, Field(description="Seconds that the command may take, process start included.")]
+    seconds: Annotated[
+        float, Field(ge=8, allow_inf_nan=False, description="Seconds that the command may take, with its start.")
+    ]
     force: Annotated[StrictBool, Field(description="Whether a file of other origin is overwritten.")]
 
 

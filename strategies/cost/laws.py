@@ -22,6 +22,8 @@ SEND = "send"
 Numbers = npt.NDArray[np.float64]
 REPEATS, STEP, SHORTEST = 40, 0.9, 1e-12
 """Steps of the fit, the largest step of a logarithm, and the shortest fitted time (of no bytes and no call, say)."""
+HIDDEN = 0.1
+"""A share of the time of the largest call that cannot be told from noise."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,18 @@ class Error:
 
 @dataclass(frozen=True)
 class Fit:
-    """`flops` by dtype, `memory_bandwidth`, `links` by kind of collective; `errors` by what was fitted."""
+    """`flops` by dtype, `memory_bandwidth` (None: not measured), `links` by kind of collective; `errors` by what was
+    fitted."""
 
     flops: Mapping[str, float]
-    memory_bandwidth: float
+    memory_bandwidth: float | None
     links: Mapping[str, Link]
     errors: Mapping[str, Error]
 
 
 def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
-    """The constants of what was measured. Raises ValueError where times do not grow with the size."""
+    """The constants of what was measured. Those of which nothing is known are left out: kinds of collectives that
+    were measured with one number of bytes, whose seconds per byte and per call cannot be told apart, too."""
     errors: dict[str, Error] = {}
     flops: dict[str, float] = {}
     by_dtype: dict[str, list[Product]] = {}
@@ -78,25 +82,22 @@ def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Cal
         by_dtype.setdefault(product.dtype, []).append(product)
     for dtype, found in by_dtype.items():
         rows, seconds = [[1.0, one.flops] for one in found], [one.seconds for one in found]
-        (_, per_flop), errors[f"matmul {dtype}"] = nonnegative(rows, seconds)
-        flops[dtype] = _rate(per_flop, f"products of {dtype}")
-    measured = list(copies)
-    (_, per_byte), errors["memory"] = nonnegative([[1.0, one.bytes] for one in measured], [c.seconds for c in measured])
-    bandwidth = _rate(per_byte, "copies")
+        (_, per_flop), errors[f"matmul {dtype}"] = law(rows, seconds)
+        flops[dtype] = 1 / per_flop
+    bandwidth: float | None = None
+    if measured := list(copies):
+        rows, seconds = [[1.0, float(one.bytes)] for one in measured], [one.seconds for one in measured]
+        (_, per_byte), errors["memory"] = law(rows, seconds)
+        bandwidth = 1 / per_byte
     links: dict[str, Link] = {}
     by_kind: dict[str, list[Call]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)
     for kind, group in by_kind.items():
-        rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
-        seconds = [one.seconds for one in group]
-        (call_, latency, per_byte), errors[kind] = nonnegative(rows, seconds)
-        if per_byte <= 0:  # noise hides it: a byte takes no longer than one of the call with the highest rate
-            per_byte = min(one.seconds / one.bytes for one in group if one.bytes)
-            errors[kind] = _error(
-                np.array(rows, dtype=float), np.array(seconds, dtype=float), np.array([call_, latency, per_byte])
-            )
-        links[kind] = Link(_rate(per_byte, kind), latency, call_)
+        if len({one.bytes for one in group}) > 1:
+            rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
+            (call_, latency, per_byte), errors[kind] = law(rows, [one.seconds for one in group])
+            links[kind] = Link(1 / per_byte, latency, call_)
     return Fit(flops, bandwidth, links, errors)
 
 
@@ -105,6 +106,21 @@ def rounds(kind: str, ranks: int) -> int:
     if kind == SEND:
         return 1
     return (ranks - 1) * (2 if kind == ALL_REDUCE else 1)
+
+
+def law(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
+    """The constants of `nonnegative`, of which the last one, of what grows, is above zero: where it is hidden by noise,
+    it is that of the row with the highest rate. One row alone has no other constants."""
+    table, times = np.array(rows, dtype=float), np.array(seconds)
+    constants, error = nonnegative(rows, seconds)
+    highest = float((times / table[:, -1]).min())
+    if len(times) == 1:
+        constants = [*(0.0 for _ in constants[:-1]), highest]
+    elif constants[-1] < HIDDEN * highest:
+        constants = [*constants[:-1], highest]
+    else:
+        return constants, error
+    return constants, _error(table, times, np.array(constants))
 
 
 def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
@@ -139,9 +155,3 @@ def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:
             best, least = np.zeros(count), left
             best[used] = found / scale[used]
     return best
-
-
-def _rate(per_unit: float, what: str) -> float:
-    if per_unit <= 0:
-        raise ValueError(f"the times of {what} do not grow with their size; measure longer, or on a quieter machine")
-    return 1 / per_unit

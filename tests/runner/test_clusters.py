@@ -10,7 +10,7 @@ from runner.command import recipes
 from runner.errors import ConfigError
 from runner.origins import Origins
 from runner.planning import clusters
-from runner.planning.prepare import device_of
+from runner.planning.devices import device_of
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1", "parallel=data_parallel")
 CONF = Path(config.__file__).parents[1] / "conf" / "cluster"

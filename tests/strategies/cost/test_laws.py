@@ -73,10 +73,26 @@ def test_a_time_that_is_far_off_pulls_no_harder() -> None:
     assert near == pytest.approx(far)
 
 
-def test_times_that_do_not_grow_are_refused() -> None:
-    flat = [Copy(size, 1.0 / (1 + size)) for size in (1, 10, 100)]
-    with pytest.raises(ValueError, match="the times of copies do not grow with their size"):
-        fit(PRODUCTS, flat, [])
+@pytest.mark.parametrize("seconds", [(1.0, 0.1, 0.01), (1.0, 1.0, 1.0), (0.5, 1.0, 0.6), (1e-6, 1.0, 1.001)])
+def test_noise_ends_no_fit(seconds: tuple[float, ...]) -> None:
+    sizes = (10**3, 10**5, 10**7)
+    products = [Product("float32", size, one) for size, one in zip(sizes, seconds, strict=True)]
+    copies = [Copy(size, one) for size, one in zip(sizes, seconds, strict=True)]
+    found = fit(
+        products, copies, [Call(kind, 8, size, one) for kind in LINKS for size, one in zip(sizes, seconds, strict=True)]
+    )
+    highest = max(size / one for size, one in zip(sizes, seconds, strict=True))
+    rates = [found.flops["float32"], found.memory_bandwidth, *(link.bandwidth for link in found.links.values())]
+    assert found.links.keys() == LINKS.keys()
+    assert all(rate is not None and 0 < rate <= 10.001 * highest for rate in rates)
+
+
+def test_what_was_measured_once_or_not_at_all() -> None:
+    found = fit([Product("float64", 1e9, 0.5)], [], [Call(SEND, 2, 1000, 0.1)])
+    assert found.flops == {"float64": pytest.approx(2e9)}
+    assert found.errors["matmul float64"].worst < 1e-9
+    assert (found.memory_bandwidth, found.links) == (None, {})  # seconds per call or per byte?
+    assert fit([], [], []).flops == {}
 
 
 def test_a_collective_whose_times_do_not_grow_has_the_bandwidth_of_its_largest_call() -> None:
