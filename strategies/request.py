@@ -104,6 +104,13 @@ def check(request: Request) -> None:
         raise StrategyError(
             f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}"
         )
+    configured = request.strategies or request.set_data_parallel
+    if request.mode == "auto" and request.search == "sharding_propagation" and not configured:
+        raise StrategyError(
+            "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
+            "least one entry in parallel.strategies or parallel.set_data_parallel, search without them "
+            "(parallel.search=recursive_programming), or use parallel.mode=semi_auto for defaults everywhere."
+        )
     if request.mode == "data_parallel":
         given = {
             "strategies": bool(request.strategies),

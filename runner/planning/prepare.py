@@ -52,7 +52,7 @@ from strategies.pipeline.cutting import Stage, cut
 from strategies.pipeline.placing import as_trained
 from strategies.plan import Plan
 from strategies.planner import follow
-from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute
+from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute, check
 from strategies.search.cheapest import priced_at
 
 WEIGHTS = "initial.pt"
@@ -226,6 +226,8 @@ def prepare(
     device, world_size = device_of(config)
     if config.train.compile:
         compiled.check(device)
+    if config.parallel.mode not in ("stand_alone", "hybrid") and plan is None and config.parallel.plan is None:
+        check(request_of(config, world_size // pipelining.groups_of(config)))
     training, evaluating, collate = datasets(config)
     evaluated_with = collate
     if config.job.name == "predict":

@@ -18,7 +18,6 @@ from itertools import product
 from typing import Any
 
 from strategies.cost.cluster import Cluster
-from strategies.errors import StrategyError
 from strategies.graph import Operator, Ref, Source, TensorSpec
 from strategies.layout import Layout
 from strategies.mesh import Mesh
@@ -38,14 +37,7 @@ MOST_CANDIDATES = 256
 
 
 def propagate(problem: Problem, meshing: Meshing, cluster: Cluster) -> dict[str, tuple[Assignment, bool]]:
-    """An assignment for every operator by id, and whether propagation reached it (else it is the default). Raises
-    StrategyError where nothing is configured."""
-    if not problem.fixed:
-        raise StrategyError(
-            "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
-            "least one entry in "
-            "parallel.strategies or parallel.set_data_parallel, or use parallel.mode=semi_auto for defaults everywhere."
-        )
+    """An assignment for every operator by id, and whether propagation reached it (else it is the default)."""
     return Propagation(problem, Wire(problem.mesh, cluster)).run(meshing)
 
 
