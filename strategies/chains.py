@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +52,7 @@ class Pattern:
     kept: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """One step of a pattern: as `redistribution.Step`, with what it leaves behind."""
 
     kind: str
@@ -176,12 +176,8 @@ class _Search:
         same, and no rank receives what it has."""
         if all(common(x, y) == min(len(x), len(y)) for x, y in zip(now[0], self.pattern.after, strict=True)):
             return self.missing(now[0])
-        length = self.ranks
-        sent = exchange_elements(
-            self.pattern.mesh, now[0], self.pattern.after, (length,) * len(now[0]), self.exchange(now).axes
-        )
-        shares: int = length ** len(now[0])
-        return sent * self.unit // shares
+        sent, of = exchanged_share(self.pattern.mesh, now[0], self.pattern.after)
+        return sent * self.unit // of
 
     def moves(self, state: State) -> Iterator[tuple[Move, int]]:
         """Every step from `state` that leads towards the target, and what the busiest rank sends."""
@@ -240,6 +236,24 @@ class _Search:
                 ):
                     moved = (*more[:other], left, *more[other + 1 :])
                     yield Move(ALL_TO_ALL, added, dim, other, moved, partial), local // n * (n - 1)
+
+
+def exchanged_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims) -> tuple[int, int]:
+    """What the busiest rank sends in an exchange between even layouts: so many elements of so many. Dims that nothing
+    cuts, and the order of the others, do not matter."""
+    pairs = tuple(sorted([pair for pair in zip(before, after, strict=True) if any(pair)]))
+    used = {axis for pair in pairs for dim in pair for axis in dim}
+    return _exchanged_share(tuple([one for one in mesh if one[0] in used]), pairs)
+
+
+@cache
+def _exchanged_share(mesh: tuple[tuple[str, int], ...], pairs: tuple[tuple[Axes, Axes], ...]) -> tuple[int, int]:
+    length = math.prod(size for _, size in mesh)
+    same = {axis for x, y in pairs for axis in x[: common(x, y)]}
+    axes = tuple([axis for axis, _ in mesh if axis not in same])
+    before, after = zip(*pairs, strict=True)
+    sent = exchange_elements(mesh, before, after, (length,) * len(pairs), axes)
+    return sent, length ** len(pairs)
 
 
 def exchange_elements(

@@ -79,17 +79,19 @@ class Planning:
             fixed=fixed, outputs=outputs,
         )  # fmt: skip
 
+    def _at(self, stage: int) -> Problem:
+        return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))
+
     def _solve(self, stage: int, memory: float | None) -> Solved:
         if stage not in self.solving:
-            problem = replace(self.problem, stage=stage)
-            self.solving[stage] = SOLVERS[self.request.search](problem, self.cluster, self._axes())
+            self.solving[stage] = SOLVERS[self.request.search](self._at(stage), self.cluster, self._axes())
         return self.solving[stage](memory)
 
     def plan(self, stage: int, memory: float | None, *, proven: bool = False) -> Plan:
         """The plan at this stage of ZeRO within so many bytes of a rank; `proven` with the best bound that can be had.
         Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
-        problem = replace(self.problem, stage=stage, memory=memory)
+        problem = self._at(stage).within(memory)
         told: dict[str, Any] = {"cost": None, "lower_bound": None}
         reached: Collection[str] = ()
         if self.request.mode == "auto" and self.request.search in SOLVERS:

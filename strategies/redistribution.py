@@ -29,7 +29,7 @@ from strategies.chains import LOCAL as LOCAL
 from strategies.chains import PAD as PAD
 from strategies.chains import REDUCE_SCATTER as REDUCE_SCATTER
 from strategies.chains import SLICE as SLICE
-from strategies.chains import Pattern, common, exchange_elements, pattern_chain
+from strategies.chains import Pattern, common, exchange_elements, exchanged_share, pattern_chain
 from strategies.errors import StrategyError
 from strategies.layout import Block, Layout
 from strategies.mesh import Mesh
@@ -146,6 +146,11 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 @cache
 def _exchange_elements(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
     """What the busiest rank sends in an exchange."""
+    if not any(
+        _padded(size, dim, mesh) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
+    ):
+        sent, of = exchanged_share(mesh.axes, before.dims, after.dims)
+        return sent * math.prod(shape) // of
     axes = _exchange(before, after, shape, mesh).axes
     return exchange_elements(mesh.axes, before.dims, after.dims, shape, axes)
 

@@ -49,6 +49,11 @@ class Classes:
 def classes(problem: Problem, chosen: Mapping[str, Assignment] | None = None, *, apart: bool = False) -> Classes:
     """The classes of a problem's operators, in the order of their first members. With assignments `chosen` by id,
     operators are alike only if these are equal too; `apart`, every operator is alike only to itself."""
+    name = None if chosen is None else tuple([tuple(one.items()) for one in chosen.values()])
+    return problem.once(("classes", name, apart), lambda: _classes(problem, chosen, apart))
+
+
+def _classes(problem: Problem, chosen: Mapping[str, Assignment] | None, apart: bool) -> Classes:
     graph = problem.graph
     numbers: dict[Hashable, int] = {}
 

@@ -7,7 +7,7 @@ and hardly anywhere else, and compared in full. Invariant: all pairs with a patt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -80,40 +80,32 @@ class Group:
     def adopt(self, one: Asked, seconds: Price) -> None:
         """Adds a table, and settles its pairs whose patterns have known chains."""
         if self.named:
-            numbers, names = self._sorted
-            flat = one.mixed.ravel()
-            nearest = np.minimum(np.searchsorted(numbers, flat), len(numbers) - 1)
-            places = np.flatnonzero(numbers[nearest] == flat)
-            told = Joined([one]).patterns(places, np.zeros(len(places), dtype=np.int64))
-            places = places[(told == names[nearest[places]]).all(1)]
-            found, inverse = np.unique(nearest[places], return_inverse=True)
-            prices = [seconds(self.named[int(number)], one.spec) for number in numbers[found]]
-            one.values.ravel()[places] = np.array(prices)[inverse]
-            one.settled.ravel()[places] = True
+            self._settle(Joined([one]), [one], self.named, seconds)
         self.asked.append(one)
         self.__dict__.pop("joined", None)
 
-    @property
-    def _sorted(self) -> tuple[Integers, Integers]:
-        """The numbers of the patterns in order, and the patterns [patterns, numbers that tell them]."""
-        numbers = sorted(self.named)
-        return np.array(numbers, dtype=np.int64), np.array([self.named[number] for number in numbers], dtype=np.int64)
+    def price(self, numbers: Iterable[int], seconds: Price) -> bool:
+        """Settles all pairs with patterns of these numbers; whether that raised a bound."""
+        return self._settle(self.joined, self.asked, numbers, seconds)
 
-    def price(self, number: int, seconds: Price) -> int:
-        """Settles all pairs with a pattern; of how many tensors that raised a bound."""
-        joined, name = self.joined, self.named[number]
-        places = np.flatnonzero(joined.mixed == number)
+    def _settle(self, joined: Joined, asked: Sequence[Asked], numbers: Iterable[int], seconds: Price) -> bool:
+        """`price` of some tables, which are `joined`."""
+        order = np.array(sorted(numbers), dtype=np.int64)
+        names = np.array([self.named[number] for number in order.tolist()], dtype=np.int64)
+        nearest = np.minimum(np.searchsorted(order, joined.mixed), len(order) - 1)
+        places = np.flatnonzero(order[nearest] == joined.mixed)
+        nearest = nearest[places]
         tables = np.searchsorted(joined.starts, places, side="right") - 1
-        same = (joined.patterns(places, tables) == name).all(1)
-        places, tables = places[same], tables[same]
-        prices = np.zeros(len(self.asked))
-        for table in set(tables.tolist()):
-            prices[table] = seconds(name, self.asked[table].spec)
-        before, now = joined.values[places], prices[tables]
+        same = (joined.patterns(places, tables) == names[nearest]).all(1)
+        places, nearest, tables = places[same], nearest[same], tables[same]
+        found, inverse = np.unique(tables * len(order) + nearest, return_inverse=True)
+        pairs = [divmod(one, len(order)) for one in found.tolist()]
+        prices = [seconds(self.named[int(order[number])], asked[table].spec) for table, number in pairs]
+        before, now = joined.values[places], np.array(prices)[inverse]
         joined.values[places], joined.settled[places] = now, True
         for table in set(tables[now != before].tolist()):
-            self.asked[table].changes += 1
-        return len(set(tables[now > before * (1 + 1e-12)].tolist()))
+            asked[table].changes += 1
+        return bool((now > before * (1 + 1e-12)).any())
 
     @cached_property
     def joined(self) -> Joined:

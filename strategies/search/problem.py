@@ -3,9 +3,10 @@ operator causes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from strategies.cost.cluster import Cluster
 from strategies.cost.saved import saved
@@ -13,6 +14,8 @@ from strategies.graph import OperatorGraph, Ref
 from strategies.layout import Layout
 from strategies.mesh import Mesh
 from strategies.rules.sharding import Assignment, Sharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,18 @@ class Problem:
     moved: float = 28.0
     overlaps: bool = True
     sure: Sure | None = None
+    known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns; made for the first search that asks for it, and kept for others."""
+        if key not in self.known:
+            self.known[key] = make()
+        found: T = self.known[key]
+        return found
+
+    def within(self, memory: float | None) -> Problem:
+        """The same with another limit of memory."""
+        return self if memory == self.memory else replace(self, memory=memory)
 
     def counts(self, ref: Ref) -> bool:
         """Whether redistributions of a value are priced."""

@@ -77,7 +77,11 @@ def checked(problem: Problem, found: Found) -> Found:
 
 def prices(problem: Problem, cluster: Cluster) -> Pricing:
     """What the rounds reckon with."""
-    return Pricing(problem, cluster) if _few(problem.mesh) else Pricing(problem, cluster, direct_seconds)
+
+    def make() -> Pricing:
+        return Pricing(problem, cluster) if _few(problem.mesh) else Pricing(problem, cluster, direct_seconds)
+
+    return problem.once(("prices", cluster), make)
 
 
 def in_rounds(pricing: Pricing, alike: Classes, axes: Sequence[Axes] = ()) -> Found:
@@ -96,14 +100,21 @@ def in_rounds(pricing: Pricing, alike: Classes, axes: Sequence[Axes] = ()) -> Fo
     return best
 
 
+def _rounds(pricing: Pricing, alike: Classes, pressure: float) -> Rounds:
+    """One for all that is decided about these classes at these prices."""
+    key = "rounds", id(pricing), id(alike), pressure
+    return pricing.problem.once(key, lambda: Rounds(pricing, alike, pressure))
+
+
 def _pressed(pricing: Pricing, alike: Classes, axes: Sequence[Axes], pressure: float) -> Found:
-    runs, rounds = _units(pricing.mesh, axes), Rounds(pricing, alike, pressure)
+    runs, first = _units(pricing.mesh, axes), _rounds(pricing, alike, pressure)
+    rounds = first.begun()
     total = [rounds.decide(run, staying=False) for run in runs][-1]
     if len(runs) <= MOST_AXES:
         total = _decide_again(rounds, runs)
     others = {tuple(runs[::-1]), (*runs[1:], runs[0])} if _few(pricing.mesh) and len(runs) > 1 else set()
     for order in sorted(others):
-        other = rounds.anew()
+        other = first.begun(decided=pricing.mesh.names)
         if (cheaper := _decide_again(other, order)) < total:
             rounds, total = other, cheaper
     return _told(rounds, total)
@@ -136,8 +147,8 @@ def refine(problem: Problem, cluster: Cluster, chosen: Mapping[str, Assignment],
 
 
 def _again(pricing: Pricing, alike: Classes, given: Found, axes: Sequence[Axes]) -> Found:
-    rounds = Rounds(pricing, alike, given.pressure)
-    rounds.start([given.assignments[head.id] for head in alike.heads])
+    chosen = [given.assignments[head.id] for head in alike.heads]
+    rounds = _rounds(pricing, alike, given.pressure).begun(chosen, pricing.mesh.names)
     return _told(rounds, _decide_again(rounds, _units(pricing.mesh, axes)))
 
 

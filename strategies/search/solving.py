@@ -53,7 +53,7 @@ def exact(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> 
         return lambda memory: _certified(problem, cluster, within(memory), {})
 
     def chosen(memory: float | None) -> Solved:
-        asked = replace(problem, memory=memory)
+        asked = problem.within(memory)
         best = choose(asked, cluster, Exactly(asked, cluster))
         one = best.answer
         found = Found(one.assignments, one.tensors, one.seconds, best.bound, one.bytes)
@@ -86,7 +86,7 @@ def halving(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -
     """A cheap plan, with an open mesh the best of those on all meshes."""
 
     def solve(memory: float | None) -> Solved:
-        asked = replace(problem, memory=memory)
+        asked = problem.within(memory)
         if axes is not None:
             found = bisect(asked, cluster, axes)
             return Solved(found, told={"bytes": plan_bytes(asked, found)})

@@ -9,7 +9,7 @@ of the chain that the engine executes; all others are not above them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -149,10 +149,9 @@ class Transfers:
             asked.values[:] = np.inf
         group = self.groups.setdefault(alike(kinds), Group())
         group.adopt(asked, self._price)
-        if not many:
-            for row, column in np.argwhere(~asked.settled).tolist():
-                if not asked.settled[row, column]:
-                    self._settle(asked, row, column)
+        while not many and not asked.settled.all():  # patterns with one number are settled one after the other
+            self._settle(asked, np.argwhere(~asked.settled).tolist())
+        asked.changes = 0
         return asked
 
     def settle(self, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> None:
@@ -160,7 +159,7 @@ class Transfers:
         asked = self.asked[self._key(before, after, spec)]
         if not asked.settled[row, column]:
             bound = asked.values[row, column]
-            self._settle(asked, row, column)
+            self._settle(asked, [(row, column)])
             if len(self.axes) >= WAYS_FROM:
                 self._look_around(before, spec, row, float(asked.values[row, column]))
             elif asked.values[row, column] > bound * (1 + ALIKE):
@@ -170,8 +169,9 @@ class Transfers:
         """Prices the pairs with one of these layouts that had the same bound: the next solution would take one."""
         for line, at in ((row, slice(None)), (slice(None), column)):
             same = ~asked.settled[line, at] & (np.abs(asked.values[line, at] - bound) <= ALIKE * bound)
-            for place in np.flatnonzero(same).tolist():
-                self._settle(asked, *((row, place) if line is row else (place, column)))
+            alike = [(row, place) if line is row else (place, column) for place in np.flatnonzero(same).tolist()]
+            if alike:
+                self._settle(asked, alike)
 
     def _look_around(self, before: Rows, spec: TensorSpec, row: int, near: float) -> None:
         """Raises what is told of all redistributions from the class of a layout to what they take at least; of very
@@ -226,15 +226,19 @@ class Transfers:
         counts = self.counts
         return not any((size % counts[tuples]).any() for size, (tuples, _) in zip(shape, rows.tuples, strict=True))
 
-    def _settle(self, asked: Asked, row: int, column: int) -> None:
-        """Searches for the chain of a pattern, and prices it wherever it is asked for."""
-        group, number = self.groups[alike(asked.kinds)], int(asked.mixed[row, column])
-        name = asked.pattern(row, column)
-        if name not in self.patterns:
-            self.patterns[name] = len(self.chains)
-            self.chains.append(self._chain(asked, row, column))
-        group.named[number] = name
-        self.raised += group.price(number, self._price)
+    def _settle(self, asked: Asked, pairs: Iterable[Sequence[int]]) -> None:
+        """Searches for the chains of the patterns of pairs, and prices them wherever they are asked for."""
+        group, numbers = self.groups[alike(asked.kinds)], dict[int, None]()
+        for row, column in pairs:
+            number = int(asked.mixed[row, column])
+            if number in numbers:
+                continue
+            numbers[number] = None
+            name = group.named[number] = asked.pattern(row, column)
+            if name not in self.patterns:
+                self.patterns[name] = len(self.chains)
+                self.chains.append(self._chain(asked, row, column))
+        self.raised += group.price(numbers, self._price)
 
     def _price(self, name: Pattern, spec: TensorSpec) -> float:
         prices = self._prices(spec)
