@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from itertools import pairwise, product
 
 import pytest
@@ -15,6 +17,7 @@ from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds
 from strategies.search.prices import Pricing
+from strategies.search.recursive import in_rounds, prices
 from strategies.search.rounds import Rounds
 from tests.strategies.search.problems import gpt, llama, node, nodes, prime_mesh, problem, shaped, tokens
 
@@ -73,3 +76,16 @@ def test_one_axis_is_decided_as_trying_everything_would() -> None:
     best = min(pricing.total(dict(zip(ids, chosen, strict=True))) for chosen in product(*every))
     assert told == pytest.approx(best)
     assert rounds.chosen[0] == {"n": ("d0",)}  # up by columns and down by rows: 64 x 512 is all that is sent
+
+
+def test_what_was_decided_once_is_not_decided_again() -> None:
+    """Other orders of axes, coarser meshes and other searches meet the same choices."""
+    made = problem(gpt(2), prime_mesh(8))
+
+    def calls() -> int:
+        profile = cProfile.Profile()
+        profile.runcall(in_rounds, prices(made, node(8)), classes(made))
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    first, again = calls(), calls()
+    assert again < first / 10
