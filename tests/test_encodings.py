@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("runner", "strategies", "models", "benchmarks", "tests")
+PACKAGES = ("meshwright", "runner", "strategies", "models", "benchmarks", "tests")
 TEXT = {"read_text": 0, "write_text": 1}
 """Methods that always open text, and the place of `encoding` among their arguments."""
 MODE = {"open": 1, "fdopen": 1, "makefile": 0, "NamedTemporaryFile": 0, "TemporaryFile": 0}
