@@ -31,7 +31,7 @@ SHORT = ("world_size=2", "device=cpu")
 def test_this_machine_is_measured_and_described_in_time(command, tmp_path):
     line = [sys.executable, "-m", "runner", "calibrate", "mine.yaml", "calibrate.seconds=8", *SHORT]
     start = time.monotonic()
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
     took = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     assert took < 8 + 2 or "because the machine is busy" in done.stdout
