@@ -81,7 +81,7 @@ class Measured:
 def measure(rank: RankContext, until: float) -> Measured:
     """Measure until `until` by time.monotonic(), which all processes of a machine share, or until all points are
     measured, and for LEAST seconds where processes took long to start; rank 0 prints what is being measured."""
-    device, until = torch.device(rank.device), max(until, time.monotonic() + LEAST)
+    device = torch.device(rank.device)
     return Bench(rank.rank, rank.world_size, device, Timer(rank.world_size, device, until)).run()
 
 
@@ -89,14 +89,16 @@ class Timer:
     """Times what all ranks do at once, by the slowest rank.
 
     Attributes:
-        left: seconds until the end, by the rank that has the fewest.
+        left: seconds until the end, by the rank that has the fewest; LEAST at first, at least.
         last: seconds that the last `time` took in all.
     """
 
     def __init__(self, world_size: int, device: torch.device, until: float) -> None:
         self._alone, self._device, self._until = world_size == 1, device, until
-        self.left, self.last = until - time.monotonic(), 0.0
-        self.time(lambda: None)
+        self.left = until - time.monotonic()
+        self.time(lambda: None)  # the last rank arrives
+        missing = max(LEAST - self.left, 0.0)
+        self._until, self.left, self.last = until + missing, self.left + missing, 0.0
 
     def time(self, action: Callable[[], object], count: int = 1) -> float:
         """Seconds of one of `count` calls in a row."""

@@ -34,7 +34,7 @@ def test_this_machine_is_measured_and_described_in_time(command, tmp_path):
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
     took = time.monotonic() - start
     assert done.returncode == 0, done.stderr
-    assert took < 8 + 2 or "because the machine is busy" in done.stdout
+    assert took < 8 + 4 or "because the machine is busy" in done.stdout
     assert "price plans with cluster.file=mine.yaml" in done.stdout
     found = clusters.from_description(tmp_path / "mine.yaml")
     assert (found.name, found.devices, found.algorithms) == ("mine", 2, ("ring",))
@@ -117,6 +117,13 @@ def test_what_does_not_fit_keeps_its_described_value(bench, seconds):
     known = [name not in names for name in CONSTANTS if name != "overlap"]  # which takes longer than what follows it
     assert known == sorted(known, reverse=True), names  # nothing is skipped for something that matters less
     assert any(known) == (seconds > 0) and (names == ()) == (seconds > 1)
+
+
+def test_ranks_that_start_late_measure_for_a_second_all_the_same():
+    timer = Timer(1, torch.device("cpu"), time.monotonic() - 100)
+    assert timer.fits(0.9) and not timer.fits(1.1)
+    timer.time(lambda: time.sleep(0.01), 5)
+    assert 0.05 <= timer.last and timer.left <= 0.95
 
 
 @pytest.mark.parametrize("busy", [1, 10, 50, 150])
