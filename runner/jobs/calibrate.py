@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,21 +106,16 @@ def _check(name: Path, file: Path, what: str, force: bool) -> None:
 def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float]:
     """The content of the file, and the largest median error."""
     launch.warm(PRELOAD)
-    from runner.planning.devices import device_of
-
-    device, ranks = device_of(config)
-    who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
-    print(f"calibrate: {who}, {config.calibrate.seconds:g} seconds", flush=True)
+    content = {"config": config.model_dump_json(), "until": started + config.calibrate.seconds - ENDING}
+    run_here = partial(launch.run_ranks, timeout=config.launch.timeout, threads=config.launch.threads)
     try:
-        text, error = launch.run_ranks(
-            "runner.jobs.calibrate:describe",
-            {"config": config.model_dump_json(), "until": started + config.calibrate.seconds - ENDING},
-            world_size=ranks,
-            run_dir=run_dir,
-            device=device,
-            timeout=config.launch.timeout,
-            threads=config.launch.threads,
-        )
+        with tempfile.TemporaryDirectory() as folder:  # where nothing is left of what is refused
+            where, name = "runner.jobs.calibrate:place", "the preparation"
+            device, ranks = run_here(where, content, world_size=1, device="cpu", run_dir=Path(folder), name=name)
+        who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
+        print(f"calibrate: {who}, {config.calibrate.seconds:g} seconds", flush=True)
+        where = "runner.jobs.calibrate:describe"
+        text, error = run_here(where, content, world_size=ranks, device=device, run_dir=run_dir)
     except KeyboardInterrupt:
         shutil.rmtree(run_dir / "ranks", ignore_errors=True)
         remove_if_unused(run_dir)
@@ -129,6 +126,13 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
             f"{config.calibrate.seconds:g}; give it more seconds, or a quieter machine."
         )
     return text, error
+
+
+def place(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, int]:
+    """The device and the number of ranks, which a fork that has torch can tell. Raises ConfigError."""
+    from runner.planning.devices import device_of
+
+    return device_of(Config.model_validate_json(payload["config"]))
 
 
 def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float | None] | None:

@@ -258,8 +258,17 @@ def test_too_little_time_is_refused_before_anything_starts(command, tmp_path, se
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_device_that_is_not_there_leaves_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "warm", lambda _: None)  # other tests share the server, and need more of it
+    done = command("calibrate", "mine.yaml", "world_size=4096", "device=cuda")
+    assert (done.code, len(done.paragraphs)) == (2, 1) and "needs 4096 GPUs" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_that_start_too_late_say_so(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: ("", None))
+    monkeypatch.setattr(launch, "warm", lambda _: None)
+    found = {"runner.jobs.calibrate:place": ("cpu", 2), "runner.jobs.calibrate:describe": ("", None)}
+    monkeypatch.setattr(launch, "run_ranks", lambda entry, *_, **__: found[entry])
     done = command("calibrate", "mine.yaml", *SHORT)
     assert done.code == 1
     assert "too slow to measure anything" in done.err and "calibrate.seconds" in done.err
