@@ -79,16 +79,22 @@ def test_a_working_directory_that_is_gone(tmp_path, words):
     assert b"working directory is gone" in done.stderr
 
 
+def named(text):
+    """`text` in UTF-8, as this process names it, whose own locale may be ASCII."""
+    return os.fsdecode(text.encode())
+
+
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+UTF8 = {"PYTHONUTF8": "1"}
 
 
 @pytest.mark.parametrize(
     ("after", "environment"),
-    [("", ASCII), (">&-", {}), (">&- 2>&-", {}), ("| head -1", {})],
+    [("", ASCII), (">&-", UTF8), (">&- 2>&-", UTF8), ("| head -1", UTF8)],
     ids=["ascii", "no stdout", "no stdout and stderr", "head"],
 )
 def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
-    here = tmp_path / ("plain" if environment else "über")
+    here = tmp_path / ("plain" if environment is ASCII else named("über"))
     here.mkdir()
     mine = ["world_size=2", "parallel.strategies={matmul: [[2,1],[1,1]]}"]
     done = started(here, [QUICK, *mine, "train.steps=3", "hydra.run.dir=out"], after=after, **environment)
@@ -98,7 +104,7 @@ def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
 
 
 def test_what_a_terminal_cannot_show_is_escaped(tmp_path):
-    done = started(tmp_path, [QUICK, "train.größe=1"], **ASCII)
+    done = started(tmp_path, [QUICK, named("train.größe=1")], **ASCII)
     assert done.returncode == 2 and done.stderr.isascii() and done.stderr.count(b"\n") == 1, done.stderr
 
 
