@@ -11,8 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 TORCH := torch==2.13.0
-# Two processes, whatever the machine: a test may start eight ranks of its own.
-PARALLEL := -n 2 --dist loadfile
+# Two processes, whatever the machine: a test may start eight ranks of its own. The one that is done first takes over
+# half of what the other has left.
+PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: run test test-slow launchers browser lint format coverage fuzz clean

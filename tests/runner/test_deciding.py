@@ -210,7 +210,7 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
 @pytest.mark.parametrize(
     ("search", "words"),
     [
-        ("sharding_propagation", ()),
+        pytest.param("sharding_propagation", (), marks=pytest.mark.slow),
         ("dynamic_programming", ()),
         ("dynamic_programming", STAGED),
     ],
@@ -243,11 +243,11 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
     "words",
     [
         ("parallel.offload.optimizer=host",),
-        ("parallel.offload.activations.to=host",),
+        pytest.param(("parallel.offload.activations.to=host",), marks=pytest.mark.slow),
         ("train.precision=bf16", "train.accumulate=2"),
         (*STAGED, "parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.virtual_stages=2"),
-        (*STAGED, "parallel.pipeline.schedule=gpipe"),
-        ("parallel.comm_fusion.all_reduce.mode=none",),
+        pytest.param((*STAGED, "parallel.pipeline.schedule=gpipe"), marks=pytest.mark.slow),
+        pytest.param(("parallel.comm_fusion.all_reduce.mode=none",), marks=pytest.mark.slow),
         ("parallel.zero.options={reduce_bucket_size: 2000}",),
     ],
     ids=["host", "activations", "accumulated", "virtual", "gpipe", "apart", "buckets"],

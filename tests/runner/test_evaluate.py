@@ -31,8 +31,14 @@ def truth(rows, seed=1):
     return {"loss": functional.cross_entropy(scores, data.y).item(), "accuracy": accuracy}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "hybrid"])
-@pytest.mark.parametrize("size", ["null", 12])
+@pytest.mark.parametrize(
+    ("mode", "size"),
+    [
+        *((mode, "null") for mode in (*MODES, "hybrid")),
+        *(pytest.param(mode, 12, marks=[pytest.mark.slow] * (mode != "semi_auto")) for mode in MODES),
+        ("hybrid", 12),
+    ],
+)
 def test_every_sample_once_with_a_short_last_batch(evaluate, mode, size):
     found = evaluate(
         mode, *STILL, "evaluate.metric=accuracy", "evaluate.args={rows: 50, seed: 1}", f"evaluate.batch_size={size}"

@@ -42,12 +42,26 @@ def test_one_process_agrees(start, kind):
     assert ended.verdict["passed"] and ended.value <= 1e-10
 
 
+ZERO_KINDS = {
+    "interleaved, recomputed": (*INTERLEAVED, LAYERS),
+    "zero bubble": (*BUBBLE, "train.accumulate=2", "data.batch_size=32"),
+    "one rank per stage": (*STACK, "world_size=2"),
+}
+
+
 @pytest.mark.parametrize(
-    "words",
-    [(*INTERLEAVED, LAYERS), (*BUBBLE, "train.accumulate=2", "data.batch_size=32"), (*STACK, "world_size=2")],
-    ids=["interleaved, recomputed", "zero bubble", "one rank per stage"],
+    ("words", "precision"),
+    [
+        pytest.param(
+            ZERO_KINDS[kind],
+            precision,
+            id=f"{precision}-{kind}",
+            marks=[pytest.mark.slow] * ((precision == "bf16") != (kind == "zero bubble")),
+        )
+        for precision in ("fp32", "bf16")
+        for kind in ZERO_KINDS
+    ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_zero_in_every_stage(start, words, precision):
     ended = start(*words, "parallel.zero.stage=1", f"train.precision={precision}", "verify.steps=3", verb="verify")
     assert ended.verdict["passed"]
@@ -164,7 +178,13 @@ def test_schedules_train_to_the_same_bits(start):
         assert [key for key in weights if not torch.equal(found[key], truth[key])] == []
 
 
-@pytest.mark.parametrize("words", [INTERLEAVED, BUBBLES], ids=["interleaved", "zero bubble"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(INTERLEAVED, id="interleaved"),
+        pytest.param(BUBBLES, id="zero bubble", marks=pytest.mark.slow),
+    ],
+)
 def test_a_sharded_run_goes_on_bit_for_bit(start, words):
     words = (*words, "parallel.zero.stage=1", "checkpoint.every=2")
     whole = start(*words, "train.steps=4", folder="whole")

@@ -37,13 +37,19 @@ def test_speed_and_flops(start):
     assert sum(part["forward"] for part in parts) == pytest.approx(plan["cost"]["forward"])
 
 
-def test_no_device_and_no_memory_is_needed(start):
-    plan = start("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16", verb="plan").plan
+def test_no_device_and_no_memory_is_needed_and_no_plan_does_more_than_the_peak(start):
+    """Products that run in bf16 are measured by the peak of bf16, whatever their parameters are."""
+    options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
+    plan = start(*options, verb="plan").plan
     assert plan["mesh"] == {"dp": 16}
     assert plan["prediction"]["axes"] == {"dp": "node"}
     assert plan["prediction"]["devices"] == plan["prediction"]["ranks"] == 16
     assert 0.2 < plan["prediction"]["mfu"] < 0.7
     assert plan["prediction"]["binding"] == "flops"
+    plain = plan["prediction"]
+    mixed = start(*options, "train.precision=bf16_autocast", verb="plan").plan["prediction"]
+    assert plain["seconds"] == pytest.approx(mixed["seconds"], rel=0.5)
+    assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
 
 
 def test_memory_binds_where_it_does_not_suffice(start, capsys):
@@ -98,15 +104,6 @@ def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(st
     assert re.search(
         r"next better: calls that begin in half the time [12]\.\d\d times as fast", capsys.readouterr().out
     )
-
-
-def test_no_plan_does_more_than_the_peak(start):
-    """Products that run in bf16 are measured by the peak of bf16, whatever their parameters are."""
-    options = ("+recipe=llama_8b", "cluster.nodes=2", "data.batch_size=16")
-    plain = start(*options, verb="plan").plan["prediction"]
-    mixed = start(*options, "train.precision=bf16_autocast", verb="plan").plan["prediction"]
-    assert plain["seconds"] == pytest.approx(mixed["seconds"], rel=0.5)
-    assert plain["mfu"] * plain["seconds"] == pytest.approx(mixed["mfu"] * mixed["seconds"], rel=0.01)
 
 
 def test_ranks_that_are_of_no_use_are_told(start, capsys):

@@ -353,6 +353,7 @@ def test_the_real_command_refuses_too(real, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_real_command_fails_too(real):
     data = ("data={target: networks.Trouble, args: {way: raise}}", "data.batch_size=4", f"train.seed={SEED}")
     process = real(*PARALLEL, *data, "train.steps=16", "hydra.run.dir=out")
@@ -361,6 +362,7 @@ def test_the_real_command_fails_too(real):
     assert re.match(r"run: rank \d of 4 failed: LookupError: row \d+ is not to be had\. Where: ", err)
 
 
+@pytest.mark.slow  # recovery/test_stopping.py has the same for every signal
 def test_ctrl_c(real, tmp_path):
     process = real(*PARALLEL, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.jsonl"

@@ -20,14 +20,14 @@ from runner import checkpoints
 from runner.errors import ConfigError, RunFailed
 from strategies.errors import StrategyError
 
-STEPS = 30
+STEPS = 18
 LONG = (
     f"train.steps={STEPS}",
-    "checkpoint={every: 5, at_end: true, keep: 2}",
+    "checkpoint={every: 3, at_end: true, keep: 2}",
     "data.args.rows=70",
     "optimizer.target=torch.optim.AdamW",
-    "optimizer.scheduler={target: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 30}}",
-    "evaluate.every=10",
+    "optimizer.scheduler={target: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 18}}",
+    "evaluate.every=6",
     "train.log_every=4",
 )
 DROPOUT = "model.args.dropout=0.3"
@@ -93,8 +93,8 @@ def test_in_two_parts(start, whole, kind, capfd):
     """The first part ends by itself; being the last for the time, its step is evaluated and measured."""
     whole(kind)
     capfd.readouterr()
-    start(*SMALL, *LONG, *KINDS[kind], "train.steps=17", folder="parts")
-    check_as_if_never_stopped(start, whole, kind, "parts", except_step=17)
+    start(*SMALL, *LONG, *KINDS[kind], "train.steps=11", folder="parts")
+    check_as_if_never_stopped(start, whole, kind, "parts", except_step=11)
     assert "resume: continuing from " in capfd.readouterr().out
 
 
@@ -114,10 +114,12 @@ def kill_a_rank_at(folder, steps, in_a_save):
     return thread
 
 
-@pytest.mark.parametrize(("kind", "in_a_save"), [("stage 0", True), ("stage 3", False)])
+@pytest.mark.parametrize(
+    ("kind", "in_a_save"), [("stage 0", True), pytest.param("stage 3", False, marks=pytest.mark.slow)]
+)
 def test_a_rank_is_killed(start, whole, tmp_path, kind, in_a_save):
     whole(kind)
-    killer = kill_a_rank_at(tmp_path / "killed", 12, in_a_save)
+    killer = kill_a_rank_at(tmp_path / "killed", 7, in_a_save)
     with pytest.raises(RunFailed, match="was killed by SIGKILL"):
         start(*SMALL, *LONG, *KINDS[kind], folder="killed")
     killer.join()
@@ -160,7 +162,7 @@ def visible(monkeypatch):
 @pytest.mark.parametrize("kind", ["stage 0"])
 def test_everything_is_killed(start, whole, tmp_path, kind):
     whole(kind)
-    kill_everything(tmp_path / "killed", words_of(kind), 13)
+    kill_everything(tmp_path / "killed", words_of(kind), 8)
     check_as_if_never_stopped(start, whole, kind, "killed")
 
 
@@ -179,7 +181,7 @@ def test_killed_before_the_first_checkpoint(start, whole, tmp_path, capfd):
     whole(kind)
     killer = kill_a_rank_at(tmp_path / "killed", 2, in_a_save=False)
     with pytest.raises(RunFailed):
-        start(*SMALL, *LONG, *KINDS[kind], "checkpoint.every=30", folder="killed")
+        start(*SMALL, *LONG, *KINDS[kind], f"checkpoint.every={STEPS}", folder="killed")
     killer.join()
     capfd.readouterr()
     check_as_if_never_stopped(start, whole, kind, "killed")
@@ -189,13 +191,13 @@ def test_killed_before_the_first_checkpoint(start, whole, tmp_path, capfd):
 def test_from_a_path(start, whole, tmp_path):
     """Another folder goes on from a checkpoint in the middle; its metrics begin there."""
     kind = "stage 0"
-    start(*SMALL, *LONG, *KINDS[kind], "train.steps=20", "checkpoint.keep=null", folder="first")
-    path = tmp_path / "first" / "checkpoints" / "step-00000010"
+    start(*SMALL, *LONG, *KINDS[kind], "train.steps=12", "checkpoint.keep=null", folder="first")
+    path = tmp_path / "first" / "checkpoints" / "step-00000006"
     ended = start(*SMALL, *LONG, *KINDS[kind], f"train.resume={path}", folder="second")
     (_, expected), metrics = whole(kind)
     found = content(ended.folder)[1]
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-    assert lines(ended) == [record for record in metrics if record["step"] > 10]
+    assert lines(ended) == [record for record in metrics if record["step"] > 6]
 
 
 OTHERS = [

@@ -90,8 +90,12 @@ UTF8 = {"PYTHONUTF8": "1"}
 
 @pytest.mark.parametrize(
     ("after", "environment"),
-    [("", ASCII), (">&-", UTF8), (">&- 2>&-", UTF8), ("| head -1", UTF8)],
-    ids=["ascii", "no stdout", "no stdout and stderr", "head"],
+    [
+        pytest.param("", ASCII, id="ascii"),
+        pytest.param(">&-", UTF8, id="no stdout", marks=pytest.mark.slow),
+        pytest.param(">&- 2>&-", UTF8, id="no stdout and stderr"),
+        pytest.param("| head -1", UTF8, id="head"),
+    ],
 )
 def test_a_run_ends_well_whoever_looks_at_it(tmp_path, after, environment):
     here = tmp_path / ("plain" if environment is ASCII else named("über"))

@@ -14,7 +14,7 @@ from runner.checkpoints.when import Calendar
 from runner.errors import ConfigError
 from runner.sections.checkpoint import Checkpoint
 
-WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=5")
+WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=3")
 NEVER = Checkpoint(
     every=None,
     minutes=None,
@@ -40,7 +40,7 @@ def test_every_step_is_stored_as_it_was(start, plan):
         saving = ("checkpoint.every=1", f"checkpoint.background={background}", "checkpoint.form=both")
         folder = start(*WORDS, *PLANS[plan], *saving, folder=background).folder
         opened = [checkpoints.read(path) for path in sorted((folder / "checkpoints").iterdir())]
-        assert [one.step for one in opened] == [1, 2, 3, 4, 5]
+        assert [one.step for one in opened] == [1, 2, 3]
         found[background] = [{key: one.read(key) for key in one.tensors} for one in opened]
         random = [one.load("rank-00001.pt")["random"]["torch"] for one in opened]
         found[background].append(dict(enumerate(random)))

@@ -147,7 +147,7 @@ def test_what_is_stored_is_what_was_there(tmp_path):
     assert all(saver.held > 0 for saver in savers[:2])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_copies_of_what_zero_splits_up(start, stage):
     """Any one of four real ranks loses its files, and the run ends as the one that lost nothing."""
     words = (*SMALL, *MODES["data_parallel"], f"parallel.zero.stage={stage}", "optimizer.target=torch.optim.AdamW")

@@ -62,35 +62,29 @@ def inside(folder: Path) -> list[int]:
     return found
 
 
-def test_a_rank_table(start: Start, local_losses: list[float], tmp_path: Path) -> None:
+def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
+    start: Start, local_losses: list[float], tmp_path: Path
+) -> None:
     rows = [{"rank": rank, "host": f"127.0.0.{1 + rank % 2}", "device": rank // 2} for rank in range(4)]
     (tmp_path / "table.json").write_text(json.dumps(rows), encoding="utf-8")
-    process = start(f"train.steps={STEPS}", "launch=rank_table", "launch.rank_table=table.json")
+    fault = "launch.faults=[{kind: kill, rank: 3, step: 3, phase: forward}]"
+    where = ("launch=rank_table", "launch.rank_table=table.json", "launch.timeout=20")
+    process = start(f"train.steps={STEPS}", *where, "checkpoint.every=1", "launch.max_restarts=1", fault)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
+    assert re.search(
+        r"^restart 1 of 1: on 127.0.0.2, rank 3 of 4 ended before it was done \(was it killed\?\)", out, re.M
+    )
     assert "step 4/4" in out and out.splitlines()[-1].startswith("done: 4 steps")
     assert losses(tmp_path / "run") == local_losses
     assert [(tmp_path / "run" / "ranks" / f"{rank}.log").exists() for rank in range(4)] == [True] * 4
     assert not list((tmp_path / "run").glob(".*"))  # what ranks were told, the secret too
     config = json.loads((tmp_path / "run" / "config.json").read_text(encoding="utf-8"))
     assert [host["ranks"] for host in config["launch"]["hosts"]] == [[0, 2], [1, 3]]
+    assert of_run(tmp_path) == []
 
 
 HERE = ["launch=rank_table", "launch.hosts=[127.0.0.1:2,127.0.0.2:2]", "launch.timeout=20"]
-
-
-def test_a_killed_rank_is_named_and_the_launcher_restarted(
-    start: Start, local_losses: list[float], tmp_path: Path
-) -> None:
-    fault = "launch.faults=[{kind: kill, rank: 3, step: 3, phase: forward}]"
-    process = start(f"train.steps={STEPS}", *HERE, "checkpoint.every=1", "launch.max_restarts=1", fault)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    assert re.search(
-        r"^restart 1 of 1: on 127.0.0.2, rank 3 of 4 ended before it was done \(was it killed\?\)", out, re.M
-    )
-    assert losses(tmp_path / "run") == local_losses
-    assert of_run(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -8,15 +8,15 @@ import pytest
 from benchmarks.kills import KINDS, PHASES, drawn, drill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "plans", "phases"),
     [
         (1, ("ZeRO 1, 2 ranks",), ("saving",)),
-        pytest.param(
+        (
             40,
             ("ZeRO 3, 2 ranks", "pipeline of 2 stages, 2 ranks", "saved in the background, 2 ranks"),
             tuple(PHASES),
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from strategies.engine import swapping
 from strategies.engine.offload import Moved, Offload
 
-WIDTH, COUNT, STEPS, RANKS = 1100, 2, 3, 4
+WIDTH, COUNT, STEPS, RANKS = 1100, 2, 2, 4
 PIECE = WIDTH * WIDTH // RANKS * 4
 """Bytes of a layer's weight in fp32 that a rank holds."""
 DISK = {"optimizer": "disk", "parameters": "disk"}
