@@ -147,9 +147,17 @@ class _Stored(torch.autograd.Function):
         raise AssertionError("nothing depends on what is stored")
 
 
-def _store(tensors: Sequence[Tensor]) -> Any:
+def _store(tensors: Sequence[Tensor]) -> Tensor:
+    """A tensor whose `grad_fn` stores `tensors`. Before torch 2.13 the node alone drops them with its result."""
     anchor = torch.empty((), requires_grad=True)
-    return _Stored.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+    result: Tensor = _Stored.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _restored(store: Tensor) -> Sequence[Tensor]:
+    node: Any = store.grad_fn
+    found: Sequence[Tensor] = node.saved_tensors
+    return found
 
 
 class _Enough(Exception):
@@ -188,10 +196,10 @@ class _Region:
         self.learning = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
         self.shapes = {i: value.shape for i, value in enumerate(inputs) if isinstance(value, Tensor)}
         self.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        self.node = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
+        self.inputs = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
         self._spread_need()
         self.kept = [one for flat, _ in self.results for one in flat if isinstance(one, _Result) and one.needed]
-        self.kept_node = _store([one.tensor for one in self.kept if one.tensor is not None])
+        self.numbers = _store([one.tensor for one in self.kept if one.tensor is not None])
         for flat, _ in self.results:
             for one in flat:
                 if isinstance(one, _Result):
@@ -240,8 +248,8 @@ class _Region:
 
     def _repeat(self) -> None:
         inputs, self.position = self._inputs(), 0
-        self.stored = {id(one): tensor for one, tensor in zip(self.kept, self.kept_node.saved_tensors, strict=True)}
-        del self.node, self.kept_node
+        self.stored = {id(one): tensor for one, tensor in zip(self.kept, _restored(self.numbers), strict=True)}
+        del self.inputs, self.numbers
 
         def collect(tensor: Tensor) -> None:
             self.again[len(self.again)] = tensor.detach()
@@ -264,7 +272,7 @@ class _Region:
 
     def _inputs(self) -> list[Any]:
         found = list(self.plain)
-        for place, tensor in zip(self.places, self.node.saved_tensors, strict=True):
+        for place, tensor in zip(self.places, _restored(self.inputs), strict=True):
             hold, shape = self.holds[place], self.shapes[place]
             with torch.no_grad():
                 whole = tensor.detach() if hold is None else hold.joined(tensor, shape)
