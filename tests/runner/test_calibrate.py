@@ -71,11 +71,11 @@ class Clock(Timer):
 
 NEEDED = [
     *("products of float32", "memory", "all_reduce", "all_gather", "reduce_scatter", "small operators"),
-    *("all_to_all", "exchange", "send", "products beside all-reduces", "products of float64", "products of bfloat16"),
+    *("all_to_all", "exchange", "send", "products of float64", "products of bfloat16", "products beside all-reduces"),
 ]
 CONSTANTS = [
     *("flops.float32", "memory_bandwidth", "kinds.all_reduce", "kinds.all_gather", "kinds.reduce_scatter", "launch"),
-    *("kinds.all_to_all", "kinds.exchange", "kinds.send", "overlap", "flops.float64", "flops.bfloat16"),
+    *("kinds.all_to_all", "kinds.exchange", "kinds.send", "flops.float64", "flops.bfloat16", "overlap"),
 ]
 
 
@@ -108,15 +108,15 @@ def test_what_matters_most_is_measured_first(bench):
     assert 0 <= clock.left < 200  # time is used, not only kept
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 2.0])
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 2.0, 40.0])
 def test_what_does_not_fit_keeps_its_described_value(bench, seconds):
     measured, titles, clock = bench(seconds)
     assert clock.left >= 0  # it stops in time
     assert titles[: len(NEEDED)] == NEEDED[: len(titles)]
     names = missing(measured)
-    known = [name not in names for name in CONSTANTS if name != "overlap"]  # which takes longer than what follows it
+    known = [name not in names for name in CONSTANTS]
     assert known == sorted(known, reverse=True), names  # nothing is skipped for something that matters less
-    assert any(known) == (seconds > 0) and (names == ()) == (seconds > 1)
+    assert any(known) == (seconds > 0) and (names == ()) == (seconds > 20)
 
 
 def test_ranks_that_start_late_measure_for_a_second_all_the_same():
