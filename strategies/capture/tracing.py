@@ -4,9 +4,9 @@ torch.export makes sub-graphs of no_grad and autocast regions, but drops regions
 autocast; so the borders of regions stay in the graph as they were recorded. inference_mode is traced as no_grad. Batch
 normalizations that average over all batches get a number in place of what python would read from a buffer. An autocast
 of the caller is not the model's. Checks of values within torch itself, which raise or choose a faster way to the same
-result, are left out: a graph has no values. Two mistakes of torch 2.11 are put right: a power of a number that a tensor
-holds, and the shape of an LSTM's states. Hugging Face models leave out masks that hide nothing, except for
-exporters, whose graphs serve many shapes; ours serves one.
+result, are left out: a graph has no values. Three mistakes of torch 2.11 are put right: a power of a number that a
+tensor holds, the shape of an LSTM's states, and quantiles, whose range it checks. Hugging Face models leave out masks
+that hide nothing, except for exporters, whose graphs serve many shapes; ours serves one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._subclasses import fake_impls
 from torch.autograd.grad_mode import inference_mode
 from torch.distributions import Distribution
 from torch.nn import functional
@@ -61,7 +62,7 @@ def traceable(objective: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal))
         stack.enter_context(_replaced(functional, "gaussian_nll_loss", _unchecked(functional.gaussian_nll_loss)))
         stack.enter_context(_replaced(decompositions, "one_layer_lstm", _in_shape(decompositions.one_layer_lstm)))
-        stack.enter_context(_Powers())
+        stack.enter_context(_Unasked())
         yield
 
 
@@ -133,15 +134,33 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Powers(TorchFunctionMode):
-    """Makes the exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1."""
+class _Unasked(TorchFunctionMode):
+    """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
+    are in range."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") in ("pow", "pow_") and len(args) == 2 and isinstance(args[1], SYMBOLS):
             base, exponent = args
             exact = isinstance(exponent, torch.SymFloat) and (base.is_floating_point() or base.is_complex())
             args = base, torch.full((), exponent, dtype=base.dtype if exact else None, device=base.device)
+        if getattr(function, "__name__", "") in ("quantile", "nanquantile"):
+            with _all_equal():
+                return function(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _all_equal() -> Iterator[None]:
+    """Let tensors without values say that they are equal: so torch 2.11 asks whether quantiles are from 0 to 1."""
+    known, equal = fake_impls.op_implementations_dict, torch.ops.aten.equal.default
+    before = known.get(equal)
+    known[equal] = lambda *args, **kwargs: True
+    try:
+        yield
+    finally:
+        del known[equal]
+        if before is not None:
+            known[equal] = before
 
 
 @contextmanager
