@@ -38,9 +38,9 @@ MEANINGS = {
     "model_type": "must be a mapping such as {{name: value}}",
     "tuple_type": "must be a list",
     "greater_than": "must be greater than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
+    "greater_than_equal": "must be at least {ge:.15g}",
     "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "less_than_equal": "must be at most {le:.15g}",
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
