@@ -136,6 +136,9 @@ def test_nine_axes_are_certified() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "gap"), [(2, 0.015), (8, 0.03)])
-def test_a_llama_on_512_devices_is_certified(layers: int, gap: float) -> None:
-    assert search(problem(llama(layers, batch=512), prime_mesh(512)), nodes(64)).gap <= gap
+@pytest.mark.parametrize(
+    ("layers", "batch", "gap"), [(2, 4096, 0.01), (8, 4096, 0.01), (2, 512, 0.015), (8, 512, 0.03)]
+)
+def test_a_llama_on_512_devices_is_certified(layers: int, batch: int, gap: float) -> None:
+    """Within 1 %; where each device has one sequence alone, the bound is less close."""
+    assert search(problem(llama(layers, batch=batch), prime_mesh(512)), nodes(64)).gap <= gap
