@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner import checkpoints, launch
-from strategies.engine.communicator import Communicator
-from strategies.engine.program import Program
-from strategies.engine.updates import axes_needed, make_updates
-from strategies.graph import Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from runner import checkpoint as checkpoints
+from runner import launch
+from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.optimizer.updates import axes_needed, make_updates
+from strategies.runtime.communicator import Communicator
 
 PLAIN = 6
 """Steps without a save per round."""

@@ -29,14 +29,14 @@ from models.moe import MoE
 from models.vocabulary import VocabularyFFN
 from runner import launch
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.activations import trace
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.core.request import Request, Wanted
 from strategies.cost.cluster import RING, Cluster, Level, Link
-from strategies.cost.memory import memory
 from strategies.cost.step import step_cost
-from strategies.errors import StrategyError
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.memory.parts import memory
+from strategies.memory.trace import trace
+from strategies.planner.planner import make_plan
 from strategies.search.joint import Bound, Choice, Priced, decide
 
 FAST = 1e13

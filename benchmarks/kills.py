@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.recovery import NET, PLANS
-from runner import checkpoints
-from strategies.engine.whereabouts import BEGUN, EVALUATION, PHASE, SAVES, SAVING, STEP, read_cells
+from runner import checkpoint as checkpoints
+from strategies.runtime.flight_recorder import BEGUN, EVALUATION, PHASE, SAVES, SAVING, STEP, read_cells
 
 STEPS, EVERY = 96, 6
 WORDS = (

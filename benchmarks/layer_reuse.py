@@ -24,15 +24,16 @@ from torch import Tensor, fx, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.engine import compiled, reuse
-from strategies.engine.communicator import Communicator
-from strategies.engine.drawn import as_key
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options, Program
-from strategies.planner import make_plan
-from strategies.redistribution import LOCAL
-from strategies.request import Request, Wanted
+from strategies.core.program import Options, Program
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.resharding.redistribution import LOCAL
+from strategies.runtime import compiled
+from strategies.runtime import shared_code as reuse
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.opaque_random import as_key
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 COLUMNS, ROWS = Wanted(((2, 1, 1), (1, 2)), None), Wanted(((2, 1, 2), (2, 1)), None)

@@ -20,10 +20,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from runner import config, launch
-from runner.command import cli
-from runner.jobs import train
-from runner.origins import Origins
+from runner import launch
+from runner.cli import main as cli
+from runner.commands import train
+from runner.config import load as config
+from runner.config.origins import Origins
 
 PLAIN = "parallel=data_parallel parallel.mesh=null ~parallel.strategies +parallel.strategies={} world_size=2"
 OTHER = f"{PLAIN} parallel.dataset_strategy=data_parallel"

@@ -21,13 +21,13 @@ from torch import nn
 from models.gpt import GPT
 from models.llama import Llama
 from strategies.capture import Objective, capture
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options
-from strategies.engine.updates import make_updates
-from strategies.planner import make_plan
-from strategies.request import Request
+from strategies.core.program import Options
+from strategies.core.request import Request
+from strategies.lowering.lowering import lower
+from strategies.optimizer.updates import make_updates
+from strategies.planner.planner import make_plan
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
 
 VOCABULARY = 256
 

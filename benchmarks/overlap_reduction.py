@@ -28,15 +28,15 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from models.gpt import GPT
     from models.losses import NextTokenLoss
     from strategies.capture import Objective, capture
-    from strategies.engine.communicator import Communicator
-    from strategies.engine.lowering import lower
-    from strategies.engine.partition import build
-    from strategies.engine.program import Options
-    from strategies.engine.simulate import shard
-    from strategies.engine.updates import CHOSEN, Cut, axes_needed, make_updates
-    from strategies.planner import make_plan
-    from strategies.redistribution import LOCAL
-    from strategies.request import Request
+    from strategies.core.program import Options
+    from strategies.core.request import Request
+    from strategies.lowering.lowering import lower
+    from strategies.optimizer.updates import CHOSEN, Cut, axes_needed, make_updates
+    from strategies.planner.planner import make_plan
+    from strategies.resharding.redistribution import LOCAL
+    from strategies.runtime.communicator import Communicator
+    from strategies.runtime.module_tree import build
+    from strategies.runtime.simulate import shard
 
     torch.manual_seed(0)
     net = GPT(256, LENGTH, WIDTH, LAYERS, 4)

@@ -21,17 +21,17 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from models.gpt import GPT
     from models.losses import NextTokenLoss
     from strategies.capture import Objective, capture
-    from strategies.engine.communicator import Communicator
-    from strategies.engine.lowering import lower, random_ordinals
-    from strategies.engine.partition import build
-    from strategies.engine.program import Options
-    from strategies.engine.stages import Peers, StageRunner
-    from strategies.engine.updates import axes_needed, make_updates
-    from strategies.pipeline.cutting import cut
-    from strategies.pipeline.placing import in_stages
-    from strategies.pipeline.schedule import make_schedule
-    from strategies.planner import make_plan
-    from strategies.request import Request
+    from strategies.core.program import Options
+    from strategies.core.request import Request
+    from strategies.lowering.lowering import lower, random_ordinals
+    from strategies.lowering.pipeline.cutting import cut
+    from strategies.lowering.pipeline.schedule import make_schedule
+    from strategies.lowering.pipeline.stage_assignment import in_stages
+    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.planner.planner import make_plan
+    from strategies.runtime.communicator import Communicator
+    from strategies.runtime.module_tree import build
+    from strategies.runtime.pipeline_stage import Peers, StageRunner
 
     class Held:
         """Bytes that autograd holds: storages are counted while anything keeps a tensor of theirs."""

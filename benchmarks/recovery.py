@@ -26,10 +26,12 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
-from runner import config, launch
-from runner.command import recipes, words
-from runner.jobs import train
-from runner.origins import Origins
+from runner import launch
+from runner.cli import arguments as words
+from runner.cli import recipes
+from runner.commands import train
+from runner.config import load as config
+from runner.config.origins import Origins
 from runner.recovery.restarting import RESTARTS
 
 EVERY, STEPS = 4, 14

@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from runner.planning import searched
-from runner.planning.deciding import Deciding
-from strategies.cost import shapes
-from strategies.cost.activations import Trace
+from runner.planning import searched_plans as searched
+from runner.planning.joint import Deciding
+from strategies.core import result_shapes as shapes
+from strategies.memory.trace import Trace
 from strategies.rules import sharding
 from tests.runner.composing import compose_config
 

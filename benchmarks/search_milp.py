@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from strategies.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph
 from strategies.search.exact import search
 from tests.strategies.search.integer_program import integer_optimum, settled
 from tests.strategies.search.test_network import NODES, gpt, llama, problem_of

@@ -30,9 +30,9 @@ from models.resnet import resnet50, resnet_digits
 from models.vit import ViT
 from models.vocabulary import VocabularyFFN
 from runner.planning.clusters import described, shipped
+from strategies.core.graph import OperatorGraph
 from strategies.cost.cluster import Cluster
-from strategies.graph import OperatorGraph
-from strategies.meshing import meshing
+from strategies.planner.mesh_refinement import meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import Found, search
 from strategies.search.prices import Pricing

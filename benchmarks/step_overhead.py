@@ -36,14 +36,14 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     from torch import nn
 
     from strategies.capture import Objective, capture
-    from strategies.engine.communicator import Communicator
-    from strategies.engine.lowering import lower
-    from strategies.engine.partition import build
-    from strategies.engine.program import Options
-    from strategies.engine.updates import axes_needed, make_updates
-    from strategies.planner import make_plan
-    from strategies.redistribution import LOCAL
-    from strategies.request import Request, Wanted
+    from strategies.core.program import Options
+    from strategies.core.request import Request, Wanted
+    from strategies.lowering.lowering import lower
+    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.planner.planner import make_plan
+    from strategies.resharding.redistribution import LOCAL
+    from strategies.runtime.communicator import Communicator
+    from strategies.runtime.module_tree import build
 
     shape = Shape(**options)
 

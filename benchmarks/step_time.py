@@ -104,8 +104,8 @@ class Task:
 def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
     """Every plan of a model."""
     from strategies.capture import Objective, capture
-    from strategies.planner import make_plan
-    from strategies.request import Request, Wanted
+    from strategies.core.request import Request, Wanted
+    from strategies.planner.planner import make_plan
 
     net, loss, batch = model_of(name)
     captured = capture(Objective(net, loss, ("0", "1"), ("1",)), batch, training=True)
@@ -120,9 +120,9 @@ def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
 
 
 def program_of(task: Task) -> Any:
-    from strategies.engine.fusion import KINDS, LARGEST, fuse
-    from strategies.engine.lowering import lower
-    from strategies.engine.program import Options
+    from strategies.core.program import Options
+    from strategies.lowering.fusion import KINDS, LARGEST, fuse
+    from strategies.lowering.lowering import lower
 
     options = Options(sharded_optimizer=task.stage > 0, partial_loss=True)
     return fuse(lower(task.graph, task.plan, options), dict.fromkeys(KINDS, LARGEST))
@@ -135,7 +135,7 @@ def factory(groups: Any) -> Any:
 
 
 def updating(task: Task) -> Any:
-    from strategies.cost.updating import Updating
+    from strategies.memory.optimizer_step import Updating
 
     return Updating(task.stage, factory, overlap=True)
 
@@ -146,11 +146,11 @@ class Built:
     def __init__(self, task: Task, rank: int) -> None:
         from torch import nn
 
-        from strategies.engine.communicator import Communicator
-        from strategies.engine.partition import build
-        from strategies.engine.simulate import shard
-        from strategies.engine.updates import axes_needed, make_updates
-        from strategies.redistribution import LOCAL
+        from strategies.optimizer.updates import axes_needed, make_updates
+        from strategies.resharding.redistribution import LOCAL
+        from strategies.runtime.communicator import Communicator
+        from strategies.runtime.module_tree import build
+        from strategies.runtime.simulate import shard
 
         program = program_of(task)
         self.axes = program.loss_axes

@@ -14,7 +14,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _at_once)
     try:
-        from runner.command.cli import main as command
+        from runner.cli.main import main as command
 
         command()
     finally:

@@ -1,4 +1,4 @@
-"""`python -m runner.join FOLDER [--host NAME]`: what every launcher starts. See `runner.launchers.joining`."""
+"""`python -m runner.join FOLDER [--host NAME]`: what every launcher starts. See `runner.launch.launchers.join`."""
 
 import os
 import sys
@@ -12,6 +12,6 @@ if __name__ == "__main__":
     from runner.search_path import installed_first
 
     installed_first()
-    from runner.launchers.joining import main
+    from runner.launch.launchers.join import main
 
     sys.exit(main(sys.argv[1:]))

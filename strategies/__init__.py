@@ -29,40 +29,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies.capture import Captured, Objective
     from strategies.capture import capture as capture_model
-    from strategies.engine.communicator import Communicator
-    from strategies.engine.lowering import lower
-    from strategies.engine.partition import build
-    from strategies.engine.program import Options, Program
-    from strategies.engine.simulate import Simulation
-    from strategies.engine.updates import axes_needed, make_updates
-    from strategies.errors import StrategyError
-    from strategies.layout import Layout
-    from strategies.mesh import Mesh
-    from strategies.plan import Plan
-    from strategies.planner import make_plan
-    from strategies.request import NamedDims, NamedMatrix, Request, Wanted
+    from strategies.core.errors import StrategyError
+    from strategies.core.layout import Layout
+    from strategies.core.mesh import Mesh
+    from strategies.core.plan import Plan
+    from strategies.core.program import Options, Program
+    from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+    from strategies.lowering.lowering import lower
+    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.planner.planner import make_plan
+    from strategies.runtime.communicator import Communicator
+    from strategies.runtime.module_tree import build
+    from strategies.runtime.simulate import Simulation
 
 _HOME = {
     "Captured": "capture",
     "Objective": "capture",
     "capture_model": "capture:capture",
-    "Communicator": "engine.communicator",
-    "build": "engine.partition",
-    "Options": "engine.program",
-    "Program": "engine.program",
-    "lower": "engine.lowering",
-    "Simulation": "engine.simulate",
-    "axes_needed": "engine.updates",
-    "make_updates": "engine.updates",
-    "StrategyError": "errors",
-    "Layout": "layout",
-    "Mesh": "mesh",
-    "Plan": "plan",
-    "make_plan": "planner",
-    "NamedDims": "request",
-    "NamedMatrix": "request",
-    "Request": "request",
-    "Wanted": "request",
+    "Communicator": "runtime.communicator",
+    "build": "runtime.module_tree",
+    "Options": "core.program",
+    "Program": "core.program",
+    "lower": "lowering.lowering",
+    "Simulation": "runtime.simulate",
+    "axes_needed": "optimizer.updates",
+    "make_updates": "optimizer.updates",
+    "StrategyError": "core.errors",
+    "Layout": "core.layout",
+    "Mesh": "core.mesh",
+    "Plan": "core.plan",
+    "make_plan": "planner.planner",
+    "NamedDims": "core.request",
+    "NamedMatrix": "core.request",
+    "Request": "core.request",
+    "Wanted": "core.request",
 }
 
 __all__ = [

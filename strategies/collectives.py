@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.communicator import Communicator
-from strategies.errors import StrategyError, closest
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
+from strategies.core.errors import StrategyError, closest
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
+from strategies.runtime.communicator import Communicator
 
 Axes = str | tuple[str, ...]
 

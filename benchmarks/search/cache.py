@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search.speed import NODES, graph_of
-from strategies import plan_cache
-from strategies.planner import make_plan
-from strategies.request import Request
+from strategies.core.request import Request
+from strategies.planner import plan_cache
+from strategies.planner.planner import make_plan
 
 TITLE = "Plans from the cache"
 GOAL = 0.2

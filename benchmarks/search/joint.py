@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search_joint import deciding, forget
-from runner.planning.decided import choice_of
-from runner.reporting.layer_table import shown_seconds
+from runner.planning.joint_choice import choice_of
+from runner.report.layer_table import shown_seconds
 
 TITLE = "Decisions taken together"
 GOAL = 10.0

@@ -20,10 +20,10 @@ from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from models.llama import Llama
 from strategies.capture import Objective, capture
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.graph import OperatorGraph
-from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.rules import rule_of
 from strategies.search.exact import Found, search
 from strategies.search.problem import Problem

@@ -13,10 +13,10 @@ import time
 
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search.speed import graph_of
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh, primes
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.graph import OperatorGraph
-from strategies.layout import Layout
-from strategies.mesh import Mesh, primes
 from strategies.rules import rule_of
 from strategies.search.exact import search
 from strategies.search.problem import Problem

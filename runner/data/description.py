@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.building import targets
+from runner.build import targets
 from runner.data.loader import Collate, MapDataset, fields, reader
 from runner.data.row_seeds import row_seeds
 from runner.errors import ConfigError

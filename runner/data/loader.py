@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from runner.building import targets
+from runner.build import targets
 from runner.data.order import Order, epoch_order, eval_rows, padded
 from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
 from runner.data.unbatched import unbatched
@@ -75,7 +75,7 @@ class Sliced(MapDataset, Protocol):
 def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, what: str) -> MapDataset:
     """The dataset `target(**args)`, or `target(**args, path=path)` where a path is configured.
 
-    `what` is the config section (`data`). Raises ConfigError: as `runner.building.targets.build`; a path for a
+    `what` is the config section (`data`). Raises ConfigError: as `runner.build.targets.build`; a path for a
     dataset that takes none; an object without len() or indexing; no rows.
     """
     function = targets.resolve(target, f"{what}.target")

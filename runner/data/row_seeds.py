@@ -16,8 +16,8 @@ import numpy
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from strategies.engine.whereabouts import here
 from strategies.rules.random import mix
+from strategies.runtime.flight_recorder import here
 
 EVALUATION = -1
 """The epoch of rows that are evaluated or predicted: they are augmented the same every time."""

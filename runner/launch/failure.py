@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from runner.errors import ConfigError
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 
 class Order(enum.IntEnum):

@@ -30,8 +30,8 @@ PRELOAD: tuple[str, ...] = (
     "torch.distributed",
     "torch._dynamo",
     "torch.export._trace",
-    "runner.worker",
-    "runner.entries",
+    "runner.launch.worker",
+    "runner.launch.entries",
 )
 """What every rank imports; the fork server imports it once for all of them."""
 SERVER_ENVIRONMENT = {

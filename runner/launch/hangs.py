@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.launch.liveness import ASLEEP, QUIET, Signs
-from strategies.engine.whereabouts import (
+from strategies.runtime.flight_recorder import (
     BEGUN,
     FIRST,
     GROUP,

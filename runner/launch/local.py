@@ -21,19 +21,19 @@ from typing import Any
 from runner.errors import RunFailed
 from runner.launch import failure, hangs, messages
 from runner.launch.failure import Failure, Order
+from runner.launch.failure_report import tell
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
+from runner.launch.launchers import network
+from runner.launch.launchers.host_assignment import Part
 from runner.launch.liveness import Signs
+from runner.launch.logs import read_since
 from runner.launch.messages import Done
 from runner.launch.rank import OPEN_FILES, Orders, enter, log_of, whereabouts_of
 from runner.launch.rank import STOP as STOP_ORDER
 from runner.launch.server import Descriptor
-from runner.launch.starting import Starting
-from runner.launch.telling import tell
-from runner.launchers import network
-from runner.launchers.placing import Part
-from runner.logs import read_since
+from runner.launch.startup_progress import Starting
 
 # Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
 CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
@@ -60,7 +60,7 @@ def run_ranks(
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
 
     Args:
-        entry: "package.module:function", called in each rank with (runner.worker.RankContext, payload).
+        entry: "package.module:function", called in each rank with (runner.launch.worker.RankContext, payload).
         payload: plain data that pickle can carry; so must be the result of rank 0.
         run_dir: every rank writes `run_dir/ranks/RANK.log`, appending; rank 0's stdout is shown on the console too.
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).

@@ -21,8 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from runner import logs
-from runner.launch import messages
+from runner.launch import logs, messages
 from runner.launch.failure import from_exception
 from runner.launch.messages import Done
 from runner.launch.server import Descriptor
@@ -107,7 +106,7 @@ def enter(orders: Orders) -> None:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # the user's own modules, after everything that is installed
 
-        from runner.worker import work  # torch; here, so that failing to import it is reported too
+        from runner.launch.worker import work  # torch; here, so that failing to import it is reported too
 
         value = work(orders)
         done = Done(_packed(value, orders.plain) if orders.rank == 0 else None)

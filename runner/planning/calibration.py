@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.launch.worker import RankContext
 from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
-from runner.worker import RankContext
-from strategies.cost.laws import SEND, Call, Copy, Product
-from strategies.engine.communicator import all_gather, reduce_scatter
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+from strategies.cost.calibration_fit import SEND, Call, Copy, Product
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
+from strategies.runtime.communicator import all_gather, reduce_scatter
 
 PRODUCTS = {"float32": (768, 64, 256, 512, 128), "float64": (384, 128), "bfloat16": (384, 128)}
 LARGER = {"float32": (4096, 1024), "float64": (2048,), "float16": (8192, 1024, 4096), "bfloat16": (8192, 1024, 4096)}

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner import machine
-from runner.building import optimizers
-from runner.building.modules import build_model
-from runner.building.precision import DTYPES
+from runner.build import optimizers
+from runner.build.modules import build_model
+from runner.build.precision import DTYPES
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.planning import pipelining
+from runner.launch import machine
+from runner.planning import pipeline as pipelining
 from runner.planning.devices import DESCRIBING
 from runner.planning.prepare import Prepared
-from runner.schema import Config
 from strategies.capture.shapes import shapes_only
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 RANK, DEEPSPEED = 40 * 10**6, 40 * 10**6
 """Bytes that a rank takes for itself before it holds a tensor, and more with DeepSpeed. Measured: 35 MB and 80 MB of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from runner.schema import Config
-from runner.sections.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
+from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
+from runner.config.schema import Config
 from strategies.cost.cluster import Cluster, Level, Link
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.schema import Config
-from strategies.cost.operators import flops_of
-from strategies.engine.fusion import KINDS, LARGEST
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Program
-from strategies.engine.updates import Cut
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from runner.config.schema import Config
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Program
+from strategies.cost.roofline import flops_of
+from strategies.lowering.fusion import KINDS, LARGEST
+from strategies.lowering.overlap import overlap
+from strategies.optimizer.updates import Cut
 
 
 def joined(config: Config) -> dict[str, int]:

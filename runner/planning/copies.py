@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.schema import Config
 from strategies.capture import Objective, capture
-from strategies.copies import in_copies
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.lowering.batch_splits import in_copies
 
 
 def own_rows(config: Config) -> int:

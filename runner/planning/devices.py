@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.schema import Config
 
 DESCRIBING = ("plan", "explain")
 """Jobs that run nothing."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from runner.building import optimizers
+from runner.build import optimizers
+from runner.config.schema import Config
 from runner.planning import communication
 from runner.planning.clusters import cluster_of
-from runner.schema import Config
 from runner.training.offloading import offload_of
-from strategies.cost.activations import trace
-from strategies.cost.fitting import Fitting
-from strategies.cost.limit import check_limit
-from strategies.cost.memory import memory
-from strategies.cost.repeating import Traces
-from strategies.cost.updating import Updating
-from strategies.engine.program import Program
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.pipeline.memory import group_memory
-from strategies.pipeline.schedule import Schedule
-from strategies.plan import Plan
-from strategies.request import Request, WantedRecompute
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Program
+from strategies.core.request import Request, WantedRecompute
+from strategies.lowering.pipeline.schedule import Schedule
+from strategies.memory.limit import check_limit
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.parts import memory
+from strategies.memory.pipeline import group_memory
+from strategies.memory.recompute_selection import Fitting
+from strategies.memory.repeated_blocks import Traces
+from strategies.memory.trace import trace
 
 
 def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:

@@ -19,40 +19,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.building import huggingface, optimizers, pretrained, targets
-from runner.building.modules import captured_from_shapes, objective
-from runner.building.precision import DTYPES, cast, check_half
+from runner.build import huggingface, optimizers, pretrained, targets
+from runner.build.modules import captured_from_shapes, objective
+from runner.build.precision import DTYPES, cast, check_half
+from runner.config.recompute import Recompute
+from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.data.unbatched import Unbatched, unbatched
 from runner.errors import ConfigError
-from runner.inference import rows as predicted
-from runner.planning import communication, copies, pipelining
+from runner.planning import communication, copies
+from runner.planning import pipeline as pipelining
 from runner.planning.clusters import cluster_of
 from runner.planning.devices import DESCRIBING, device_of
 from runner.planning.memory_limit import check_stages, first_within, within_limit
 from runner.planning.programs import Lower
 from runner.planning.sources import planned
-from runner.schema import Config
-from runner.sections.recompute import Recompute
+from runner.predict import rows as predicted
 from runner.training.offloading import check_modules
 from runner.training.scores import Structure, scores, tried
 from strategies.capture import Objective, capture, run_once
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options, Program
+from strategies.core.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute, check
 from strategies.cost.step import MASTER
-from strategies.engine import compiled, weights
-from strategies.engine.buckets import buckets
-from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower, random_ordinals
-from strategies.engine.place import on_host, place
-from strategies.engine.program import Options, Program
-from strategies.engine.updates import check_kind
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage, cut
-from strategies.pipeline.placing import as_trained
-from strategies.plan import Plan
-from strategies.planner import follow
-from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute, check
+from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.fusion import fuse
+from strategies.lowering.lowering import lower, random_ordinals
+from strategies.lowering.pipeline.cutting import Stage, cut
+from strategies.lowering.pipeline.stage_assignment import as_trained
+from strategies.optimizer.buckets import buckets
+from strategies.optimizer.updates import check_kind
+from strategies.planner.planner import follow
+from strategies.runtime import compiled
+from strategies.runtime import initial_weights as weights
 from strategies.search.cheapest import priced_at
 
 WEIGHTS = "initial.pt"
@@ -127,7 +129,7 @@ class Prepared:
     """The short last micro-batch of an epoch, where there is one."""
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its run, as `runner.checkpoints.check` takes it."""
+        """What a checkpoint remembers of its run, as `runner.checkpoint.check` takes it."""
         plan = {} if self.plan is None else self.plan.to_json()
         config = self.config.model_dump(mode="json")
         return {"plan": plan, "config": config, "fingerprint": self.digest, "samples": self.data.training}
@@ -221,7 +223,7 @@ def prepare(
 
     Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
     """
-    from runner.planning.pricing import price_for  # which lowers plans as this file says
+    from runner.planning.estimate import price_for  # which lowers plans as this file says
 
     device, world_size = device_of(config)
     if config.train.compile:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from runner.planning import pipelining
-from runner.schema import Config
+from runner.config.schema import Config
+from runner.planning import pipeline as pipelining
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options, Program
 from strategies.cost.cluster import Cluster
-from strategies.cost.operators import Work
+from strategies.cost.roofline import Work
 from strategies.cost.step import works_of
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program
-from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import Stage, recompute_in
-from strategies.plan import Plan
+from strategies.lowering.lowering import lower
+from strategies.lowering.pipeline.cutting import Stage, recompute_in
 
 Lower = Callable[[OperatorGraph, Plan, Options], Program]
 

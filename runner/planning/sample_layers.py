@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 VIEWS, CALLS = 16, 35
-"""Of a layer, forward and backward together, as `strategies.cost.operators` counts them."""
+"""Of a layer, forward and backward together, as `strategies.cost.roofline` counts them."""
 HEADS = 4
 
 

@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner import home
+from runner.config.schema import Config
 from runner.planning.stored import read_content
-from runner.schema import Config
-from strategies import plan_cache
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.recompute import recomputed
-from strategies.request import Request
+from strategies.planner import plan_cache
+from strategies.planner.plan_file import read_plan
+from strategies.planner.planner import make_plan
+from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
 from strategies.search.cheapest import StepPrice, priced_at
-from strategies.stored_plan import read_plan
 
 EVERY = 10.0
 """Seconds between lines of progress."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import ConfigError
-from strategies.bounded import read_json
+from strategies.core.bounded_files import read_json
 
 PLAN = "plan.json"
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.checkpoints import folder
+from runner.checkpoint import folder
+from runner.config.faults import Fault, Phase
+from runner.config.schema import Config
 from runner.errors import ConfigError
+from runner.launch.worker import RankContext
 from runner.recovery import injuries
-from runner.schema import Config
-from runner.sections.faults import Fault, Phase
 from runner.training.execution import Execution
-from runner.worker import RankContext
 
 DAMAGE = ("corrupt", "truncate")
 SYNC = os.fsync  # as it is before a fault lies in wait there

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from runner.config.parallel import SHORT
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.schema import Config
-from runner.sections.parallel import SHORT
-from runner.start import Ready, make_ready
-from strategies.errors import StrategyError
+from runner.launch.start import Ready, make_ready
+from strategies.core.errors import StrategyError
 
 
 def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, folder: Path) -> tuple[Config, Ready]:

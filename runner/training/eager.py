@@ -18,10 +18,10 @@ from runner.planning.prepare import Prepared, request_of
 from runner.training.reference import ExactRandom
 from strategies import collectives
 from strategies.capture import Objective, loss_in
-from strategies.engine.program import Program
-from strategies.graph import Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
 
 
 class Eager(nn.Module):

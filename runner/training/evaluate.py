@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree
 
-from runner.building.modules import build_loss
-from runner.building.precision import DTYPES, cast
+from runner.build.modules import build_loss
+from runner.build.precision import DTYPES, cast
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.errors import ConfigError
+from runner.launch.worker import RankContext
 from runner.planning.prepare import Prepared, evaluation_rows
 from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution, whole
 from runner.training.scores import Scores, scores
-from runner.worker import RankContext
-from strategies.engine.stages import StageRunner
-from strategies.graph import Source
-from strategies.layout import Layout
-from strategies.redistribution import chain
+from strategies.core.graph import Source
+from strategies.core.layout import Layout
+from strategies.resharding.redistribution import chain
 from strategies.rules.random import mix
+from strategies.runtime.pipeline_stage import StageRunner
 
 
 @dataclass

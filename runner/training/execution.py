@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from runner.building.modules import objective
+from runner.build.modules import objective
 from runner.errors import ConfigError
-from runner.planning import pipelining
+from runner.launch.worker import RankContext
+from runner.planning import pipeline as pipelining
 from runner.planning.prepare import (
     WEIGHTS,
     Prepared,
@@ -30,23 +31,23 @@ from runner.planning.prepare import (
     short_lower,
 )
 from runner.training import eager
-from runner.worker import RankContext
 from strategies import collectives
-from strategies.engine import compiled, weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.drawn import as_key
-from strategies.engine.partition import MODULE, OPERATORS, build
-from strategies.engine.peers import Peers
-from strategies.engine.program import Program
-from strategies.engine.stages import StageRunner, Unit
-from strategies.engine.whereabouts import here
-from strategies.graph import OperatorGraph, Source
-from strategies.layout import Block, Layout
-from strategies.mesh import Mesh
-from strategies.pipeline.cutting import Stage
-from strategies.pipeline.programs import joined
-from strategies.redistribution import LOCAL, Chain, chain
+from strategies.core.graph import OperatorGraph, Source
+from strategies.core.layout import Block, Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.lowering.pipeline.cutting import Stage
+from strategies.lowering.pipeline.programs import joined
+from strategies.resharding.redistribution import LOCAL, Chain, chain
 from strategies.rules.random import mix
+from strategies.runtime import compiled
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import here
+from strategies.runtime.module_tree import MODULE, OPERATORS, build
+from strategies.runtime.opaque_random import as_key
+from strategies.runtime.peers import Peers
+from strategies.runtime.pipeline_stage import StageRunner, Unit
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.logs import console
-from runner.schema import Config
-from strategies import bounded
-from strategies.engine.scaling import LossScale
+from runner.launch.logs import console
+from strategies.core import bounded_files as bounded
+from strategies.optimizer.loss_scale import LossScale
 
 FILE = "metrics.jsonl"
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.schema import Config
 
 
 @contextmanager

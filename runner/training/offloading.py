@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.schema import Config
-from strategies.addressing import inside
-from strategies.engine.activations import Activations, meant
-from strategies.engine.disk import Disk
-from strategies.engine.offload import Moved, Offload
-from strategies.errors import closest
+from strategies.core.errors import closest
+from strategies.planner.addressing import inside
+from strategies.runtime.activation_offload import Activations, meant
+from strategies.runtime.disk import Disk
+from strategies.runtime.offload import Moved, Offload
 
 
 def offload_of(config: Config, folder: Path | None) -> Offload:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from strategies.graph import rewrite
+from strategies.core.graph import rewrite
 from strategies.rules.arguments import named
 from strategies.rules.attention import attention_block
 from strategies.rules.random import dropout_block, in_row_major, seeding

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from runner.building import targets
+from runner.build import targets
 from runner.errors import ConfigError
 from strategies.capture import Objective, loss_in
 

@@ -20,15 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from runner import checkpoints, lineage, logs
-from runner.agreement import agree, agree_on_code, agree_on_data, agree_on_program
-from runner.building import optimizers
-from runner.building.precision import DTYPES, cast
-from runner.checkpoints.keeping import Keeper
+from runner import checkpoint as checkpoints
+from runner.build import optimizers
+from runner.build.precision import DTYPES, cast
+from runner.checkpoint import lineage
+from runner.checkpoint.lineage import Lineage
+from runner.checkpoint.retention import Keeper
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
-from runner.gathering import gather
-from runner.lineage import Lineage
+from runner.launch import logs
+from runner.launch.agreement import agree, agree_on_code, agree_on_data, agree_on_program
+from runner.launch.gather import gather
+from runner.launch.worker import RankContext
 from runner.planning import communication
 from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
 from runner.recovery.faults import Faults
@@ -40,14 +43,14 @@ from runner.training.metrics import metrics_of
 from runner.training.offloading import activations, change, offload_of
 from runner.training.offloading import told as told_moved
 from runner.training.timeline import Marks, marked, told
-from runner.worker import RankContext
-from strategies.engine import compiled, weights
-from strategies.engine.offload import Moved
-from strategies.engine.partition import COPIED
-from strategies.engine.updates import Updates, axes_needed, make_updates
-from strategies.engine.whereabouts import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
-from strategies.redistribution import ALL_REDUCE
+from strategies.optimizer.updates import Updates, axes_needed, make_updates
+from strategies.resharding.redistribution import ALL_REDUCE
 from strategies.rules.random import mix
+from strategies.runtime import compiled
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
+from strategies.runtime.module_tree import COPIED
+from strategies.runtime.offload import Moved
 
 
 @dataclass(frozen=True)

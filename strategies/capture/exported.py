@@ -20,8 +20,8 @@ from strategies.capture.functional import PASSING, make_functional
 from strategies.capture.nodes import at, op_of, source_of
 from strategies.capture.numbers import settle_numbers
 from strategies.capture.regions import flatten
-from strategies.errors import StrategyError
-from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.rules.registry import LOCAL_FUNCTIONS
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from strategies.capture.functional_overloads import left_out, twin, written_argument
 from strategies.capture.inverse_views import put_back
 from strategies.capture.nodes import at, call, fakes, floating, op_of
-from strategies.capture.twins import left_out, twin, written_argument
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from strategies.rules.registry import resolve
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from strategies.capture.nodes import at, call, op_of
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
 PERMUTATIONS = frozenset(

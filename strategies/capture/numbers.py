@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from strategies.capture.nodes import at, call, fakes, op_of
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
 CHECKS = frozenset(

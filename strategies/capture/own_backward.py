@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils._pytree import tree_map_only
 
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 LIBRARY = "GeneratedBackwardFor_"
 """What autograd calls the backward of an operator of torch.library, which the graph keeps whole."""

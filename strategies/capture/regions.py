@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from strategies.capture.nodes import at, call, fakes, floating, mode_of, op_of, values
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
 

@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.core.program import Program
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
-from strategies.cost.operators import VIEWS, operator_work, shares
+from strategies.cost.roofline import VIEWS, operator_work, shares
 from strategies.cost.step import repeated, step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.buckets import LARGEST
-from strategies.engine.program import Program
-from strategies.graph import Operator, OperatorGraph, Ref, Source
-from strategies.mesh import Mesh
-from strategies.plan import Plan
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
+from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.buckets import LARGEST
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
 from strategies.rules import rule_of
 
 GRADIENTS = {

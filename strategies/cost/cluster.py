@@ -13,8 +13,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from strategies.errors import StrategyError
-from strategies.mesh import Mesh
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh
 
 RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
-from strategies.mesh import Mesh
-from strategies.redistribution import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, Chain, Step
+from strategies.resharding.redistribution import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, Chain, Step
 
 Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""

@@ -1,7 +1,7 @@
 """Seconds of a training step by part: from the graph's operators, the program's collectives and a described machine.
 
 Invariant: `total` is the sum of what nothing else hides: compute, communication, the exposed part of adding gradients,
-ZeRO's collectives and the optimizer. Bytes are those that `strategies.describe.communication` predicts.
+ZeRO's collectives and the optimizer. Bytes are those that `strategies.planner.description.communication` predicts.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan, Recompute
+from strategies.core.program import Program
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.cost.operators import Work, operator_work
-from strategies.cost.optimizer import Need, needed
-from strategies.cost.updating import Updating
-from strategies.cost.waiting import added_seconds
-from strategies.engine import zero_traffic
-from strategies.engine.buckets import Bucket, buckets, sent
-from strategies.engine.program import Program
-from strategies.engine.updates import local_elements, parameters
-from strategies.graph import ITEM_BYTES, Operator, OperatorGraph
-from strategies.mesh import Mesh
-from strategies.plan import Plan, Recompute
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE
+from strategies.cost.exposed_communication import added_seconds
+from strategies.cost.roofline import Work, operator_work
+from strategies.memory.optimizer_bytes import Need, needed
+from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.buckets import Bucket, buckets, sent
+from strategies.optimizer.updates import local_elements, parameters
+from strategies.optimizer.zero import traffic as zero_traffic
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE
 from strategies.rules import rule_of
 
 HOST_PER_STEP, HOST_PER_GRADIENT, HOST_PER_GATHER = 240, 15, 120

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 
-from strategies.graph import Operator, OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph
 from strategies.rules import attention as attention_rules
 from strategies.rules import batch_norm as batch_norm_rules
 from strategies.rules import (
@@ -19,7 +19,6 @@ from strategies.rules import (
     experts,
     factories,
     indexing,
-    joins,
     linalg,
     losses,
     matmul,
@@ -39,6 +38,7 @@ from strategies.rules import (
     views,
     writing,
 )
+from strategies.rules import concatenation as joins
 from strategies.rules import embedding as embedding_rules
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding, whole

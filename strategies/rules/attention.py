@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.random import Rows, drawn_rows, kept, mix, of_rows, seeding
 from strategies.rules.registry import local_function, rule

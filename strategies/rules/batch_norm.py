@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec, wide
+from strategies.core.graph import Operator, Ref, TensorSpec, wide
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec, wide
-from strategies.rules.bounds import check_inside
+from strategies.core.graph import Operator, Ref, TensorSpec, wide
+from strategies.rules.index_checks import check_inside
 from strategies.rules.losses import MEAN, NONE, SUM
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding

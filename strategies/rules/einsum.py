@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.matmul import first_slice_only, matmul
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding

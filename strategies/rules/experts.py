@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Local, Sharding, sharding
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Local, Sharding, sharding

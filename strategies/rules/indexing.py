@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
-from strategies.rules.bounds import check_inside
+from strategies.rules.index_checks import check_inside
 from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.graph import Operator, TensorSpec
+from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Sharding, sharding
 

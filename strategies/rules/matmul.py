@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, notation, sharding

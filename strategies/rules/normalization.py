@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
 from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import rule

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec, rewrite
+from strategies.core.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from strategies.graph import Operator, TensorSpec
+from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.sharding import Sharding
 
 Rule = Callable[[Operator, Sequence[TensorSpec]], Sharding | None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
 from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.random import in_row_major, mix, seeding, uniform

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.registry import local_function, rule
 from strategies.rules.selections import dim_of, named_dims, passing, same_dims
 from strategies.rules.sharding import Local, Sharding, sharding

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-from strategies.graph import Operator, Ref, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 
 Dims = tuple[str | None, ...]
 Assignment = Mapping[str, tuple[str, ...]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from strategies.graph import Operator, TensorSpec
+from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.pointwise import pointwise
 from strategies.rules.registry import rule

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.indexing import own_index, places
 from strategies.rules.matmul import first_slice_only

@@ -13,8 +13,8 @@ from itertools import combinations, product
 
 import numpy as np
 
-from strategies.graph import TensorSpec
-from strategies.layout import Layout
+from strategies.core.graph import TensorSpec
+from strategies.core.layout import Layout
 from strategies.search.transfers import Integers, Rows, Seconds, Transfers
 from strategies.search.ways import Levels, Ways
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
 from strategies.cost.cluster import Cluster
-from strategies.errors import StrategyError
-from strategies.graph import Ref
-from strategies.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search import recursive
 from strategies.search.classes import classes

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from strategies.graph import Operator, Ref, Source
+from strategies.core.graph import Operator, Ref, Source
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 

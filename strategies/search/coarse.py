@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from strategies.graph import Ref
+from strategies.core.graph import Ref
 from strategies.search.alike import Alike
 from strategies.search.finding import Finding, Found
 from strategies.search.frontier import Frontier

@@ -13,7 +13,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from strategies.graph import Operator, Ref, TensorSpec
+from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.sharding import Sharding
 from strategies.search.alike import Alike
 from strategies.search.options import Assignments, Menu, Placed

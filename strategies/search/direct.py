@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from functools import cache
 
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, copied_elements
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import (
+from strategies.resharding.redistribution import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

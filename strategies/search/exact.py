@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+from strategies.core.errors import StrategyError
+from strategies.core.gc_paused import uncollected
 from strategies.cost.cluster import Cluster
-from strategies.errors import StrategyError
 from strategies.search.coarse import Coarse, shared
 from strategies.search.finding import Finding, Found
 from strategies.search.frontier import Frontier
@@ -26,7 +27,6 @@ from strategies.search.options import Menu
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.transfers import Transfers
-from strategies.uncollected import uncollected
 
 MOST_AXES = 3
 """Axes up to which every layout is an option from the beginning."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from strategies.graph import Ref
-from strategies.layout import Layout
+from strategies.core.gc_paused import uncollected
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
@@ -19,7 +20,6 @@ from strategies.search.narrowing import Narrowed
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
-from strategies.uncollected import uncollected
 
 AGAIN = 12
 """Solutions of a wide network with one bound, and with one price of memory."""

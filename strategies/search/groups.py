@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.graph import Operator, Ref, Source
+from strategies.core.graph import Operator, Ref, Source
 from strategies.rules.sharding import Sharding
 from strategies.search.alike import Alike
 from strategies.search.counted import Counted, canonical, members

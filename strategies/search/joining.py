@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.cost.operators import operator_seconds
-from strategies.graph import Ref
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.meshing import Axes
+from strategies.cost.roofline import operator_seconds
+from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.finding import Found
 from strategies.search.meshes import Factors, factorisations

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strategies.cost.limit import in_words
-from strategies.errors import StrategyError
-from strategies.plan import Plan
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.memory.limit import in_words
 
 AGAIN = ("none", "selective", "full")
 """What is computed again, from nothing to all."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from strategies.cost.limit import in_words
+from strategies.core.errors import TooLarge
+from strategies.core.graph import Operator, Ref
+from strategies.core.layout import Layout
 from strategies.cost.step import MASTER
-from strategies.errors import TooLarge
-from strategies.graph import Operator, Ref
-from strategies.layout import Layout
+from strategies.memory.limit import in_words
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise, product
 
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.mesh import Mesh
-from strategies.meshing import Axes
+from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes
 from strategies.search.prices import Pricing

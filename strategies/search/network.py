@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from strategies.graph import Operator, Ref, Source, TensorSpec
-from strategies.layout import Layout
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
 from strategies.rules.sharding import Assignment
 from strategies.search.cells import Cell, Network, Table, table
 from strategies.search.options import Choices, Menu, Side

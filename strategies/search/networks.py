@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.graph import Ref
+from strategies.core.gc_paused import uncollected
+from strategies.core.graph import Ref
 from strategies.search.cells import Network
 from strategies.search.elimination import TooWide
 from strategies.search.folding import Folded
@@ -18,7 +19,6 @@ from strategies.search.network import Building
 from strategies.search.problem import Problem
 from strategies.search.shortened import Shortened
 from strategies.search.transfers import Integers
-from strategies.uncollected import uncollected
 
 MOST = 2e9
 """Entries of tables, steps and exchanges that are looked at, until what is known by then is enough."""

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.core.layout import Layout
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_work, roofline
-from strategies.graph import Operator, Ref, TensorSpec
-from strategies.layout import Layout
-from strategies.redistribution import chain
+from strategies.cost.roofline import operator_work, roofline
+from strategies.resharding.redistribution import chain
 from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.search.kept import parameter_bytes
 from strategies.search.own import Own

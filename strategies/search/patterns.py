@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from strategies.graph import TensorSpec
+from strategies.core.graph import TensorSpec
 
 Integers = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_seconds
-from strategies.engine.lowering import left_axes
-from strategies.graph import Operator, Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import chain
+from strategies.cost.roofline import operator_seconds
+from strategies.lowering.lowering import left_axes
+from strategies.resharding.redistribution import chain
 from strategies.rules.sharding import Assignment
 from strategies.search.own import Own
 from strategies.search.problem import Problem

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.cost.saved import saved
-from strategies.graph import OperatorGraph, Ref
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.memory.saved import saved
 from strategies.rules.sharding import Assignment, Sharding
 
 T = TypeVar("T")

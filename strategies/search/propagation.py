@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.graph import Operator, Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.meshing import Meshing
-from strategies.redistribution import LOCAL, chain
+from strategies.planner.default_strategies import batch_parallel
+from strategies.planner.mesh_refinement import Meshing
+from strategies.resharding.redistribution import LOCAL, chain
 from strategies.rules.sharding import Assignment, Sharding
-from strategies.search.defaults import batch_parallel
 from strategies.search.direct import shares
 from strategies.search.problem import Problem
 

@@ -22,9 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from strategies.core.gc_paused import uncollected
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.mesh import Mesh
-from strategies.meshing import Axes
+from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
 from strategies.search.direct import direct_seconds
@@ -32,7 +33,6 @@ from strategies.search.kept import operator_bytes, too_large
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem
 from strategies.search.rounds import Rounds
-from strategies.uncollected import uncollected
 
 SWEEPS = 2
 """How often everything is decided again, at most."""

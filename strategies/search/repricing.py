@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strategies.core.graph import Operator
 from strategies.cost.cluster import Cluster
-from strategies.graph import Operator
-from strategies.meshing import Meshing
+from strategies.planner.mesh_refinement import Meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes, repeats
 from strategies.search.kept import plan_bytes

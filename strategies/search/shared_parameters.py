@@ -11,10 +11,10 @@ from itertools import combinations
 
 import numpy as np
 
-from strategies.engine.lowering import left_axes
-from strategies.graph import Operator, Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.lowering.lowering import left_axes
 from strategies.search.cells import Cell
 from strategies.search.options import Choices, Menu
 from strategies.search.transfers import Rows, Seconds, Transfers

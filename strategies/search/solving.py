@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from strategies.core.gc_paused import uncollected
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
 from strategies.cost.cluster import Cluster
-from strategies.graph import Ref
-from strategies.layout import Layout
-from strategies.meshing import Axes
+from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.choosing import Answer, Exactly, Halving, choose, searchable
 from strategies.search.exact import Exact, on_mesh, proven
@@ -21,7 +22,6 @@ from strategies.search.finding import Found
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.recursive import bisect
-from strategies.uncollected import uncollected
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from strategies.core.graph import Operator, Ref
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.cost.operators import operator_work
-from strategies.graph import Operator, Ref
-from strategies.mesh import Mesh
+from strategies.cost.roofline import operator_work
 from strategies.search.own import Own
 from strategies.search.problem import Problem, Sure
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strategies.graph import TensorSpec
+from strategies.core.graph import TensorSpec
 from strategies.search.agreeing import Agreeing
 from strategies.search.cells import Cell, Part
 from strategies.search.options import Side

@@ -16,10 +16,10 @@ from itertools import groupby
 
 import numpy as np
 
-from strategies.chains import EXCHANGE
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.mesh import Mesh
+from strategies.resharding.patterns import EXCHANGE
 from strategies.search.bounds import Integers, Seconds
 from strategies.search.steps import Steps
 

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from strategies.capture import Objective, capture
+from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options, Program
+from strategies.core.request import SEARCHES, Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import need_of, step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program
-from strategies.engine.simulate import Simulation
-from strategies.graph import Operator, OperatorGraph
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import SEARCHES, Request
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.planner import make_plan
+from strategies.runtime.simulate import Simulation
 from strategies.search.cheapest import StepPrice
 from strategies.search.sure import Running
 from tests.conformance.network import Case, devices, name_of

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from strategies.engine.program import Program
-from strategies.errors import StrategyError
-from strategies.graph import Operator, Ref
-from strategies.layout import Layout
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, REDUCE_SCATTER
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Operator, Ref
+from strategies.core.layout import Layout
+from strategies.core.plan import Plan
+from strategies.core.program import Program
+from strategies.planner.planner import make_plan
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, REDUCE_SCATTER
 from strategies.rules import rule_of
 from tests.conformance.bench import Bench, Differs
 from tests.conformance.forms import Form, NotMapped, wanted

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from strategies.graph import Operator
-from strategies.request import NamedDims, Operand, Wanted
+from strategies.core.graph import Operator
+from strategies.core.request import NamedDims, Operand, Wanted
 
 Entry = int | tuple[str, ...]
 Args = list[Any]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from tests.conformance.bench import Bench, Differs
 from tests.conformance.compare import compare
 from tests.conformance.forms import NotMapped

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from strategies.graph import OperatorGraph
-from strategies.request import SEARCHES, NamedMatrix, Request, Wanted
+from strategies.core.graph import OperatorGraph
+from strategies.core.request import SEARCHES, NamedMatrix, Request, Wanted
 from tests.conformance.forms import Form, Forms, NotMapped, Recorded, wanted
 from tests.conformance.network import Case, Step, dataset_strategy, devices, name_of
 from tests.conformance.numbers import Built

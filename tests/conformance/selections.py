@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from strategies.request import Wanted
+from strategies.core.request import Wanted
 from tests.conformance.forms import (
     Args,
     Attrs,

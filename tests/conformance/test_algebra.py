@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.engine.simulate import carry, shard
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh, accumulate, common_refinement, differences
-from strategies.redistribution import chain, elements, intersect, size_of
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh, accumulate, common_refinement, differences
+from strategies.resharding.redistribution import chain, elements, intersect, size_of
+from strategies.runtime.simulate import carry, shard
 
 CASES = json.loads((Path(__file__).parent / "algebra.json").read_text(encoding="utf-8"))
 REASONS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from tests.conformance.bench import Bench
 from tests.conformance.forms import NotMapped
 from tests.conformance.judge import judge

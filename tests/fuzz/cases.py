@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.training.reference import ExactRandom
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.graph import Operator, OperatorGraph, Ref, rewrite
-from strategies.plan import Plan
+from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
 from strategies.rules import RULES
 from strategies.rules.random import draws
 from strategies.rules.recurrent import NETWORKS
 from strategies.rules.registry import resolve
+from strategies.runtime.simulate import Simulation
 from tests.fuzz.generators import GENERATORS
 from tests.fuzz.plans import random_mesh, random_plan
 from tests.fuzz.pool import Pool

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strategies.graph import Operator, Ref, rewrite
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan
+from strategies.core.graph import Operator, Ref, rewrite
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan
 from strategies.rules import rule_of
 from tests.fuzz.cases import Case
 

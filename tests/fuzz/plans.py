@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from strategies.graph import OperatorGraph
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
 from strategies.rules.sharding import Sharding
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite
+from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec, refs, rewrite
 from strategies.rules.registry import resolve
 
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 9, 11, 12, 12, 16)

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from strategies.graph import Kind, Operator, OperatorGraph, Ref, Source, rewrite
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
 from strategies.rules import rule_of
 from tests.fuzz.cases import Case, Refused, eager, failure
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from strategies.graph import Operator, TensorSpec
+from strategies.core.graph import Operator, TensorSpec
 from strategies.rules import RULES
 from strategies.rules.sharding import Sharding
 from tests.fuzz.__main__ import main

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
 from strategies.rules import rule_of
 from tests.matrix.plans import MODES, Mode, flops
 from tests.matrix.runs import DROPOUT, ROUNDINGS, Precision, Run, matrix_run, own_rounding, subject

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from typing import Literal
 
-from strategies.graph import Operator, OperatorGraph
-from strategies.mesh import Mesh
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.core.request import Request, Wanted
+from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from tests.fuzz.plans import random_plan
 

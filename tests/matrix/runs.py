@@ -17,14 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from runner.jobs.verify import ROUNDING
+from runner.commands.verify import ROUNDING
 from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
+from strategies.runtime.simulate import Simulation
 from tests.matrix.plans import Mode, plan_for
 from tests.matrix.precision import as_double, double_by_default, in_double
 from tests.matrix.zoo.architecture import Architecture

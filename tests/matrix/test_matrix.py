@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch import run_ranks
-from strategies.engine import weights
+from strategies.runtime import initial_weights as weights
 from tests.matrix.__main__ import main
 from tests.matrix.coverage import LISTED, Row, markdown, row
 from tests.matrix.plans import MODES, Mode, plan_for, seeds

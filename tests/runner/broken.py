@@ -10,7 +10,7 @@ from typing import Any
 from runner.data.synthetic import Quickstart
 from runner.planning import prepare
 from strategies.capture import Captured
-from strategies.graph import Operator, Ref
+from strategies.core.graph import Operator, Ref
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Local
 

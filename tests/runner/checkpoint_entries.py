@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from sharded_training import ALONE, MESH, Case, Setup, Task
 
-from runner import checkpoints
-from runner.checkpoints import Content
+from runner import checkpoint as checkpoints
+from runner.checkpoint import Content
 from runner.errors import ConfigError
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 HALF = 3
 

@@ -2,9 +2,10 @@
 
 import hydra
 
-from runner import config
-from runner.command import recipes, words
-from runner.origins import Origins
+from runner.cli import arguments as words
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
 
 
 def compose_config(*overrides: str) -> config.Config:

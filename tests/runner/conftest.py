@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from runner import launch
-from runner.command.cli import main
-from runner.command.verbs import VERBS, Verb
+from runner.cli.main import main
+from runner.cli.verbs import VERBS, Verb
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `networks` and `small`, which stand for what lies in a user's folder

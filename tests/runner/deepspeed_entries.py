@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from runner.worker import RankContext
-from strategies.engine.zero_start import deepspeed_for
+from runner.launch.worker import RankContext
+from strategies.optimizer.zero.deepspeed_start import deepspeed_for
 
 
 class Tied(nn.Module):

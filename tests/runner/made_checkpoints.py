@@ -9,11 +9,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runner.checkpoints import header, index
-from runner.checkpoints.folder import HEADER, INDEX
-from runner.checkpoints.index import Entry, Part
-from strategies.engine import stored
-from strategies.layout import Block
+from runner.checkpoint import index
+from runner.checkpoint import manifest as header
+from runner.checkpoint.folder import HEADER, INDEX
+from runner.checkpoint.index import Entry, Part
+from strategies.core.layout import Block
+from strategies.runtime import tensor_files as stored
 
 Cut = Callable[[Tensor], list[Block]]
 

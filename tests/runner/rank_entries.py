@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.worker import RankContext
-from strategies.errors import StrategyError
+from runner.launch.worker import RankContext
+from strategies.core.errors import StrategyError
 
 
 class OperatorError(RuntimeError):

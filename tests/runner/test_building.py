@@ -6,12 +6,12 @@ import pytest
 import torch
 from composing import compose_config
 
-from runner.building.modules import captured_from_shapes, objective
+from runner.build.modules import captured_from_shapes, objective
 from runner.data.loader import flatten_batch, whole_batch
 from runner.errors import ConfigError
 from runner.planning.prepare import cast, datasets
 from strategies.capture import capture
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 RECIPES = ["quickstart", "gpt", "llama", "moe", "resnet", "vit", "gpt_padded", "vocab_ffn", "hf_gpt2"]
 
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_model_is_told_once():
 
 
 def test_a_large_model_that_cannot_be_captured_is_not_built(monkeypatch):
-    monkeypatch.setattr("runner.building.modules.LARGEST_REBUILT", 0)
+    monkeypatch.setattr("runner.build.modules.LARGEST_REBUILT", 0)
     config = compose_config(
         "model.target=networks.Reading",
         "model.args={when: called}",

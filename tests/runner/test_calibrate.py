@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from runner import launch
-from runner.jobs import calibrate
+from runner.commands import calibrate
 from runner.planning import calibration, clusters
 from runner.planning.calibration import KINDS, Bench, Measured, Timer
 from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
 from strategies.capture import Objective, capture
+from strategies.core.mesh import Mesh
+from strategies.cost.calibration_fit import Error, Fit, Product, fit
 from strategies.cost.cluster import Link
-from strategies.cost.laws import Error, Fit, Product, fit
-from strategies.cost.operators import operator_work
-from strategies.mesh import Mesh
+from strategies.cost.roofline import operator_work
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
 
@@ -267,7 +267,7 @@ def test_a_device_that_is_not_there_leaves_nothing(command, tmp_path, monkeypatc
 
 def test_ranks_that_start_too_late_say_so(command, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "warm", lambda _: None)
-    found = {"runner.jobs.calibrate:place": ("cpu", 2), "runner.jobs.calibrate:describe": ("", None)}
+    found = {"runner.commands.calibrate:place": ("cpu", 2), "runner.commands.calibrate:describe": ("", None)}
     monkeypatch.setattr(launch, "run_ranks", lambda entry, *_, **__: found[entry])
     done = command("calibrate", "mine.yaml", *SHORT)
     assert done.code == 1

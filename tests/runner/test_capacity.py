@@ -9,11 +9,11 @@ import pytest
 from composing import compose_config
 from small import MODES, SMALL
 
-from runner import machine
 from runner.errors import ConfigError
-from runner.launch.starting import EVERY, MANY, Starting
-from runner.planning.deciding import prepare_decided
-from strategies.engine.whereabouts import BEGUN, CELLS
+from runner.launch import machine
+from runner.launch.startup_progress import EVERY, MANY, Starting
+from runner.planning.joint import prepare_decided
+from strategies.runtime.flight_recorder import BEGUN, CELLS
 
 LARGE = ("+recipe=llama_8b", "data.batch_size=8")
 GB = 10**9

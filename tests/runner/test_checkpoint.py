@@ -13,12 +13,12 @@ import numpy
 import pytest
 import torch
 
-from runner import checkpoints
-from runner.checkpoints import committing, folder, index, writing
-from runner.checkpoints.continuation import compare, differences
+from runner import checkpoint as checkpoints
+from runner.checkpoint import committing, folder, index, writing
+from runner.checkpoint.continuation import compare, differences
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 HERE = Path(__file__).parent
 

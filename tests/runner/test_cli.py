@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hydra.errors import MissingConfigException
 
-from runner.command.keys import table
-from runner.command.rewording import reword
-from runner.command.verbs import VERBS
+from runner.cli.hydra_errors import reword
+from runner.cli.verb_help import table
+from runner.cli.verbs import VERBS
 from runner.errors import ConfigError, RunFailed
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 QUICK = "+recipe=quickstart"
 CUBE = "+recipe=advanced_layout"
@@ -475,7 +475,7 @@ def test_config_of_a_recipe_is_shown(command):
 
 def test_refusal_needs_no_torch_and_little_time(tmp_path):
     """A bad config costs less than one second of processor time, which an import of torch would not allow."""
-    check = "import sys; from runner.command.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    check = "import sys; from runner.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     spent = []
     for _ in range(3):

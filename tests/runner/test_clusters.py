@@ -5,15 +5,15 @@ from pathlib import Path
 import hydra
 import pytest
 
-from runner import config
-from runner.command import recipes
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
 from runner.errors import ConfigError
-from runner.origins import Origins
 from runner.planning import clusters
 from runner.planning.devices import device_of
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1", "parallel=data_parallel")
-CONF = Path(config.__file__).parents[1] / "conf" / "cluster"
+CONF = Path(config.__file__).parents[2] / "conf" / "cluster"
 SHIPPED = sorted(file.stem for file in CONF.glob("*.yaml"))
 
 OWN = """

@@ -5,8 +5,8 @@ import pytest
 from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
-from strategies.engine import compiled
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
+from strategies.runtime import compiled
 
 COMPILED = "train.compile=true"
 

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import runner
-from runner import config, schema
-from runner.command import recipes
-from runner.command.verbs import VERBS
-from runner.config import Config
+from runner.cli import recipes
+from runner.cli.verbs import VERBS
+from runner.config import load as config
+from runner.config import schema
+from runner.config.load import Config
+from runner.config.origins import Origins
+from runner.config.parallel import Mode
+from runner.config.section import Section
+from runner.config.strategy_syntax import LayoutForm, StrategyForm, read_strategies
 from runner.errors import ConfigError, allowed
-from runner.forms import LayoutForm, StrategyForm, read_strategies
-from runner.origins import Origins
-from runner.sections.parallel import Mode
-from runner.sections.section import Section
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1")
-CONF = Path(config.__file__).parents[1] / "conf"
+CONF = Path(config.__file__).parents[2] / "conf"
 
 
 def compose(*overrides: str) -> Config:

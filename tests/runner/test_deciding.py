@@ -10,13 +10,13 @@ from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning.decided import with_choice
-from runner.planning.deciding import Deciding
+from runner.planning.joint import Deciding
+from runner.planning.joint_choice import with_choice
 from runner.planning.prepare import request_of
 from runner.planning.programs import Programs
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.errors import StrategyError, TooLarge
+from strategies.core.errors import StrategyError, TooLarge
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
 from strategies.search.joint import Choice
 
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.reporting.decision_table import decision_rows, decision_table
+from runner.report.decision_table import decision_rows, decision_table
 
 GPT = (
     *("+recipe=gpt", "parallel=data_parallel", "parallel.mesh=null", "~parallel.strategies", "+parallel.strategies={}"),

@@ -7,8 +7,8 @@ import json
 import pytest
 from composing import compose_config
 
-from runner.jobs import plan
-from runner.reporting.differences import differences
+from runner.commands import plan
+from runner.report.differences import differences
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from collections import namedtuple
 
 import pytest
 
-from runner.jobs import doctor
-from strategies.engine import compiled
+from runner.commands import doctor
+from strategies.runtime import compiled
 
 Usage = namedtuple("Usage", "total used free")
 

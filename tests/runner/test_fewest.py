@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from runner.planning.fewest import Fewest
+from runner.planning.fewest_recomputed import Fewest
 
 LIMIT = 60
 

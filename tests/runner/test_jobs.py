@@ -9,9 +9,9 @@ from small import MODES, SMALL
 
 from runner.errors import ConfigError, RunFailed
 from runner.planning import prepare
-from runner.reporting.report import PARTS
-from strategies.layout import Layout
-from strategies.plan import Plan
+from runner.report.report import PARTS
+from strategies.core.layout import Layout
+from strategies.core.plan import Plan
 from strategies.rules.registry import RULES
 
 SHARDED = [

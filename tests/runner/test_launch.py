@@ -17,7 +17,7 @@ import pytest
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
 from runner.launch.failure import Failure, Order, from_exception, from_exit, message, root_cause
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

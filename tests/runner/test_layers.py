@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.reporting.layers import kinds, layer_of, relative
+from runner.report.layers import kinds, layer_of, relative
 
 
 def entry(name: str, module: str = "", op: str = "linear", layout: str = "(dp, -)", **more: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import machine
+from runner.launch import machine
 
 MIB = 2**20
 HOST = {

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from benchmarks import memory as benchmark
+from runner.config.memory import Bytes
+from runner.config.section import Section
 from runner.planning.memory_limit import first_within
-from runner.sections.memory import Bytes
-from runner.sections.section import Section
-from strategies.errors import StrategyError
-from strategies.mesh import Mesh
-from strategies.plan import Plan
-from strategies.request import Request
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.core.request import Request
 
 
 class Limited(Section):

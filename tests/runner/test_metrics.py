@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from runner import logs
 from runner.errors import ConfigError
+from runner.launch import logs
 from runner.training.metrics import FILE, Metrics
 
 

@@ -11,19 +11,19 @@ import hydra
 import pytest
 import torch
 
-from runner import config
-from runner.building.modules import objective
-from runner.building.precision import cast
-from runner.command import recipes
+from runner.build.modules import objective
+from runner.build.precision import cast
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
 from runner.data.loader import flatten_batch, whole_batch
-from runner.origins import Origins
 from runner.planning.prepare import datasets, request_of
 from strategies.capture import capture, loss_in
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program
-from strategies.engine.simulate import Simulation
-from strategies.planner import make_plan
-from strategies.redistribution import LOCAL
+from strategies.core.program import Options, Program
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.resharding.redistribution import LOCAL
+from strategies.runtime.simulate import Simulation
 
 TEXT = ("gpt", "llama", "moe", "megatron_tp", "megatron_sp", "mesh_3d", "vocab_ffn", "gpt_padded")
 """Recipes on text, of which tests need little."""

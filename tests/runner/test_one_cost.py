@@ -9,12 +9,12 @@ import pytest
 from composing import compose_config
 from small import SMALL
 
-from runner.command import recipes
+from runner.cli import recipes
 from runner.errors import ConfigError
-from runner.planning.deciding import prepare_decided
-from runner.reporting import report
-from strategies.errors import StrategyError
-from strategies.request import SEARCHES
+from runner.planning.joint import prepare_decided
+from runner.report import report
+from strategies.core.errors import StrategyError
+from strategies.core.request import SEARCHES
 
 FEW = ("mae_784", "zero")
 """Recipes that are planned in about a second."""

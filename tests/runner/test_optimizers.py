@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from runner.building.optimizers import check_scheduler, frozen, need_of, optimizer_factory, parameter_groups, scheduler
+from runner.build.optimizers import check_scheduler, frozen, need_of, optimizer_factory, parameter_groups, scheduler
+from runner.config.schema import Optimizer, Scheduler
 from runner.errors import ConfigError
-from runner.schema import Optimizer, Scheduler
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 NAMES = ("emb.weight", "layers.0.norm.weight", "layers.0.norm.bias", "layers.0.dense.weight", "head.bias")
 NO_SCHEDULER = {"target": None, "args": {}, "per": "step"}

@@ -8,10 +8,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.command.values import quoted, readable
-from runner.command.words import for_hydra
+from runner.cli.arguments import for_hydra
+from runner.cli.override_values import quoted, readable
 from runner.errors import ConfigError
-from runner.sweeps.job import typed
+from runner.sweep.job import typed
 
 FFN, MESH = "+recipe=ffn_auto", "+recipe=mesh_2d"
 CUBE = "+recipe=advanced_layout"

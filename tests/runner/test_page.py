@@ -14,11 +14,11 @@ from html.parser import HTMLParser
 import pytest
 from composing import compose_config
 
-from runner.jobs import plan as planning
-from runner.reporting.layers import kinds
-from runner.reporting.page.document import page
-from runner.reporting.page.markup import Markup, element, joined
-from runner.reporting.page.pictures import bar, gauge, layer_picture, mesh_picture
+from runner.commands import plan as planning
+from runner.report.layers import kinds
+from runner.report.page.document import page
+from runner.report.page.markup import Markup, element, joined
+from runner.report.page.pictures import bar, gauge, layer_picture, mesh_picture
 
 VOID = {"meta", "br"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "firefox")

@@ -14,12 +14,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from runner import config
-from runner.command import recipes, words
+from runner.cli import arguments as words
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.origins import Origins
 from runner.planning.prepare import prepare
-from runner.schema import Config
 
 SCHEDULES = ("1f1b", "interleaved", "zero bubble", "gpipe")
 RECOMPUTE = ("recompute full", "recompute selective", "recompute auto", "sliced inputs")

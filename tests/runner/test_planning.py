@@ -9,7 +9,7 @@ from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
 from runner.planning.sources import cache_folder
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 
 def test_a_saved_plan_is_trained_and_verified(start, tmp_path):

@@ -10,8 +10,8 @@ from composing import compose_config
 from small import MODES, SMALL
 
 from runner.planning.clusters import described, shipped
-from runner.reporting.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
-from runner.reporting.prediction import doubled
+from runner.report.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
+from runner.report.prediction import doubled
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
 NOTHING = tuple(f"parallel.{key}" for key in ("mesh=null", "strategies=null", "dataset_strategy=data_parallel"))

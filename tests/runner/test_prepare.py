@@ -7,15 +7,15 @@ import pytest
 from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
-from runner import config
-from runner.command import recipes
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
 from runner.errors import ConfigError
-from runner.origins import Origins
-from runner.planning import deciding
+from runner.planning import joint as deciding
 from runner.planning import prepare as preparing
-from runner.planning.deciding import prepare_decided
+from runner.planning.joint import prepare_decided
 from runner.planning.prepare import prepare, request_of
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 
 def test_a_hybrid_mesh_must_have_the_ranks_that_are_at_hand():
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_search(monkeypatch, w
     "words", [("train.resume=missing",), ("job=predict", "predict.checkpoint=missing")], ids=["resume", "predict"]
 )
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(monkeypatch, tmp_path, words):
-    from runner import entries
+    from runner.launch import entries
 
     monkeypatch.setattr(entries, "prepare_decided", None)
     given = compose_config(*SMALL, *MODES["semi_auto"], *words).model_dump_json()

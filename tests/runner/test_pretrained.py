@@ -12,10 +12,10 @@ from small import DOUBLE, HYBRID, MODES, SMALL
 from torch import nn
 from torch.nn import functional
 
-from runner.building import pretrained
+from runner.build import pretrained
+from runner.config.schema import Model
 from runner.errors import ConfigError
-from runner.schema import Model
-from strategies.engine.stored import Reader
+from strategies.runtime.tensor_files import Reader
 
 
 def described(weights, rename=()):

@@ -6,9 +6,9 @@ import hydra
 import pytest
 from hydra.core.object_type import ObjectType
 
-from runner import config
-from runner.command import recipes
-from runner.origins import Origins
+from runner.cli import recipes
+from runner.config import load as config
+from runner.config.origins import Origins
 
 NAMES = [
     "advanced_layout",

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.planner import make_plan
-from strategies.request import Request
+from strategies.core.program import Options
+from strategies.core.request import Request
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.runtime.simulate import Simulation
 
 KEY = 7
 

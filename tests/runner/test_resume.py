@@ -16,9 +16,9 @@ import torch
 from small import HYBRID, MODES, SMALL
 from test_refusals import ranks_of_this_process
 
-from runner import checkpoints
+from runner import checkpoint as checkpoints
 from runner.errors import ConfigError, RunFailed
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 STEPS = 18
 LONG = (

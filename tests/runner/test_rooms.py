@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.planning.rooms import CLOSE, FLATTEST, USUAL, Rooms
+from runner.planning.limit_search import CLOSE, FLATTEST, USUAL, Rooms
 
 LIMIT = 60
 RANKS: dict[str, Callable[[float], float]] = {

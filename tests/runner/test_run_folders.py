@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from runner import lineage, occupancy
+from runner.checkpoint import lineage
 from runner.errors import ConfigError
-from runner.occupancy import Occupant
+from runner.launch import folder_lock as occupancy
+from runner.launch.folder_lock import Occupant
 
 QUICK = "+recipe=quickstart"
 HOLD = """

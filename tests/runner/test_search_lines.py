@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.reporting.search_lines import lines, mesh_line, propagation_line
+from runner.report.search_summary import lines, mesh_line, propagation_line
 
 MESH = {"mesh": [2, 4], "seconds": 2.0}
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from composing import compose_config
 
-from runner.planning.deciding import Deciding
+from runner.planning.joint import Deciding
 from runner.planning.prepare import request_of
-from strategies.cost.activations import trace
-from strategies.cost.stored import least_stored
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.graph import OperatorGraph
-from strategies.planner import make_plan
-from strategies.recompute import recomputed, repeated_layers
-from strategies.request import WantedRecompute
+from strategies.core.graph import OperatorGraph
+from strategies.core.program import Options
+from strategies.core.request import WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.saved_bytes import least_stored
+from strategies.memory.trace import trace
+from strategies.planner.planner import make_plan
+from strategies.planner.recompute_request import recomputed, repeated_layers
 from strategies.rules import rule_of
 
 RECIPES = ("ffn_auto", "gpt", "llama", "mae_784", "megatron_sp", "megatron_tp", "moe", "resnet", "vit")

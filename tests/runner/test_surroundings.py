@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.command import folders
+from runner.cli import run_folders as folders
 from runner.errors import ConfigError
-from runner.launchers import network
+from runner.launch.launchers import network
 
 QUICK = "+recipe=quickstart"
 LONG = "a" * 300

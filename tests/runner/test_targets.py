@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.building import targets
+from runner.build import targets
 from runner.errors import ConfigError
 
 MODULE = """
@@ -129,6 +129,6 @@ def test_accepts() -> None:
 
 
 def test_torch_stays_out_until_a_target_needs_it() -> None:
-    code = "import sys, runner.building.targets, runner.data.idx; sys.exit('torch' in sys.modules)"
+    code = "import sys, runner.build.targets, runner.data.idx; sys.exit('torch' in sys.modules)"
     root = Path(targets.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.building import huggingface, pretrained, targets
+from runner.build import huggingface, pretrained, targets
+from runner.config.schema import Model
 from runner.errors import ConfigError
-from runner.schema import Model
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 LLAMA = TINY | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}

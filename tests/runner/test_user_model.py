@@ -9,7 +9,7 @@ import networks
 import pytest
 from small import DOUBLE, MODES, SMALL
 
-from runner import checkpoints
+from runner import checkpoint as checkpoints
 
 KEYS = "data.args.keys=true"
 SHAPES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.jobs.verify import ROUNDING, TOLERANCE, compare
+from runner.commands.verify import ROUNDING, TOLERANCE, compare
 
 
 def recorded(folder: Path, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> Path:

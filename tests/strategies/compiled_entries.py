@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from strategies.engine import compiled, weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.drawn import as_key
-from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options
-from strategies.engine.simulate import shard
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
-from strategies.redistribution import LOCAL
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.lowering.fusion import fuse
+from strategies.lowering.lowering import lower
+from strategies.resharding.redistribution import LOCAL
+from strategies.runtime import compiled
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.opaque_random import as_key
+from strategies.runtime.simulate import shard
 
 KEYS = (11, 2**62 + 1)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import settings
 
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.rules.sharding import Sharding
 
 # the same examples everywhere, no time limit on busy machines, no folder left behind

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies import collectives
-from strategies.engine import weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower
-from strategies.engine.overlap import overlap
-from strategies.engine.partition import build
-from strategies.engine.program import Options, Program
-from strategies.engine.simulate import assemble, shard
-from strategies.engine.updates import axes_needed, make_updates
-from strategies.graph import OperatorGraph
-from strategies.mesh import Mesh
-from strategies.plan import Plan
-from strategies.redistribution import LOCAL
+from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.core.program import Options, Program
+from strategies.lowering.fusion import fuse
+from strategies.lowering.lowering import lower
+from strategies.lowering.overlap import overlap
+from strategies.optimizer.updates import axes_needed, make_updates
+from strategies.resharding.redistribution import LOCAL
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.simulate import assemble, shard
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.cost.activations import saved_tensors, trace
-from strategies.cost.updating import Updating
-from strategies.engine import weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options
-from strategies.engine.simulate import shard
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
-from strategies.redistribution import LOCAL
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.trace import saved_tensors, trace
+from strategies.resharding.redistribution import LOCAL
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.simulate import shard
 
 
 @dataclass(frozen=True)

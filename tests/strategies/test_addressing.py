@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies.addressing import addresses, configured, in_module
 from strategies.capture import Objective, capture
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.request import Operand, Wanted
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.request import Operand, Wanted
+from strategies.planner.addressing import addresses, configured, in_module
 from strategies.rules import rule_of
 
 

@@ -10,18 +10,18 @@ import torch
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from models.quickstart import Net as Quickstart
-from strategies.alternatives import Alternative, Neighbourhood, legal_assignments
 from strategies.capture import Objective, capture
+from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options, Program
+from strategies.core.request import Request, Wanted
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.step import step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program
-from strategies.graph import OperatorGraph, Ref
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.alternatives import Alternative, Neighbourhood, legal_assignments
+from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from runner.launch import run_ranks
 from strategies import collectives
-from strategies.errors import StrategyError
-from strategies.layout import Layout
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
 
 # ranks 0..3 on the mesh a 2 x b 2: rank = 2 a + b
 

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from runner.launch import run_ranks
-from strategies.engine import compiled
-from strategies.engine.communicator import Communicator
-from strategies.engine.drawn import as_key
-from strategies.engine.edges import edge, edges
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Fused, Options, Redistribute
-from strategies.errors import StrategyError
-from strategies.graph import Ref, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import chain
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Ref, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Fused, Options, Redistribute
+from strategies.lowering.lowering import lower
+from strategies.resharding.redistribution import chain
+from strategies.runtime import compiled
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.opaque_random import as_key
+from strategies.runtime.redistributions import edge, edges
 from tests.strategies.compiled_entries import Case, Ran
 from tests.strategies.whole_model import MESH, Model
 
@@ -63,7 +63,7 @@ def model() -> Model:
 
 
 def case_of(model: Model, draw: Any, seed: int, folder: Any, mesh: Mesh = MESH) -> Case:
-    from strategies.engine import weights
+    from strategies.runtime import initial_weights as weights
 
     file = folder / f"{seed}.pt"
     weights.write(file, {name: model.values[name] for name in model.captured.tensors})

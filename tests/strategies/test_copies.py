@@ -16,16 +16,16 @@ from models.gpt import GPT
 from models.losses import NextTokenLoss
 from runner.launch import run_ranks
 from strategies.capture import capture
-from strategies.copies import Copies, in_copies
-from strategies.engine import weights
-from strategies.engine.fusion import KINDS, fuse
-from strategies.engine.lowering import lower, random_ordinals
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Compute, Fused, Options, Program, Start, Wait
-from strategies.engine.simulate import Simulation
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan, Recompute
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan, Recompute
+from strategies.core.program import Compute, Fused, Options, Program, Start, Wait
+from strategies.lowering.batch_splits import Copies, in_copies
+from strategies.lowering.fusion import KINDS, fuse
+from strategies.lowering.lowering import lower, random_ordinals
+from strategies.lowering.overlap import overlap
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.simulate import Simulation
 from tests.strategies.engine.test_overlap import check_order
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import MESH, TOLERANCE, Model

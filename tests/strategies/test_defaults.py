@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.lowering import lower
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.redistribution import LOCAL
-from strategies.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.core.plan import Plan
+from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.resharding.redistribution import LOCAL
 from strategies.rules import rule_of
 from tests.strategies.whole_model import TOLERANCE, Model
 

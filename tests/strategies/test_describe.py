@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from models.quickstart import Net as Quickstart
 from runner.launch import run_ranks
-from strategies.cost.updating import Updating
-from strategies.describe import communication, describe
-from strategies.engine import weights, zero_traffic
-from strategies.engine.buckets import predicted as predicted_gradients
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.buckets import predicted as predicted_gradients
+from strategies.optimizer.zero import traffic as zero_traffic
+from strategies.planner.description import communication, describe
+from strategies.planner.planner import make_plan
+from strategies.runtime import initial_weights as weights
 from tests.strategies.machines import cluster
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import TOLERANCE, Model

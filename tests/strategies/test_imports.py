@@ -16,8 +16,8 @@ ALLOWED = {
     ),
 }
 SPECIAL = {
-    "strategies/engine/zero_start.py": {"deepspeed"},
-    "runner/building/huggingface.py": {"transformers"},
+    "strategies/optimizer/zero/deepspeed_start.py": {"deepspeed"},
+    "runner/build/huggingface.py": {"transformers"},
 }
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from models.quickstart import Net
 from strategies.capture import Objective, capture
-from strategies.engine import ir
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program, Redistribute
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.plan import Plan
+from strategies.core.program import Options, Program, Redistribute
+from strategies.core.request import Request, Wanted
+from strategies.lowering import ir
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 from tests.strategies.whole_model import Model
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 
 
 @st.composite

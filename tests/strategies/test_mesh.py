@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.errors import StrategyError
-from strategies.mesh import Mesh, accumulate, common_refinement, differences, primes
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh, accumulate, common_refinement, differences, primes
 
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh(tuple((f"a{i}", size) for i, size in enumerate(sizes)))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.meshing import Meshing, merged, meshing
-from strategies.plan import OperatorPlan, Plan
-from strategies.request import NamedMatrix
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.request import NamedMatrix
+from strategies.planner.mesh_refinement import Meshing, merged, meshing
 
 CUBE = NamedMatrix((2, 2, 2), ("dp", "sp", "mp"))
 LINE = NamedMatrix((8,), ("tp",))

@@ -12,16 +12,16 @@ from torch import Tensor, fx, nn
 
 from models.ffn import FFN
 from strategies.capture import Objective, capture
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options, Program
-from strategies.graph import OperatorGraph
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options, Program
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
 from tests.strategies.whole_model import TOLERANCE, Model
 
 ALONE = Mesh((("world", 1),))

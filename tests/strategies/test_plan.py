@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan, layout_from_json, layout_to_json
-from strategies.planner import make_plan
-from strategies.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan, layout_from_json, layout_to_json
+from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.planner.planner import make_plan
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

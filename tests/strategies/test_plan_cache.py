@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from strategies import plan_cache
 from strategies.capture import Objective, capture
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.request import Request, Wanted
+from strategies.planner import plan_cache
+from strategies.planner.planner import make_plan
 
 REQUEST = Request("semi_auto", 4)
 

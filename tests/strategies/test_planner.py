@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from models.ffn import FFN, MatMulNet
 from models.matmul import OneMatMul, ReduceMeanMatMul, TwoMatMul
 from strategies.capture import Objective, capture
-from strategies.engine.lowering import lower
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.layout import Layout
-from strategies.plan import Plan
-from strategies.planner import follow, make_plan
-from strategies.request import NamedDims, NamedMatrix, Operand, Request, Wanted
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.plan import Plan
+from strategies.core.request import NamedDims, NamedMatrix, Operand, Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import follow, make_plan
 from strategies.rules import rule_of
 from tests.strategies.whole_model import TOLERANCE, Model
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from models.ffn import FFN
 from models.quickstart import Net as Quickstart
 from strategies.capture import Objective, capture
-from strategies.engine.lowering import lower
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
-from strategies.planner import make_plan
-from strategies.request import Operand, Request, Wanted
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.request import Operand, Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from strategies.search import propagation
 from strategies.search.problem import Problem

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
+from strategies.runtime.simulate import Simulation
 
 MESHES = [
     Mesh((("a", 2), ("b", 2))),

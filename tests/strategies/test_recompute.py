@@ -20,18 +20,18 @@ from models.gpt import GPT
 from models.losses import NextTokenLoss
 from runner.launch import run_ranks
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.activations import saved_tensors, trace
-from strategies.cost.updating import Updating
-from strategies.describe import describe
-from strategies.engine import weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options
-from strategies.errors import StrategyError
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted, WantedRecompute
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.trace import saved_tensors, trace
+from strategies.planner.description import describe
+from strategies.planner.planner import make_plan
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
 from tests.strategies.machines import cluster
 from tests.strategies.recomputed_entries import Case, Ran
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.planner import make_plan
-from strategies.recoverable import recoverable
-from strategies.request import Request, Wanted
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.recoverable import recoverable
+from strategies.core.request import Request, Wanted
+from strategies.planner.planner import make_plan
 
 
 class Three(nn.Module):

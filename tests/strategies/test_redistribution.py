@@ -9,13 +9,12 @@ from itertools import combinations, count, permutations
 import pytest
 import torch
 
-from strategies.engine.program import Redistribute
-from strategies.engine.simulate import assemble, carry, redistribute, shard
-from strategies.errors import StrategyError
-from strategies.graph import Ref, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import (
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Ref, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Redistribute
+from strategies.resharding.redistribution import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -31,6 +30,7 @@ from strategies.redistribution import (
     sends,
     size_of,
 )
+from strategies.runtime.simulate import assemble, carry, redistribute, shard
 
 SIZES = [(2, 2), (4, 2), (3, 2), (2, 2, 2), (2, 3, 2), (2, 1, 4)]
 

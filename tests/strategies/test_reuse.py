@@ -15,14 +15,16 @@ from models.losses import NextTokenLoss
 from runner.launch import run_ranks
 from runner.training.execution import blamed
 from strategies.capture import Captured, Objective, capture
-from strategies.engine import compiled, reuse, weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.drawn import as_key
-from strategies.engine.lowering import lower
-from strategies.engine.partition import build
-from strategies.engine.program import Options
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted, WantedRecompute
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.runtime import compiled
+from strategies.runtime import initial_weights as weights
+from strategies.runtime import shared_code as reuse
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.opaque_random import as_key
 from tests.strategies.compiled_entries import Case
 
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from strategies.engine import stored, weights
-from strategies.engine.lowering import lower
-from strategies.engine.simulate import assemble
-from strategies.engine.stored import Reader, Stored, index
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
+from strategies.lowering.lowering import lower
+from strategies.runtime import initial_weights as weights
+from strategies.runtime import tensor_files as stored
+from strategies.runtime.simulate import assemble
+from strategies.runtime.tensor_files import Reader, Stored, index
 from tests.strategies.whole_model import Model
 
 FORMS = ("one.safetensors", "one.pt", "nested.pt", "pieces", "pieces.bin", "folder")

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.cost.updating import Updating
-from strategies.describe import describe
-from strategies.engine.lowering import lower
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request
-from strategies.stored_plan import read_plan
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.request import Request
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.description import describe
+from strategies.planner.plan_file import read_plan
+from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
 

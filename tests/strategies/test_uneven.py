@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation, shard
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
+from strategies.runtime.simulate import Simulation, shard
 
 MESHES = [Mesh((("a", 2), ("b", 2))), Mesh((("a", 4),)), Mesh((("a", 3), ("b", 2))), Mesh((("a", 2), ("b", 4)))]
 

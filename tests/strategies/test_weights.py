@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.engine import weights
-from strategies.engine.lowering import lower
-from strategies.engine.program import Program
-from strategies.engine.simulate import assemble
+from strategies.core.program import Program
+from strategies.lowering.lowering import lower
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.simulate import assemble
 from tests.strategies.whole_model import Model
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from models.ffn import FFN
 from strategies.capture import Captured, Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.program import Compute, Options, Program
-from strategies.engine.simulate import Simulation
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.plan import Plan
+from strategies.core.program import Compute, Options, Program
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
+from strategies.runtime.simulate import Simulation
 
 SIZES = [96, 64, 48, 32, 4]
 SLICED = {"dense1.matmul": Wanted(((2, 4), (4, 1)), None), "dense3.matmul": Wanted(((1, 8), (8, 1)), None)}

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.engine.communicator import Communicator
-from strategies.engine.partition import build
-from strategies.engine.program import Program
-from strategies.engine.simulate import assemble, shard
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.simulate import assemble, shard
 
 PATIENCE = 60.0
 """Seconds that a rank waits for the others."""

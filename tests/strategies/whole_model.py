@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture, loss_in
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options, Program
-from strategies.engine.simulate import Simulation
-from strategies.graph import OperatorGraph
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options, Program
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
+from strategies.runtime.simulate import Simulation
 
 MESH = Mesh((("a", 2), ("b", 2)))
 TOLERANCE = 1e-10

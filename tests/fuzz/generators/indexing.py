@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from strategies.graph import Ref
+from strategies.core.graph import Ref
 from tests.fuzz.generators.table import draws
 from tests.fuzz.pool import SIZES, Pool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.graph import Ref
+from strategies.core.graph import Ref
 from tests.fuzz.generators.table import draws
 from tests.fuzz.pool import Pool, Rejected
 

@@ -1,6 +1,6 @@
 """Random corruptions of checkpoints, of plan cache entries and of run folders, and what becomes of each.
 
-    python tests/runner/checkpoints/corruptions.py [--first 0] [--count 1500]
+    python tests/runner/checkpoint/corruptions.py [--first 0] [--count 1500]
 
 Corruption N follows from N alone. What is asked of each: the reader ends within seconds, with what was written (of this
 checkpoint, or of an older sound one), or with one paragraph; never with other numbers, never with another exception.
@@ -30,22 +30,24 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(
 import torch  # noqa: E402
 from six_ranks import content, equal, expected, weights  # noqa: E402
 
-from runner import checkpoints, config, lineage  # noqa: E402
-from runner.checkpoints import header, saving  # noqa: E402
-from runner.checkpoints.folder import HEADER, INDEX  # noqa: E402
+from runner import checkpoint as checkpoints  # noqa: E402
+from runner.checkpoint import lineage, saving  # noqa: E402
+from runner.checkpoint import manifest as header  # noqa: E402
+from runner.checkpoint.folder import HEADER, INDEX  # noqa: E402
+from runner.checkpoint.lineage import Lineage  # noqa: E402
+from runner.commands import doctor_checkpoint as examination  # noqa: E402
+from runner.config import load as config  # noqa: E402
 from runner.errors import ConfigError  # noqa: E402
-from runner.jobs import examination  # noqa: E402
-from runner.lineage import Lineage  # noqa: E402
-from runner.occupancy import Occupant  # noqa: E402
+from runner.launch.folder_lock import Occupant  # noqa: E402
 from runner.planning.stored import read_content  # noqa: E402
-from runner.sweeps import job as jobs  # noqa: E402
+from runner.sweep import job as jobs  # noqa: E402
 from runner.training.metrics import Metrics  # noqa: E402
-from strategies import plan_cache  # noqa: E402
-from strategies.bounded import read_json  # noqa: E402
-from strategies.errors import StrategyError  # noqa: E402
-from strategies.layout import Layout  # noqa: E402
-from strategies.mesh import Mesh  # noqa: E402
-from strategies.plan import OperatorPlan, Plan  # noqa: E402
+from strategies.core.bounded_files import read_json  # noqa: E402
+from strategies.core.errors import StrategyError  # noqa: E402
+from strategies.core.layout import Layout  # noqa: E402
+from strategies.core.mesh import Mesh  # noqa: E402
+from strategies.core.plan import OperatorPlan, Plan  # noqa: E402
+from strategies.planner import plan_cache  # noqa: E402
 
 SECONDS = 20
 """A reader that takes longer hangs."""

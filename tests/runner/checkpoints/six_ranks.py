@@ -2,14 +2,14 @@
 
 import torch
 
-from runner import checkpoints
-from runner.checkpoints import saving
-from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.program import Program
-from strategies.graph import Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from runner import checkpoint as checkpoints
+from runner.checkpoint import saving
+from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.runtime.communicator import Communicator
 
 MESH = Mesh((("dp", 3), ("tp", 2)))
 LAYOUTS = {"sliced": Layout((("tp",), ())), "whole": Layout.replicated(1)}

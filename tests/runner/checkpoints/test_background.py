@@ -7,12 +7,12 @@ import torch
 from six_ranks import SHAPES, content
 from small import MODES, SMALL
 
-from runner import checkpoints
-from runner.checkpoints.copying import Copies
-from runner.checkpoints.keeping import Keeper
-from runner.checkpoints.when import Calendar
+from runner import checkpoint as checkpoints
+from runner.checkpoint.copying import Copies
+from runner.checkpoint.retention import Keeper
+from runner.checkpoint.triggers import Calendar
+from runner.config.checkpoint import Checkpoint
 from runner.errors import ConfigError
-from runner.sections.checkpoint import Checkpoint
 
 WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=3")
 NEVER = Checkpoint(
@@ -79,7 +79,7 @@ def test_a_failed_save_ends_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("runner.checkpoints.writing.write", full)
+    monkeypatch.setattr("runner.checkpoint.writing.write", full)
     keeper = Keeper.__new__(Keeper)
     keeper._saver, keeper._calendar = saver, Calendar(NEVER, tmp_path, 1, 1)
     saver.save(tmp_path, 1, content(1))
@@ -101,7 +101,7 @@ def test_when(tmp_path, monkeypatch):
     assert due(NEVER, 6, tmp_path) == []
     assert due(NEVER.model_copy(update={"every": 2, "at_end": True}), 5, tmp_path) == [2, 4, 5]
     now = [0.0]
-    monkeypatch.setattr("runner.checkpoints.when.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("runner.checkpoint.triggers.time.monotonic", lambda: now[0])
     calendar = Calendar(NEVER.model_copy(update={"minutes": 0.5}), tmp_path, 0, 1)
     saved = []
     for step in range(1, 10):

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from six_ranks import content, save
 
-from runner import checkpoints, lineage
-from runner.checkpoints import branch, folder, header, rescue, saving
+from runner import checkpoint as checkpoints
+from runner.checkpoint import branch, folder, lineage, rescue, saving
+from runner.checkpoint import manifest as header
+from runner.checkpoint.lineage import Lineage, Run
 from runner.errors import ConfigError
-from runner.lineage import Lineage, Run
-from runner.occupancy import Occupant
+from runner.launch.folder_lock import Occupant
 
 
 def run(name, *history, resumed=None):

@@ -10,8 +10,9 @@ import torch
 from six_ranks import SHAPES, content, cut, equal, expected, flip, largest, save, weights
 from small import MODES, SMALL
 
-from runner import checkpoints
-from runner.checkpoints import header, loading, saving
+from runner import checkpoint as checkpoints
+from runner.checkpoint import loading, saving
+from runner.checkpoint import manifest as header
 from runner.errors import ConfigError
 
 

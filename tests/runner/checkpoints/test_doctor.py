@@ -5,8 +5,8 @@ import json
 import pytest
 from six_ranks import cut, flip, largest, save
 
+from runner.commands.doctor import run
 from runner.errors import ConfigError
-from runner.jobs.doctor import run
 
 
 def write_plan(folder, stages=1, zero=0):

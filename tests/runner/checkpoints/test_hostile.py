@@ -11,16 +11,17 @@ import pytest
 import torch
 from made_checkpoints import checkpoint, halves
 
-from runner import checkpoints, config
-from runner.building import pretrained
-from runner.checkpoints import header
-from runner.checkpoints.folder import HEADER, INDEX
+from runner import checkpoint as checkpoints
+from runner.build import pretrained
+from runner.checkpoint import manifest as header
+from runner.checkpoint.folder import HEADER, INDEX
+from runner.config import load as config
+from runner.config.schema import Model
 from runner.errors import ConfigError
 from runner.planning.stored import read_content
-from runner.schema import Model
-from strategies import plan_cache
-from strategies.engine import stored
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
+from strategies.planner import plan_cache
+from strategies.runtime import tensor_files as stored
 
 DEEP = "[" * 10_000 + "]" * 10_000
 TENSORS = {"model/weight": torch.arange(12.0).reshape(2, 6), "model/bias": torch.arange(4.0)}

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from six_ranks import content
 from small import ALONE, MODES, SMALL
 
-from runner import checkpoints
-from runner.checkpoints import merged, saving, writing
+from runner import checkpoint as checkpoints
+from runner.checkpoint import merged, saving, writing
 
 ADAM = ("optimizer.target=torch.optim.AdamW", "train.random=exact")
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from runner import checkpoints
-from runner.checkpoints import saving
-from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.pieces import MODEL, OPTIMIZER
-from strategies.engine.program import Program
-from strategies.engine.zero_state import ZeroState, parts
-from strategies.graph import Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from runner import checkpoint as checkpoints
+from runner.checkpoint import saving
+from strategies.core.graph import Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.zero.state import ZeroState, parts
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.shards import MODEL, OPTIMIZER
 
 SHAPES = {
     "embedding": (13, 6),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from small import ALONE, HYBRID, SMALL
 
-from runner import checkpoints
-from strategies.errors import StrategyError
+from runner import checkpoint as checkpoints
+from strategies.core.errors import StrategyError
 
 COMMON = (
     *SMALL[1:],

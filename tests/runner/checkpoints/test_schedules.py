@@ -3,7 +3,7 @@
 import torch
 from torch.optim import lr_scheduler
 
-from runner.checkpoints.schedules import regrouped
+from runner.checkpoint.schedules import regrouped
 
 
 def optimizer(rates):

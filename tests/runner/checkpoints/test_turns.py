@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-from runner.checkpoints.content import turns
-from strategies.graph import Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from runner.checkpoint.content import turns
+from strategies.core.graph import Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 
 MESH = Mesh((("dp", 4), ("tp", 2)))
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runner import checkpoints
-from runner.checkpoints import index
-from runner.checkpoints.folder import INDEX
-from runner.checkpoints.header import Stamp, faults, read_header, stamp, to_text
-from runner.conversion import writing
+from runner import checkpoint as checkpoints
+from runner.checkpoint import index
+from runner.checkpoint.conversion import writing
+from runner.checkpoint.folder import INDEX
+from runner.checkpoint.manifest import Stamp, faults, read_header, stamp, to_text
+from runner.commands.convert import run
 from runner.errors import ConfigError
-from runner.jobs.convert import run
 
 LAYOUTS = {
     "a.weight": [["dp"], ["tp"]],
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_nothing(stored, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("runner.checkpoints.writing.write", full)
+    monkeypatch.setattr("runner.checkpoint.writing.write", full)
     with pytest.raises(ConfigError, match="No space left"):
         convert(stored, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner import checkpoints
-from runner.conversion import deepspeed_files
+from runner import checkpoint as checkpoints
+from runner.checkpoint.conversion import deepspeed_files
+from runner.commands.convert import run
 from runner.errors import ConfigError
-from runner.jobs.convert import run
 from runner.launch import run_ranks
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from runner.data.lines import Lines
 from runner.errors import ConfigError
-from runner.inference.files import Predictions, by_row
+from runner.predict.files import Predictions, by_row
 
 
 @dataclass

@@ -16,10 +16,10 @@ from small import HYBRID, MODES, SMALL
 from torch import Tensor
 from torch.nn import functional
 
-from runner.command.recipes import catalogue
+from runner.cli.recipes import catalogue
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.inference.without_training import without_training
-from runner.schema import Config
+from runner.predict.without_training import without_training
 
 PLACES = {
     **MODES,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner.jobs.convert import run
+from runner.commands.convert import run
 
 PLACES = {
     "hf_llama": ("parallel=data_parallel", "parallel.mesh=null", "parallel.strategies=null", "world_size=2"),

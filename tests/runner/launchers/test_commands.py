@@ -11,16 +11,16 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
+from runner.config.launch import Launch
 from runner.errors import ConfigError
-from runner.launchers.commands import Command, Place, exported
-from runner.launchers.deepspeed import deepspeed
-from runner.launchers.identity import VARIABLES, Identity, identity
-from runner.launchers.mpirun import mpirun
-from runner.launchers.rank_table import rank_table
-from runner.launchers.slurm import slurm
-from runner.launchers.table import from_files
-from runner.launchers.torchrun import torchrun
-from runner.sections.launch import Launch
+from runner.launch.launchers.commands import Command, Place, exported
+from runner.launch.launchers.deepspeed import deepspeed
+from runner.launch.launchers.hosts import from_files
+from runner.launch.launchers.identity import VARIABLES, Identity, identity
+from runner.launch.launchers.mpirun import mpirun
+from runner.launch.launchers.rank_table import rank_table
+from runner.launch.launchers.slurm import slurm
+from runner.launch.launchers.torchrun import torchrun
 
 PLACE = Place(Path("/runs/a/join"), 4, "10.0.0.1", 29500, "python", Path("/home/me"), {"PYTHONPATH": "a b"}, ("+x=1",))
 DEFAULTS = OmegaConf.to_container(OmegaConf.load(Path(conf.__path__[0]) / "launch" / "local.yaml"))

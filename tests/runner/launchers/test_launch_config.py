@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import conf
-from runner.sections.launch import Launcher
+from runner.config.launch import Launcher
 
 QUICK = "+recipe=quickstart"
 TWO = "launch.hosts=[127.0.0.1:4,127.0.0.2:4]"
@@ -92,7 +92,9 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_bad_launches_are_one_paragraph(command, left, monkeypatch, words, says):
-    monkeypatch.setattr("runner.launchers.start.shutil.which", lambda name: None if name.startswith("no-") else name)
+    monkeypatch.setattr(
+        "runner.launch.launchers.start.shutil.which", lambda name: None if name.startswith("no-") else name
+    )
     done = command("train", QUICK, *words)
     assert done.code == 2
     (paragraph,) = done.paragraphs
@@ -113,7 +115,7 @@ def test_bad_tables(command, tmp_path, what):
 
 @pytest.mark.parametrize(("launcher", "program"), [("mpirun", "mpirun"), ("slurm", "srun"), ("deepspeed", "pdsh")])
 def test_a_missing_program(command, left, monkeypatch, launcher, program):
-    monkeypatch.setattr("runner.launchers.start.shutil.which", lambda name: None)
+    monkeypatch.setattr("runner.launch.launchers.start.shutil.which", lambda name: None)
     done = command("train", QUICK, f"launch={launcher}", TWO)
     assert done.code == 2 and f"needs the program {program}, which is not here" in done.paragraphs[0]
     assert left() == []

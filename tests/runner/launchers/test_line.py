@@ -18,10 +18,10 @@ import pytest
 from runner.errors import ConfigError
 from runner.launch import messages, run_ranks
 from runner.launch.failure import Failure, Order
+from runner.launch.launchers import network
+from runner.launch.launchers.connection import GREETING, Hello, Task, call, new_secret, own_address, silence_of
+from runner.launch.launchers.rendezvous import Front
 from runner.launch.messages import Done
-from runner.launchers import network
-from runner.launchers.front import Front
-from runner.launchers.line import GREETING, Hello, Task, call, new_secret, own_address, silence_of
 
 SECRET = b"s" * 32
 

@@ -2,7 +2,7 @@
 
 import json
 
-from runner import checkpoints
+from runner import checkpoint as checkpoints
 
 RESTARTS = ("launch.max_restarts=9", "launch.timeout=5")
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from runner import agreement
-from runner.entries import train_prepared
-from strategies.engine.communicator import Communicator
-from strategies.mesh import Mesh
+from runner.launch import agreement
+from runner.launch.entries import train_prepared
+from strategies.core.mesh import Mesh
+from strategies.runtime.communicator import Communicator
 
 
 def with_another_plan(rank, payload):

@@ -3,8 +3,8 @@
 import pytest
 from small import MODES, SMALL
 
-from runner.agreement import different
 from runner.errors import RunFailed
+from runner.launch.agreement import different
 from runner.recovery import restarting
 
 

@@ -14,7 +14,7 @@ from test_refusals import ranks_of_this_process
 from runner.errors import RunFailed
 from runner.launch import hangs, run_ranks
 from runner.launch.hangs import GRACE, Stall, diagnose, where
-from strategies.engine.whereabouts import GATHER, PLACE, RECEIVE, SEND, SUM, Whereabouts
+from strategies.runtime.flight_recorder import GATHER, PLACE, RECEIVE, SEND, SUM, Whereabouts
 
 WORLD = 4
 

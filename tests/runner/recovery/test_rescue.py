@@ -7,7 +7,7 @@ import pytest
 from disturbed import RESTARTS, faults, stored
 from small import MODES, SMALL
 
-from runner.checkpoints import rescue
+from runner.checkpoint import rescue
 
 RESCUE = ("launch.rescue=true", *RESTARTS)
 PLAIN = (*SMALL, *MODES["semi_auto"], "optimizer.target=torch.optim.AdamW", "train.log_every=1")

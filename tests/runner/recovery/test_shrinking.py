@@ -9,11 +9,11 @@ from disturbed import RESTARTS, faults
 from pydantic import ValidationError
 from small import MODES, SMALL
 
-from runner.command import recipes
+from runner.cli import recipes
+from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.recovery import shrinking
 from runner.recovery.shrinking import candidates, hosts_left
-from runner.schema import Config
 
 HOSTS = [
     {"name": name, "ranks": ranks, "devices": [0, 1]} for name, ranks in (("a", [0, 3]), ("b", [1, 4]), ("c", [2, 5]))

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from small import MODES, SMALL
 
-from runner import checkpoints
+from runner import checkpoint as checkpoints
 from runner.errors import Stopped
 from runner.recovery import stopping
 from runner.recovery.stopping import EXIT_CODE, Stopping

@@ -15,7 +15,7 @@ from runner.errors import RunFailed
 from runner.launch import forks, hangs, liveness
 from runner.launch.hangs import GRACE, Stall, diagnose, where
 from runner.launch.liveness import Signs
-from strategies.engine.whereabouts import SAVES, SAVING, Whereabouts
+from strategies.runtime.flight_recorder import SAVES, SAVING, Whereabouts
 
 TWO = (*SMALL, *MODES["data_parallel"], "world_size=2", "data.target=troubles.Troubled", "data.batch_size=4")
 

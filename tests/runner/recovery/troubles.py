@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from networks import Points
 
-from runner.checkpoints import writing
+from runner.checkpoint import writing
 
 
 def once(what):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.command.folders import CONFIG_FILE
-from runner.sweeps.job import Job, folder_of, jobs, read, records
+from runner.cli.run_folders import CONFIG_FILE
+from runner.sweep.job import Job, folder_of, jobs, read, records
 
 DONE = Job(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)
 

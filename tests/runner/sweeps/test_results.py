@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from runner.errors import RunFailed
-from runner.sweeps.job import Job
-from runner.sweeps.pictures import bars, curves
-from runner.sweeps.results import Sweep, printed, table
+from runner.sweep.job import Job
+from runner.sweep.pictures import bars, curves
+from runner.sweep.results import Sweep, printed, table
 
 QUICK = "+recipe=quickstart"
 GOOD = Job(
@@ -182,5 +182,5 @@ def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
 
 
 def test_the_command_of_a_sweep_never_imports_torch():
-    code = "import runner.command.cli, sys; sys.exit('torch' in sys.modules)"
+    code = "import runner.cli.main, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies.capture import LossFunction, Objective, capture, run_once
-from strategies.errors import StrategyError
-from strategies.graph import Ref
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Ref
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

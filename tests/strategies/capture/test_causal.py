@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies.graph import Operator
+from strategies.core.graph import Operator
 from tests.strategies.whole_model import TOLERANCE, Model
 
 S = 6

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import LossFunction, Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.simulate import Simulation
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
+from strategies.lowering.lowering import lower
+from strategies.runtime.simulate import Simulation
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import LossFunction, Objective, capture
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

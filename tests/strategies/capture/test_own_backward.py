@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Objective, capture
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from strategies.capture import Objective, capture, loss_in
 from strategies.capture.regions import flatten
 from strategies.capture.tracing import traceable
-from strategies.engine.lowering import lower
-from strategies.engine.simulate import Simulation
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.lowering.lowering import lower
+from strategies.runtime.simulate import Simulation
 
 
 class Net(nn.Module):

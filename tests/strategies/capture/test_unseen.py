@@ -12,7 +12,7 @@ from torch.autograd import grad
 from torch.nn.utils import rnn
 
 from strategies.capture import Captured, Objective, capture
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 
 class Net(nn.Module):

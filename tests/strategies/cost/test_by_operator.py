@@ -9,14 +9,14 @@ from torch import nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture
+from strategies.core.graph import OperatorGraph
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted, WantedRecompute
 from strategies.cost.by_operator import operator_costs
 from strategies.cost.step import step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.graph import OperatorGraph
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted, WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
 MACHINE = cluster(2, 4)

@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from strategies.errors import StrategyError
-from strategies.mesh import Mesh
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh
 from tests.strategies.machines import GPU, NODE, cluster
 
 

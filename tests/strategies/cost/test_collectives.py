@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Level, Link
 from strategies.cost.collectives import chain_seconds, collective_seconds, step_seconds
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, chain
+from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, chain
 from tests.strategies.machines import GPU, NODE, cluster
 
 MESH = Mesh((("dp", 4), ("tp", 8)))

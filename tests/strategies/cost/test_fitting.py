@@ -11,17 +11,17 @@ import torch
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.fitting import Choice, Fitting, Way, choices, together
-from strategies.cost.limit import over
-from strategies.cost.memory import Memory
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.core.request import Request, WantedRecompute
 from strategies.cost.step import step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.errors import StrategyError
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.memory.limit import over
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.parts import Memory
+from strategies.memory.recompute_selection import Choice, Fitting, Way, choices, together
+from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
 KINDS: dict[str, dict[Way, tuple[float, int]]] = {

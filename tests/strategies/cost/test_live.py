@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from strategies.cost.live import Live
-from strategies.cost.optimizer import Need, needed
-from strategies.engine.offload import on_side
+from strategies.memory.live_tensors import Live
+from strategies.memory.optimizer_bytes import Need, needed
+from strategies.runtime.offload import on_side
 
 MIB = 2**20
 

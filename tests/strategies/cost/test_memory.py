@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.cost.activations import trace
-from strategies.cost.live import Live
-from strategies.cost.memory import memory
-from strategies.cost.sharded import Group
-from strategies.cost.updating import Updating
-from strategies.engine.activations import Activations, meant
-from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.lowering import lower
-from strategies.engine.offload import Offload
-from strategies.engine.partition import build
-from strategies.engine.place import on_host, place
-from strategies.engine.program import Options, Program
-from strategies.pipeline.memory import group_memory
-from strategies.pipeline.schedule import Action
-from strategies.planner import make_plan
-from strategies.request import Request, WantedRecompute
+from strategies.core.program import Options, Program
+from strategies.core.request import Request, WantedRecompute
+from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.lowering import lower
+from strategies.lowering.pipeline.schedule import Action
+from strategies.memory.live_tensors import Live
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.parts import memory
+from strategies.memory.pipeline import group_memory
+from strategies.memory.trace import trace
+from strategies.memory.zero import Group
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.planner.planner import make_plan
+from strategies.runtime.activation_offload import Activations, meant
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.offload import Offload
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

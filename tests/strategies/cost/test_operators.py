@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.cost.operators import operator_seconds, operator_work
-from strategies.graph import Operator, OperatorGraph
-from strategies.mesh import Mesh
+from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.cost.roofline import operator_seconds, operator_work
 from strategies.rules import rule_of
 from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model

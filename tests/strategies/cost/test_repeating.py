@@ -15,25 +15,25 @@ from models.gpt import GPT
 from models.llama import Llama
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture
-from strategies.cost import repeating
-from strategies.cost.activations import trace
-from strategies.cost.live import Live
-from strategies.cost.memory import memory
-from strategies.cost.repeating import SLACK, Traces, trace_repeated
-from strategies.cost.shortening import form, repeated_part, shortened
-from strategies.cost.updating import Updating
-from strategies.engine.buckets import buckets
-from strategies.engine.lowering import lower, random_ordinals
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Options, Program
-from strategies.engine.updates import Cut
-from strategies.graph import OperatorGraph
-from strategies.pipeline.cutting import cut
-from strategies.pipeline.placing import in_stages
-from strategies.pipeline.programs import stage_programs
-from strategies.planner import make_plan
-from strategies.recompute import recomputed
-from strategies.request import Request, WantedRecompute
+from strategies.core.graph import OperatorGraph
+from strategies.core.program import Options, Program
+from strategies.core.request import Request, WantedRecompute
+from strategies.lowering.lowering import lower, random_ordinals
+from strategies.lowering.overlap import overlap
+from strategies.lowering.pipeline.cutting import cut
+from strategies.lowering.pipeline.programs import stage_programs
+from strategies.lowering.pipeline.stage_assignment import in_stages
+from strategies.memory import repeated_blocks as repeating
+from strategies.memory.live_tensors import Live
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.parts import memory
+from strategies.memory.repeated_blocks import SLACK, Traces, trace_repeated
+from strategies.memory.trace import trace
+from strategies.memory.truncation import form, repeated_part, shortened
+from strategies.optimizer.buckets import buckets
+from strategies.optimizer.updates import Cut
+from strategies.planner.planner import make_plan
+from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64, device="meta")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from strategies.cost import shapes
-from strategies.cost.live import Live
+from strategies.core import result_shapes as shapes
+from strategies.memory.live_tensors import Live
 
 CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda a, b: a @ b.t(),

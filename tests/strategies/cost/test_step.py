@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted, WantedRecompute
 from strategies.cost.step import StepCost, step_cost
-from strategies.cost.updating import Updating
-from strategies.engine import zero_traffic
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.updates import Cut
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted, WantedRecompute
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.updates import Cut
+from strategies.optimizer.zero import traffic as zero_traffic
+from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.core.mesh import Mesh
+from strategies.core.program import Program, Redistribute, Start, Wait
+from strategies.core.request import Request, Wanted
 from strategies.cost.collectives import step_seconds
-from strategies.cost.operators import Work
+from strategies.cost.exposed_communication import COPIES, added_seconds
+from strategies.cost.roofline import Work
 from strategies.cost.step import works_of
-from strategies.cost.waiting import COPIES, added_seconds
-from strategies.engine.fusion import fuse
-from strategies.engine.lowering import lower
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Program, Redistribute, Start, Wait
-from strategies.mesh import Mesh
-from strategies.planner import make_plan
-from strategies.redistribution import LOCAL
-from strategies.request import Request, Wanted
+from strategies.lowering.fusion import fuse
+from strategies.lowering.lowering import lower
+from strategies.lowering.overlap import overlap
+from strategies.planner.planner import make_plan
+from strategies.resharding.redistribution import LOCAL
 from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 

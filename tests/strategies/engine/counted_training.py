@@ -6,8 +6,8 @@ import importlib
 from collections import Counter
 from typing import Any
 
-from strategies.engine import zero_traffic
-from strategies.engine.program import Program
+from strategies.core.program import Program
+from strategies.optimizer.zero import traffic as zero_traffic
 
 training: Any = importlib.import_module("sharded_training")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from sharded_training import MESH, Case, Setup, Task
 
-from strategies.engine.zero_parts import Range
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
+from strategies.optimizer.zero.partition import Range
 
 TWO = Mesh((("a", 2),))
 

@@ -19,22 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import Objective, capture
-from strategies.engine.buckets import predicted
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.offload import NOTHING, Moved, Offload
-from strategies.engine.partition import COPIED, build
-from strategies.engine.place import on_host, place
-from strategies.engine.program import Compute, Options, Program
-from strategies.engine.simulate import assemble, shard
-from strategies.engine.updates import CHOSEN, Cut, Updates, axes_needed, make_updates
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph, Ref, Source, refs
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
-from strategies.redistribution import LOCAL
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph, Ref, Source, refs
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Compute, Options, Program
+from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.lowering import lower
+from strategies.optimizer.buckets import predicted
+from strategies.optimizer.updates import CHOSEN, Cut, Updates, axes_needed, make_updates
+from strategies.resharding.redistribution import LOCAL
 from strategies.rules import rule_of
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import COPIED, build
+from strategies.runtime.offload import NOTHING, Moved, Offload
+from strategies.runtime.simulate import assemble, shard
 
 MESH = Mesh((("a", 2), ("b", 2)))
 ALONE = Mesh((("a", 1),))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.engine.activations import Activations, look_up_parameters
-from strategies.engine.disk import Disk
-from strategies.engine.offload import Moved
+from strategies.runtime.activation_offload import Activations, look_up_parameters
+from strategies.runtime.disk import Disk
+from strategies.runtime.offload import Moved
 
 CPU = torch.device("cpu")
 
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("strategies.engine.disk.os.pwrite", full)
+    monkeypatch.setattr("strategies.runtime.disk.os.pwrite", full)
     extent = disk.put(torch.zeros(8))
     with pytest.raises(OSError, match="No space left"):
         disk.get(extent, torch.empty(8))

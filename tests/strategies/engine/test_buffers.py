@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strategies.engine.buffers import store
+from strategies.runtime.buffers import store
 
 
 def test_buffers_can_exchange_what_they_held() -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from runner.launch import run_ranks
-from strategies.engine import ir, weights
-from strategies.engine.fusion import KINDS, fuse
-from strategies.engine.lowering import lower
-from strategies.engine.program import Fused, Options
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import Plan
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
+from strategies.core.program import Fused, Options
+from strategies.lowering import ir
+from strategies.lowering.fusion import KINDS, fuse
+from strategies.lowering.lowering import lower
+from strategies.runtime import initial_weights as weights
 from tests.strategies.compiled_entries import Case as CompiledCase
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import MESH, Model

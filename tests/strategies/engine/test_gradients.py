@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strategies.engine.buckets import buckets, completed, predicted
-from strategies.engine.communicator import Communicator
-from strategies.engine.gradients import BucketedUpdates
-from strategies.engine.lowering import lower
-from strategies.engine.optimizer_state import Stored
-from strategies.engine.partition import build
-from strategies.engine.pieces import OPTIMIZER
-from strategies.engine.scaling import WINDOW, LossScale, scale_of
-from strategies.engine.simulate import shard
-from strategies.engine.updates import Cut, make_updates
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.lowering.lowering import lower
+from strategies.optimizer.buckets import buckets, completed, predicted
+from strategies.optimizer.loss_scale import WINDOW, LossScale, scale_of
+from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.state import Stored
+from strategies.optimizer.updates import Cut, make_updates
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import build
+from strategies.runtime.shards import OPTIMIZER
+from strategies.runtime.simulate import shard
 
 ALONE = Mesh((("a", 1),))
 TOLERANCE = {"fp32": 2e-6, "fp64": 1e-12, "bf16": 2e-2, "fp16": 3e-3}

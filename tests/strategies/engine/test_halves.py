@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.engine.halves import backward_to
+from strategies.runtime.split_backward import backward_to
 
 Net = Callable[[Tensor, dict[str, Tensor]], list[Tensor]]
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strategies.engine import swapping
-from strategies.engine.offload import Moved, Offload
+from strategies.optimizer.zero import swap_files as swapping
+from strategies.runtime.offload import Moved, Offload
 
 WIDTH, COUNT, STEPS, RANKS = 1100, 2, 2, 4
 PIECE = WIDTH * WIDTH // RANKS * 4

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from runner.launch import run_ranks
-from strategies.engine import ir, weights
-from strategies.engine.communicator import Communicator
-from strategies.engine.edges import starting, waiting
-from strategies.engine.fusion import KINDS, fuse
-from strategies.engine.lowering import lower
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Compute, Options, Program, Redistribute, Start, Wait
-from strategies.engine.recompute import region_of
-from strategies.graph import Ref, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import Recompute
-from strategies.redistribution import chain
+from strategies.core.graph import Ref, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Recompute
+from strategies.core.program import Compute, Options, Program, Redistribute, Start, Wait
+from strategies.lowering import ir
+from strategies.lowering.fusion import KINDS, fuse
+from strategies.lowering.lowering import lower
+from strategies.lowering.overlap import overlap
+from strategies.lowering.recompute import region_of
+from strategies.resharding.redistribution import chain
+from strategies.runtime import initial_weights as weights
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.redistributions import starting, waiting
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import MESH, Model
 

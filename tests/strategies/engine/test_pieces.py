@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from strategies.engine.pieces import boxes, of_range
-from strategies.engine.zero_parts import part_of_flat, ranges_of_each, ranges_of_flat
+from strategies.optimizer.zero.partition import part_of_flat, ranges_of_each, ranges_of_flat
+from strategies.runtime.shards import boxes, of_range
 
 
 def test_blocks_of_a_range_are_its_elements_in_order():

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from strategies.engine import ir
-from strategies.engine.lowering import lower
-from strategies.engine.offload import Moved
-from strategies.engine.place import copier, on_host, place
-from strategies.engine.program import Compute, Copy, Options, Redistribute
-from strategies.engine.simulate import Simulation
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
+from strategies.core.program import Compute, Copy, Options, Redistribute
+from strategies.lowering import ir
+from strategies.lowering.device_placement import copier, on_host, place
+from strategies.lowering.lowering import lower
+from strategies.runtime.offload import Moved
+from strategies.runtime.simulate import Simulation
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from strategies.engine import zero_traffic
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
+from strategies.optimizer.zero import traffic as zero_traffic
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 3e-3}
 

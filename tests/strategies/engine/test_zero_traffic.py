@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.engine.communicator import Communicator
-from strategies.engine.lowering import lower
-from strategies.engine.partition import MODULE, build
-from strategies.engine.program import Options
-from strategies.engine.units import units
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.module_tree import MODULE, build
+from strategies.runtime.units import units
 
 SEEDS = (-1, 0, 1, 2, 5, -2)
 """Whole parameters, random plans, and every parameter sliced over all ranks."""

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture, loss_in
-from strategies.engine.lowering import lower, random_ordinals
-from strategies.engine.program import Options
-from strategies.errors import StrategyError
-from strategies.pipeline.cutting import Stage, cut
-from strategies.pipeline.lockstep import Lockstep
-from strategies.pipeline.placing import Cuts, in_stages
-from strategies.pipeline.schedule import make_schedule
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.core.program import Options
+from strategies.core.request import Request, Wanted
+from strategies.lowering.lowering import lower, random_ordinals
+from strategies.lowering.pipeline.cutting import Stage, cut
+from strategies.lowering.pipeline.schedule import make_schedule
+from strategies.lowering.pipeline.stage_assignment import Cuts, in_stages
+from strategies.planner.planner import make_plan
+from strategies.runtime.simulate_pipeline import Lockstep
 from tests.strategies.whole_model import TOLERANCE
 
 TENSOR_PARALLEL = {

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from strategies.errors import StrategyError
-from strategies.pipeline.schedule import (
+from strategies.core.errors import StrategyError
+from strategies.lowering.pipeline.schedule import (
     BACKWARD,
     DEALT,
     FORWARD,

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import Captured, Objective, capture
-from strategies.engine.lowering import lower
-from strategies.engine.simulate import Simulation
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.registry import RULES
 from strategies.rules.sharding import Sharding
+from strategies.runtime.simulate import Simulation
 
 MESHES = (Mesh((("a", 2),)), Mesh((("a", 2), ("b", 2))), Mesh((("a", 2), ("b", 3))))
 Assignment = dict[str, tuple[str, ...]]

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from runner.training.reference import ExactRandom
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.attention import attention_block
+from strategies.runtime.simulate import Simulation
 
 torch.manual_seed(1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.rules.class_losses import class_slice_loss, divided, target_weight
 
 torch.manual_seed(1)

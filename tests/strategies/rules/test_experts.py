@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.rules import rule_of
 from strategies.rules.experts import expert_products
 

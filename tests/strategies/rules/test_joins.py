@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 
 torch.manual_seed(1)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import linalg
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 
 torch.manual_seed(1)
 

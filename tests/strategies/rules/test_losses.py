@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 
 torch.manual_seed(1)
 REDUCTIONS = ("none", "mean", "sum")

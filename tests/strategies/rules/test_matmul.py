@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.rules import matmul, rule_of
 from strategies.rules.registry import LOCAL_FUNCTIONS, RULES
 

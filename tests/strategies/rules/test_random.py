@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.engine.simulate import Simulation
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Options
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.random import dropout_block, mix
+from strategies.runtime.simulate import Simulation
 
 KEY = 12345
 MESH = Mesh((("a", 2), ("b", 3), ("c", 2)))

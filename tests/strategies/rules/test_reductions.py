@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 
 torch.manual_seed(1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strategies.graph import TensorSpec
+from strategies.core.graph import TensorSpec
 from strategies.rules import FAMILIES
 from strategies.rules.registry import LOCAL_FUNCTIONS, RULES, resolve, rule
 from strategies.rules.sharding import notation

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.rules.special import BINARY, UNARY
 
 torch.manual_seed(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 
 torch.manual_seed(1)
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from models.gpt import GPT
 from models.llama import Llama
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh, primes
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh, primes
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem

@@ -10,10 +10,10 @@ from torch import nn
 
 from models.ffn import FFN
 from models.quickstart import Net
+from strategies.core.mesh import Mesh
+from strategies.core.request import Request, Wanted
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.mesh import Mesh
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.planner.planner import make_plan
 from strategies.search import choosing
 from strategies.search.choosing import Answer, Exactly, Halving, choose
 from strategies.search.classes import classes

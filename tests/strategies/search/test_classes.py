@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from strategies.graph import Ref
+from strategies.core.graph import Ref
 from strategies.search.classes import classes
 from tests.strategies.search.problems import gpt, llama, prime_mesh, problem, shaped
 

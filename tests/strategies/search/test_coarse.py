@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from strategies.core.errors import StrategyError
+from strategies.core.graph import TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds
-from strategies.errors import StrategyError
-from strategies.graph import TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import chain
+from strategies.resharding.redistribution import chain
 from strategies.search.alike import Alike
 from strategies.search.coarse import Coarse, shared
 from strategies.search.exact import search

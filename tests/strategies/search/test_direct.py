@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.redistribution import chain, elements
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.resharding.redistribution import chain, elements
 from strategies.search.direct import direct_chain, direct_seconds
 from strategies.search.prices import engine_seconds
 from tests.strategies.search.problems import all_layouts, node, nodes

@@ -11,15 +11,15 @@ import torch
 
 from models.losses import NextTokenLoss
 from models.moe import MoE
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.program import Redistribute
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.collectives import chain_seconds
-from strategies.cost.operators import operator_seconds
-from strategies.engine.lowering import lower
-from strategies.engine.program import Redistribute
-from strategies.graph import Ref
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import OperatorPlan, Plan
+from strategies.cost.roofline import operator_seconds
+from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.search.cells import Network
 from strategies.search.exact import Found, search

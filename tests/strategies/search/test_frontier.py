@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 from strategies.search.exact import Exact, search
 from strategies.search.finding import Finding
 from strategies.search.frontier import Frontier

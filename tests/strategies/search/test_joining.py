@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.rules.sharding import Assignment
 from strategies.search import exact
 from strategies.search.finding import Finding

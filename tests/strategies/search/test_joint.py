@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from strategies.errors import StrategyError
-from strategies.layout import Layout
-from strategies.mesh import Mesh
-from strategies.plan import Plan
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Plan
 from strategies.search.joint import Bound, Choice, Priced, decide
 
 EMPTY = Plan(Mesh((("d", 2),)), {}, {"x": Layout(())}, {})

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.errors import StrategyError
-from strategies.mesh import Mesh
-from strategies.planner import make_plan
-from strategies.request import Request
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh
+from strategies.core.request import Request
+from strategies.planner.planner import make_plan
 from strategies.search.exact import search
 from strategies.search.kept import plan_bytes
 from strategies.search.prices import Pricing

@@ -15,10 +15,10 @@ from models.llama import Llama
 from models.losses import NextTokenLoss
 from models.moe import MoE
 from models.resnet import resnet_digits
+from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.graph import OperatorGraph
-from strategies.mesh import Mesh
-from strategies.meshing import meshing
+from strategies.planner.mesh_refinement import meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import search
 from strategies.search.kept import plan_bytes

@@ -12,8 +12,8 @@ from models.gpt import GPT
 from models.llama import Llama
 from models.losses import NextTokenLoss
 from models.moe import MoE
-from strategies.graph import OperatorGraph
-from strategies.mesh import Mesh
+from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
 from tests.strategies.search.problems import node, nodes, problem, shaped, tokens
 from tests.strategies.search.test_known_plans import SEARCHES, sliced
 

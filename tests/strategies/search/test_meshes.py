@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.search import meshes
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from models.losses import NextTokenLoss
-from strategies.layout import Layout
-from strategies.mesh import Mesh
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.search.agreeing import Agreeing
 from strategies.search.cells import Network, Table, table
 from strategies.search.coarse import shared

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.graph import Operator, OperatorGraph, Ref, Source
-from strategies.layout import Layout
-from strategies.plan import OperatorPlan, Plan
-from strategies.redistribution import chain
-from strategies.request import Wanted
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.layout import Layout
+from strategies.core.plan import OperatorPlan, Plan
+from strategies.core.request import Wanted
+from strategies.resharding.redistribution import chain
 from strategies.rules import rule_of
 from strategies.search.propagation import Propagation
 from tests.strategies.test_propagation import Body, model_of, plan_of, wanted

@@ -14,11 +14,11 @@ from torch import nn
 from models.gpt import GPT
 from models.llama import Llama
 from strategies.capture import Objective, capture
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph, TensorSpec
-from strategies.layout import Layout
-from strategies.mesh import Mesh
 from strategies.rules import rule_of
 from strategies.search.cells import Cell, Network, Table, table
 from strategies.search.elimination import eliminate

@@ -8,15 +8,15 @@ from itertools import product
 import pytest
 import torch
 
-from strategies.cost.optimizer import needed
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
+from strategies.core.program import Options
+from strategies.core.request import Request
 from strategies.cost.step import step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.lowering import lower
-from strategies.engine.program import Options
-from strategies.graph import Ref
-from strategies.layout import Layout
-from strategies.planner import make_plan
-from strategies.request import Request
+from strategies.lowering.lowering import lower
+from strategies.memory.optimizer_bytes import needed
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.planner import make_plan
 from strategies.search.own import Own
 from strategies.search.problem import Problem
 from tests.strategies.search.test_network import NODES, llama, problem_of

@@ -8,10 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from strategies.core.graph import TensorSpec
+from strategies.core.mesh import Mesh
 from strategies.cost.collectives import chain_seconds
-from strategies.graph import TensorSpec
-from strategies.mesh import Mesh
-from strategies.redistribution import chain
+from strategies.resharding.redistribution import chain
 from strategies.search import elimination
 from strategies.search import transfers as pricing
 from strategies.search.cells import Network, table

@@ -10,11 +10,11 @@ from torch import nn
 
 from models.gpt import GPT
 from models.llama import Llama
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.core.request import Request, Wanted
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.errors import StrategyError
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.planner.planner import make_plan
 from strategies.search.cheapest import StepPrice
 from tests.strategies.whole_model import TOLERANCE, Model
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from models.gpt import GPT
 from models.losses import NextTokenLoss
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
-from strategies.errors import StrategyError
-from strategies.graph import OperatorGraph
-from strategies.planner import Planning
-from strategies.request import Request
+from strategies.planner.planner import Planning
 from strategies.rules.sharding import Assignment
 from strategies.search.coarse import Coarse
 from strategies.search.exact import Exact, proven

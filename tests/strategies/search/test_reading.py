@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.cost.operators import operator_seconds
-from strategies.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph
+from strategies.cost.roofline import operator_seconds
 from strategies.search.network import Building
 from strategies.search.options import Menu
 from strategies.search.transfers import Transfers

@@ -17,12 +17,12 @@ from models.gpt import GPT
 from models.llama import Llama
 from models.losses import NextTokenLoss
 from models.moe import MoE
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import accumulate
+from strategies.core.plan import Plan
+from strategies.core.request import Request, Wanted
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.errors import StrategyError
-from strategies.mesh import accumulate
-from strategies.plan import Plan
-from strategies.planner import make_plan
-from strategies.request import Request, Wanted
+from strategies.planner.planner import make_plan
 from strategies.rules import rule_of, sharding
 from strategies.search.prices import Pricing
 from strategies.search.problem import Problem

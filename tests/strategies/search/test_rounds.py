@@ -12,7 +12,7 @@ from torch import nn
 
 from models.losses import NextTokenLoss
 from models.moe import MoE
-from strategies.graph import OperatorGraph
+from strategies.core.graph import OperatorGraph
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes
 from strategies.search.direct import direct_seconds

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.plan import Plan
+from strategies.core.program import Options
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.step import calling_seconds, need_of, norm_seconds, step_cost
-from strategies.cost.updating import Updating
-from strategies.engine.fusion import KINDS, LARGEST, fuse
-from strategies.engine.lowering import lower
-from strategies.engine.overlap import overlap
-from strategies.engine.program import Options
-from strategies.graph import OperatorGraph, Ref
-from strategies.meshing import merged
-from strategies.plan import Plan
+from strategies.lowering.fusion import KINDS, LARGEST, fuse
+from strategies.lowering.lowering import lower
+from strategies.lowering.overlap import overlap
+from strategies.memory.optimizer_step import Updating
+from strategies.planner.mesh_refinement import merged
 from strategies.search.cheapest import least_seconds
 from strategies.search.options import Menu
 from strategies.search.problem import Problem

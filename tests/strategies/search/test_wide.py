@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from models.ffn import FFN
-from strategies.mesh import Mesh
+from strategies.core.mesh import Mesh
 from strategies.search import elimination, messages, networks, ways
 from strategies.search.alike import Alike
 from strategies.search.choosing import Exactly, choose

@@ -1,0 +1,104 @@
+"""The user's model and loss, built from the config: the module that is captured, run and compared.
+
+A plan needs shapes alone, so the same objective can also be built from shapes (on torch's device `meta`, where nothing
+is allocated or drawn) and captured as if it lay on the CPU. Invariant: its graph is that of the real one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runner.build import huggingface, optimizers, targets
+from runner.build.precision import AUTOCAST, DTYPES
+from runner.errors import ConfigError
+from runner.config.schema import Config
+from strategies.capture import Captured, LossFunction, Objective, capture
+from strategies.capture.shapes import pretend, shapes_only
+from strategies.core.errors import StrategyError
+
+LARGEST_REBUILT = 1 << 30
+"""Bytes of parameters up to which a model that cannot be captured from shapes alone is built after all."""
+
+
+def build_model(config: Config) -> nn.Module:
+    """The user's model, from the seed, in the precision of training."""
+    torch.manual_seed(config.train.seed)
+    model = huggingface.build(config.model)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
+    named = dict(model.named_parameters())
+    for name in optimizers.frozen(list(named), config.optimizer):
+        named[name].requires_grad_(False)
+    return model.to(DTYPES[config.train.precision])
+
+
+def build_loss(config: Config) -> nn.Module | None:
+    """The loss as a module: an instance of a class, or a plain function with its keyword arguments bound."""
+    if config.loss.target is None:
+        return None
+    function = targets.resolve(config.loss.target, "loss.target")
+    if not inspect.isclass(function):
+        return LossFunction(function, dict(config.loss.args))
+    loss = targets.call(function, config.loss.args, config.loss.target, "loss")
+    module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
+    return module.to(DTYPES[config.train.precision])
+
+
+def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The batch entries that only the loss takes: the last of a tuple, or what `forward` does not take by name."""
+    if config.loss.target is None:
+        return ()
+    if all(name.isdigit() for name in names):
+        if len(names) < 2:
+            raise ConfigError(
+                f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
+                "a target beside the model's input; return (input, target), or set loss.target=null if the model "
+                "returns its loss."
+            )
+        return (names[-1],)
+    taken = [name for name in names if targets.accepts(model.forward, name)]
+    left = tuple(name for name in names if name not in taken)
+    if not left:
+        raise ConfigError(
+            f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
+            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
+        )
+    return left
+
+
+def objective(config: Config, names: Sequence[str]) -> Objective:
+    """The user's model and loss as one module, eager and untouched."""
+    model = build_model(config)
+    targeted = target_names(config, model, names)
+    return Objective(model, build_loss(config), names, targeted, AUTOCAST.get(config.train.precision))
+
+
+def captured_from_shapes(
+    config: Config, names: Sequence[str], tensors: list[Tensor], say: Callable[[str], None]
+) -> tuple[Objective, Captured, list[Tensor]]:
+    """The objective, its training graph and the batch that fits it, without memory for parameters. A model whose
+    constructor or forward reads numbers is built for real after all, unless it is known to be large.
+
+    Raises ConfigError and StrategyError as `objective` and `capture` do.
+    """
+    try:
+        with shapes_only():
+            step = objective(config, names)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in step.parameters())
+    except ConfigError:
+        step = objective(config, names)  # the same error, if it has nothing to do with numbers
+        say(f"plan: {config.model.target} reads numbers while it is built, so it was built in full.")
+        return step, capture(step, tensors, training=True), tensors
+    try:
+        shapes = pretend(step, tensors)
+        return step, capture(step, shapes, training=True), shapes
+    except StrategyError:
+        if size > LARGEST_REBUILT:
+            raise
+    step = objective(config, names)
+    return step, capture(step, tensors, training=True), tensors

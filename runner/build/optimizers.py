@@ -1,0 +1,136 @@
+"""Optimizer, parameter groups and scheduler as the config describes them.
+
+A parameter belongs to the first group with a glob that matches its full name, else to the group of everything else.
+Globs are those of the shell, on the whole name: `*.bias` matches `layers.0.dense.bias`. Invariant: whatever is wrong
+with a name, a glob or an argument is one `ConfigError` that starts with the config key, and every group is checked
+like the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer as TorchOptimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from runner.build import annotated
+from runner.build.targets import call, describe, resolve
+from runner.errors import ConfigError
+from runner.config.schema import Optimizer, Scheduler
+from strategies.memory.optimizer_bytes import Need, needed
+from strategies.optimizer.updates import OptimizerFactory, check_kind
+from strategies.core.errors import closest
+
+
+def frozen(names: Iterable[str], config: Optimizer) -> frozenset[str]:
+    """The parameters that `optimizer.freeze` names; set `requires_grad` to False before the model is captured.
+
+    Raises ConfigError for a glob that matches none of `names`.
+    """
+    known = list(names)
+    return frozenset(
+        name
+        for number, glob in enumerate(config.freeze)
+        for name in _matches(glob, known, f"optimizer.freeze[{number}]")
+    )
+
+
+def parameter_groups(names: Sequence[str], trainable: Iterable[str], config: Optimizer) -> list[dict[str, Any]]:
+    """Groups {"names": [...], option: value, ...} that hold every trainable parameter once, in the order of `names`.
+
+    `names` are all parameters of the model: a glob may match frozen ones only. Raises ConfigError for a glob that
+    matches none.
+    """
+    left = [name for name in names if name in set(trainable)]
+    groups = []
+    for number, group in enumerate(config.groups):
+        matched = {
+            name
+            for position, glob in enumerate(group.match)
+            for name in _matches(glob, names, f"optimizer.groups[{number}].match[{position}]")
+        }
+        groups.append({"names": [name for name in left if name in matched], **group.args})
+        left = [name for name in left if name not in matched]
+    return [group for group in [{"names": left}, *groups] if group["names"]]
+
+
+def _matches(glob: str, names: Sequence[str], where: str) -> list[str]:
+    found = [name for name in names if fnmatchcase(name, glob)]
+    if not found:
+        raise ConfigError(f"{where} = {glob!r} matches no parameter of the model.{closest(glob, names)}")
+    return found
+
+
+def optimizer_factory(config: Optimizer) -> OptimizerFactory:
+    """The function that makes the optimizer from torch's parameter groups.
+
+    Raises ConfigError, here and not later, for an unknown target or for arguments that the optimizer does not take,
+    also those of the groups.
+    """
+    function = resolve(config.target, "optimizer.target")
+
+    def make(groups: list[dict[str, Any]], args: dict[str, Any], what: str = "optimizer") -> TorchOptimizer:
+        annotated.check(function, args, config.target, what)
+        made = call(partial(function, groups), args, config.target, what)
+        if not isinstance(made, TorchOptimizer):
+            raise ConfigError(
+                f"optimizer.target = {config.target!r} made a {type(made).__name__}; a torch.optim.Optimizer is needed."
+            )
+        return made
+
+    def probe(args: dict[str, Any], what: str) -> None:
+        make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}], args, what)
+
+    probe(config.args, "optimizer")
+    for number, group in enumerate(config.groups):
+        probe({**config.args, **group.args}, f"optimizer.groups[{number}]")
+    return lambda groups: make(groups, config.args)
+
+
+def need_of(config: Optimizer) -> Need:
+    """What the optimizer needs per element of a parameter, as a step of it on a small matrix shows. Raises ConfigError
+    as `optimizer_factory` does, and StrategyError for one that no plan can use."""
+    make = optimizer_factory(config)
+    check_kind(make([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]))
+    return needed(make, torch.float32)
+
+
+def check_scheduler(config: Scheduler, optimizer: TorchOptimizer) -> None:
+    """Make the scheduler on an `optimizer` that nothing else uses, and step it. Raises ConfigError as `scheduler` does,
+    and where a step fails."""
+    made = scheduler(config, optimizer)
+    if made is None:
+        return
+    try:
+        optimizer.step()
+        made.step()
+    except Exception as error:
+        raise ConfigError(f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}.") from error
+
+
+def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:
+    """The scheduler on `optimizer`, or None if none is configured; call its `step` per step or epoch, as `config.per`
+    says.
+
+    Raises ConfigError for an unknown target or unfit arguments.
+    """
+    if config.target is None:
+        return None
+    function = resolve(config.target, "optimizer.scheduler.target")
+    annotated.check(function, config.args, config.target, "optimizer.scheduler")
+    made = call(partial(function, optimizer), config.args, config.target, "optimizer.scheduler")
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            f"optimizer.scheduler.target = {config.target!r} must be told a measurement at every step, which is not "
+            "offered; torch.optim.lr_scheduler.CosineAnnealingLR and StepLR follow the step alone."
+        )
+    if not isinstance(made, LRScheduler):
+        raise ConfigError(
+            f"optimizer.scheduler.target = {config.target!r} made a {type(made).__name__}; "
+            "a torch.optim.lr_scheduler.LRScheduler is needed."
+        )
+    return made

@@ -1,0 +1,182 @@
+"""Pretrained weights: which tensor of the model lies where in the files of `model.weights`.
+
+Nothing is read here but headers; the ranks read their blocks. The invariant: every parameter and every persistent
+buffer of the model is found under one of its names, with its shape, and every name in the files is used, or the run is
+refused. What the model class itself declares to be dispensable (`_keys_to_ignore_on_load_missing`, `..._unexpected`)
+may be missing or left over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from runner import checkpoint as checkpoints, home
+from runner.build import huggingface
+from runner.errors import ConfigError
+from runner.config.schema import Model
+from strategies.runtime.tensor_files import Reader, Stored, index
+from strategies.core.errors import StrategyError
+
+SHOWN = 3
+Rename = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the model with all its names (several where weights are tied), of which the first is the one that the
+    project uses; `shape` is that of the whole tensor."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    floating: bool
+    persistent: bool
+
+
+def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
+    """Where the tensors of `module`, which `model` describes, lie, by name.
+
+    A model of transformers whose files hold other names or layouts is given their weights here; then nothing is left
+    to be read. Raises ConfigError for files that do not fit.
+    """
+    assert model.weights is not None
+    where = f"model.weights = {model.weights!r}"
+    path = home.expanded(model.weights)
+    try:
+        files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
+    except StrategyError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    for file in {one.file for one in files.values() if not one.parts}:
+        checkpoints.check_file(Path(file))
+    held = _renamed(files, model.rename, where)
+    wanted = list(_wanted(module))
+    missing, unexpected = _unmatched(wanted, held, module)
+    if missing or unexpected:
+        if not model.rename and huggingface.load(module, home.expanded(model.weights)):
+            return {}
+        raise ConfigError(f"{where}: {_told(missing, unexpected, wanted, held, module)}")
+    found = {}
+    for one in wanted:
+        stored = [held[name] for name in one.names if name in held]
+        if stored and one.persistent:
+            _check(one, stored, where)
+            found[one.names[0]] = stored[0]
+    return found
+
+
+def _renamed(files: Mapping[str, Stored], rename: Sequence[Rename], where: str) -> dict[str, Stored]:
+    """The tensors by the names that `model.rename` gives them. Raises ConfigError where two get one name."""
+    held: dict[str, Stored] = {}
+    for name, stored in files.items():
+        new = _new_name(name, rename)
+        if new in held:
+            raise ConfigError(f"{where}: model.rename gives {held[new].key} and {stored.key} the same name, {new}.")
+        held[new] = stored
+    return held
+
+
+def _new_name(name: str, rename: Sequence[Rename]) -> str:
+    for pattern, replacement in rename:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _wanted(module: nn.Module) -> Iterator[Wanted]:
+    persistent = module.state_dict().keys()
+    tensors: dict[int, tuple[list[str], Tensor]] = {}
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    for names, tensor in tensors.values():
+        shape = tuple(getattr(tensor, "whole_shape", tensor.shape))  # a hybrid module declares its slices
+        yield Wanted(tuple(names), shape, tensor.is_floating_point(), any(name in persistent for name in names))
+
+
+def _unmatched(wanted: Sequence[Wanted], held: Iterable[str], module: nn.Module) -> tuple[list[str], list[str]]:
+    """Names that the model needs and the files lack, and names that the files have and the model does not know."""
+    held = set(held)
+    known = {name for one in wanted for name in one.names}
+    lacking = [one.names[0] for one in wanted if one.persistent and not held & set(one.names)]
+    missing = [name for name in lacking if not _dispensable(name, module, "missing")]
+    left = [name for name in held if name not in known and not name.endswith("_extra_state")]
+    return missing, sorted(name for name in left if not _dispensable(name, module, "unexpected"))
+
+
+def _dispensable(name: str, module: nn.Module, when: str) -> bool:
+    patterns = getattr(module, f"_keys_to_ignore_on_load_{when}", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _check(one: Wanted, stored: Sequence[Stored], where: str) -> None:
+    """Raise ConfigError unless shape and kind of number are right, and tied weights are one tensor in the files too."""
+    for candidate in stored:
+        if candidate.shape != one.shape:
+            raise ConfigError(
+                f"{where}: {candidate.key} has shape {list(candidate.shape)} there, but {one.names[0]} of the model "
+                f"has {list(one.shape)}; model.args or model.config describe another model."
+            )
+        if ("float" in candidate.dtype) != one.floating:
+            kind = "floating-point" if one.floating else "whole"
+            raise ConfigError(
+                f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
+            )
+    first, *others = stored
+    reader = Reader()
+    for other in others:
+        if not reader.whole(first).equal(reader.whole(other)):
+            raise ConfigError(
+                f"{where}: the model has one tensor for {' and '.join(one.names)} (tied weights), but {first.key} and "
+                f"{other.key} differ there; build the model without tying them."
+            )
+
+
+def _told(
+    missing: Sequence[str], unexpected: Sequence[str], wanted: Sequence[Wanted], held: Iterable[str], module: nn.Module
+) -> str:
+    """What does not match, the nearest names, and the cure where a prefix is all that differs."""
+    parts = []
+    if missing:
+        parts.append(f"the files do not have {_listed(missing)}, which the model needs")
+    if unexpected:
+        parts.append(f"the files have {_listed(unexpected)}, which the model does not know")
+    text = f"{' and '.join(parts)}."
+    cure = next(_cures(missing, unexpected, wanted, list(held), module), None)
+    if cure is not None:
+        return f"{text} Only a prefix differs: set model.rename=[['{cure[0]}', '{cure[1]}']]."
+    name, options = (
+        (missing[0], unexpected or sorted(held))
+        if missing
+        else (unexpected[0], [n for one in wanted for n in one.names])
+    )
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return text + (f" Nearest to {name} is {near[0]}; model.rename can change names." if near else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" ({more} more)" if more > 0 else "")
+
+
+def _cures(
+    missing: Sequence[str], unexpected: Sequence[str], wanted: Sequence[Wanted], held: Sequence[str], module: nn.Module
+) -> Iterator[Rename]:
+    """Changes of one prefix after which everything matches."""
+    heads = "|".join(sorted({re.escape(name.partition(".")[0]) for name in unexpected}))
+    for name in unexpected[:1]:
+        for before, after in dict.fromkeys(_prefixes(name, target) for target in missing):
+            rename = (f"^{before.replace('.', '[.]') or f'(?=({heads})[.])'}", after)
+            if not any(_unmatched(wanted, [_new_name(other, [rename]) for other in held], module)):
+                yield rename
+
+
+def _prefixes(first: str, second: str) -> tuple[str, str]:
+    """What stands before the longest common end of two dotted names."""
+    one, two = first.split("."), second.split(".")
+    while one and two and one[-1] == two[-1]:
+        one, two = one[:-1], two[:-1]
+    return "".join(f"{word}." for word in one), "".join(f"{word}." for word in two)

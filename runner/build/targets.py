@@ -1,0 +1,210 @@
+"""From a dotted name in the config to the object it names, and from name and arguments to what they build.
+
+Models, losses, datasets, optimizers, schedulers, metrics and collate functions are all reached this way and no
+other. The invariant: whatever is wrong with a name, with its arguments or in the code behind them ends as one
+`ConfigError` paragraph that starts with the config key; no other exception leaves this file.
+
+The user's working directory is searched last, so that a file there can never hide an installed package; what names
+mean that our packages and the user's share, `runner.packages` says.
+Nothing here imports torch; the named module may.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from runner import packages
+from runner.errors import ConfigError
+from strategies.core.errors import closest
+
+EXTRAS = {"transformers": "hf"}
+"""Packages that the project knows but does not need, with the extra that installs each."""
+
+
+def resolve(target: str, what: str) -> Callable[..., Any]:
+    """The class or function that the dotted name `target` means, e.g. `torch.nn.MSELoss`.
+
+    `what` is the full config key that holds the name (`model.target`, `data.collate`); errors start with it.
+    Raises ConfigError: not a dotted name, no such module or attribute, a module that fails while it is
+    imported, or something that cannot be called.
+    """
+    words = target.split(".")
+    if len(words) < 2 or not all(word.isidentifier() for word in words):
+        raise ConfigError(f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
+    _add_working_directory()
+    packages.add_theirs()
+    found: Any = _top_level(words[0], target, what)
+    for position, word in enumerate(words[1:], start=1):
+        found = _member(found, ".".join(words[:position]), word, target, what)
+    if isinstance(found, ModuleType):
+        inside = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(f"{what} = {target!r} is a module; name a class or function in it.{closest('', inside)}")
+    if not callable(found):
+        raise ConfigError(f"{what} = {target!r} is a {type(found).__name__}; a class or function is needed.")
+    function: Callable[..., Any] = found
+    return function
+
+
+def build(target: str, args: Mapping[str, Any], what: str) -> Any:
+    """Call the class or function named `target` with the keyword arguments `args`, and return what it returns.
+
+    `what` is the config section that holds both (`model`, `data`, `optimizer`): errors name `what.target` or
+    `what.args`. Raises ConfigError: as `resolve`, for arguments that do not fit the signature, and for any
+    exception of the call itself, with the line that raised it.
+    """
+    return call(resolve(target, f"{what}.target"), args, target, what)
+
+
+def call(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> Any:
+    """`build` for a function that is resolved already; `target` is its dotted name, for the messages."""
+    _check_arguments(function, args, target, what)
+    try:
+        return function(**args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
+
+
+def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]:
+    """The function `target` of one argument, with the others given once and for all; `what` is the full config key.
+
+    Raises ConfigError: as `resolve`, and for `args` that do not fit the signature, as `{what}_args`.
+    """
+    function = resolve(target, what)
+    if not args:
+        return function
+    parameters = _parameters(function)
+    unknown = [name for name in args if parameters is not None and name not in parameters]
+    if parameters is not None and unknown and not _open_ended(parameters):
+        raise ConfigError(f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}")
+    return functools.partial(function, **args)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` takes the keyword argument `name`; true where its signature is not known."""
+    parameters = _parameters(function)
+    return parameters is None or name in parameters or _open_ended(parameters)
+
+
+def _add_working_directory() -> None:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+        importlib.invalidate_caches()
+
+
+def _top_level(name: str, target: str, what: str) -> ModuleType:
+    if name in sys.modules or importlib.util.find_spec(name):
+        return _import(name, target, what)
+    installed = {module.name for module in pkgutil.iter_modules()} | sys.stdlib_module_names
+    near = difflib.get_close_matches(name, sorted(installed), n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    if name in EXTRAS:
+        guess = f' It is an optional part: pip install "meshwright[{EXTRAS[name]}]".'
+    raise ConfigError(
+        f"{what} = {target!r}: there is no module {name!r}, neither installed nor in the working directory.{guess}"
+    )
+
+
+def _import(name: str, target: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a script without a main guard may exit
+        text = describe(error)
+        raise ConfigError(f"{what} = {target!r}: importing the module {name} fails: {text}.") from error
+
+
+def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
+    """The attribute `word` of `owner`, which was reached by `path`, or else its submodule of that name."""
+    missing = object()
+    try:
+        found = getattr(owner, word, missing)
+    except Exception as error:  # lazy packages import only now
+        raise ConfigError(f"{what} = {target!r}: looking up {path}.{word} fails: {describe(error)}.") from error
+    if found is not missing:
+        return found
+    options = [name for name in dir(owner) if not name.startswith("_")]
+    if hasattr(owner, "__path__"):
+        name = f"{owner.__name__}.{word}"
+        if importlib.util.find_spec(name):
+            return _import(name, target, what)
+        options += [module.name for module in pkgutil.iter_modules(owner.__path__)]
+    text = f"{path} has no {word!r}.{_hidden(f'{path}.{word}', owner)}{closest(word, sorted(set(options)))}"
+    raise ConfigError(f"{what} = {target!r}: {text}")
+
+
+def _hidden(dotted: str, owner: Any) -> str:
+    """A sentence for the user whose own `./xml/net.py` or `./xml.py` is behind an installed package `xml`."""
+    here = Path.cwd()
+    stem, top = here.joinpath(*dotted.split(".")), dotted.partition(".")[0]
+    places = (stem.with_suffix(".py"), stem / "__init__.py", here / f"{top}.py")
+    mine = next((path for path in places if path.is_file()), None)
+    loaded = getattr(owner, "__file__", None)
+    if mine is None or loaded is None or here in Path(loaded).resolve().parents:
+        return ""
+    return f" {mine.relative_to(here)} is not searched, because another package is called {top} too; rename yours."
+
+
+def _check_arguments(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> None:
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    unknown = [name for name in args if name not in parameters]
+    if unknown and not _open_ended(parameters):
+        options = closest(unknown[0], parameters) or " It takes no arguments."
+        leave_out = f" '~{what}.args.{unknown[0]}' on the command line leaves out what a recipe gives."
+        raise ConfigError(f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}{leave_out}")
+    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
+    lacking = [name for name in needed if name not in args]
+    if lacking:
+        names = " and ".join(map(repr, lacking))
+        raise ConfigError(f"{what}.args: {target} needs {names}; set {what}.args.{lacking[0]}=VALUE.")
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """The parameters that a keyword argument can reach, or None where python knows no signature."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # written in C
+        return None
+    beyond = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return {name: one for name, one in signature.parameters.items() if one.kind not in beyond}
+
+
+def _open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def describe(error: BaseException) -> str:
+    """The exception in words, with the innermost line that is not of an installed library."""
+    text = " ".join(str(error).split()).rstrip(".")
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _own_line((frame.filename, frame.lineno) for frame in frames)
+    return f"{said} ({place})" if place else said
+
+
+def _own_line(lines: Iterable[tuple[str, int | None]]) -> str | None:
+    libraries = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"))
+    own = [
+        f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
+        for file, line in lines
+        if os.path.dirname(file) != os.path.dirname(__file__) and not file.startswith(("<", *libraries))
+    ]
+    return own[-1] if own else None

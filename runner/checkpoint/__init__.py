@@ -1,0 +1,55 @@
+"""Checkpoints: what was trained, stored so that any plan can load it, and never half of one.
+
+A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
+
+    checkpoint.json          run, history, step, position, form, world_size, plan, config, fingerprint, and size and
+                             sha256 of every file
+    index.json               every tensor by key: shape, dtype, and where its parts lie (file, byte, block)
+    rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
+    rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
+    rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
+                             tensor: options and scalars of the optimizer by parameter, scheduler, loss scale
+    model.safetensors        form merged: whole parameters and buffers by the model's own names
+    optimizer.safetensors    form merged: whole optimizer states, named STATE/NAME
+    config.json              form merged, for a model of transformers
+
+Keys do not depend on a plan: `model/NAME` (in fp32 where the program computes in less) and `optimizer/STATE/NAME`.
+The invariant: a folder with that name is complete, whatever happened, and reading it runs no code from it (JSON,
+safetensors, and torch files of plain data).
+
+`read(path)` opens one without a process group; see `Checkpoint` for reading any block of any tensor.
+"""
+
+from __future__ import annotations
+
+from runner.checkpoint.branch import locate, newest
+from runner.checkpoint.committing import SaveFailed, Wanted
+from runner.checkpoint.content import Content
+from runner.checkpoint.folder import HEADER, NAME, clean
+from runner.checkpoint.loading import Restored, check, check_file, check_model, load, to_continue, verify, weights
+from runner.checkpoint.reading import Checkpoint, is_one, read
+from runner.checkpoint.saving import Saver, save
+
+__all__ = [
+    "HEADER",
+    "NAME",
+    "Checkpoint",
+    "Content",
+    "Restored",
+    "SaveFailed",
+    "Saver",
+    "Wanted",
+    "check",
+    "check_file",
+    "check_model",
+    "clean",
+    "is_one",
+    "load",
+    "locate",
+    "newest",
+    "read",
+    "save",
+    "to_continue",
+    "verify",
+    "weights",
+]

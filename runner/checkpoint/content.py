@@ -1,0 +1,145 @@
+"""What one rank saves and restores: its pieces of weights, buffers and optimizer states, and what is no tensor.
+
+Invariant: over all ranks every element is stored once (`copies` times where replicas hold it), and nothing is gathered
+for that: replicas take turns, and what ZeRO cuts up lies on one rank anyway.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from runner.checkpoint import rng_state as chance
+from runner.checkpoint.lineage import Lineage
+from runner.errors import ConfigError
+from strategies.core.graph import Source
+from strategies.core.program import Program
+from strategies.optimizer.updates import Updates
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces, of_slice
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is saved and restored. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
+    and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
+    holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
+    the training data has; `lineage` tells which run this is."""
+
+    program: Program
+    communicator: Communicator
+    tensors: Mapping[str, Tensor]
+    updates: Updates
+    scheduler: LRScheduler | None
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+    fingerprint: str = ""
+    published: frozenset[str] | None = None
+    described: str | None = None
+    samples: int | None = None
+    lineage: Lineage = field(default_factory=Lineage)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all; within its stage of a pipeline it is `communicator.rank`."""
+        return self.communicator.world_rank
+
+    @property
+    def split(self) -> bool:
+        """Whether the optimizer's states are split over the replicas."""
+        return bool(self.config.get("parallel", {}).get("zero", {}).get("stage"))
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Everything of the model that is saved, in an order that is the same on all ranks of a stage."""
+        return tuple(source for source in self.program.sources if source.kind in ("parameter", "buffer"))
+
+    def buffers(self) -> dict[str, list[Piece]]:
+        """This rank's slices of the buffers."""
+        mesh, rank, found = self.program.mesh, self.communicator.rank, {}
+        for source in self.sources:
+            if source.kind == "buffer":
+                block = self.program.layouts[source.id].block(source.spec.shape, mesh, rank)
+                found[MODEL + source.name] = [of_slice(source.spec.shape, block, self.tensors[source.name])]
+        return found
+
+
+def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
+    """What this rank stores. What will not last is copied."""
+    first = turns(content)
+    layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
+    mesh, rank = content.program.mesh, content.communicator.rank
+
+    def stored(key: str, piece: Piece) -> bool:
+        if not all(start < stop for start, stop in piece.block):
+            return False
+        name = name_of(key)
+        replicas = layouts[name].replica_axes(mesh)
+        count = mesh.product(replicas)
+        return not piece.shared or (mesh.index(rank, replicas) - first[name]) % count < copies
+
+    found: dict[str, list[Piece]] = {}
+    for batch in _batches(content):
+        for key, all_of in batch.items():
+            mine = [one for one in all_of if stored(key, one)]
+            if mine:
+                lasting = [one if one.lasting else replace(one, view=one.view.clone()) for one in mine]
+                found.setdefault(key, []).extend(lasting)
+    return found
+
+
+def turns(content: Content) -> dict[str, int]:
+    """Which of its replicas stores the slice of a parameter or buffer first: the one that has the fewest elements so
+    far, the largest slices coming first, so that files of replicas are about equally large."""
+    mesh, layouts = content.program.mesh, content.program.layouts
+    given: dict[tuple[str, ...], list[int]] = {}
+    found: dict[str, int] = {}
+    size = {
+        source.name: math.prod(layouts[source.id].local_shape(source.spec.shape, mesh)) for source in content.sources
+    }
+    for source in sorted(content.sources, key=lambda source: -size[source.name]):
+        replicas = layouts[source.id].replica_axes(mesh)
+        stored = given.setdefault(replicas, [0] * mesh.product(replicas))
+        found[source.name] = stored.index(min(stored))
+        stored[found[source.name]] += size[source.name]
+    return found
+
+
+def _batches(content: Content) -> Iterator[Pieces]:
+    yield from content.updates.pieces()
+    yield content.buffers()
+
+
+def name_of(key: str) -> str:
+    """The parameter or buffer to which a key belongs."""
+    return key.removeprefix(MODEL) if key.startswith(MODEL) else key.removeprefix(OPTIMIZER).partition("/")[2]
+
+
+def plain(content: Content, copies: int = 1) -> bytes:
+    """What is no tensor, as bytes that can be read without running code from the file: random states, and from the
+    first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be held so."""
+    held: dict[str, Any] = {"random": chance.states(), "run": content.lineage.run}
+    if content.communicator.rank < copies:
+        state = content.updates.plain()
+        scheduler = None if content.scheduler is None else content.scheduler.state_dict()
+        held |= {"groups": state.groups, "scalars": state.scalars, "loss_scale": state.loss_scale}
+        held |= {"scheduler": scheduler}
+    buffer = io.BytesIO()
+    try:
+        torch.save(held, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]
+        raise ConfigError(
+            "The optimizer or its scheduler keeps something in its state that a checkpoint cannot hold; it can hold "
+            f"numbers, strings, lists, dicts and tensors ({line})."
+        ) from error
+    return buffer.getvalue()

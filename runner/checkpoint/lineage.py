@@ -1,0 +1,183 @@
+"""Which run a folder and its checkpoints belong to. Imports no torch.
+
+A run has an id, drawn at random when it begins. `run.json` in its folder and every checkpoint carry that id and the
+run's history: which runs it continues, each up to which step. `train.resume=auto` and restarts continue the run of the
+folder under its id; any other start is a new run. Invariant: a checkpoint is on the branch of a run if that run saved
+it, or if a run of its history did, at a step that the history includes. Nothing else is ever continued unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.errors import ConfigError
+from runner.launch.folder_lock import Occupant, occupant_of
+
+if TYPE_CHECKING:
+    from runner.config.schema import Config
+
+FILE = "run.json"
+CHECKPOINTS, METRICS, RESTARTS, FAULTS = "checkpoints", "metrics.jsonl", "restarts.jsonl", "faults"
+TRAINING = ("train", "launch")
+"""Verbs after which the folder is that of a training run."""
+MARKS = {"config.json": "parallel", "plan.json": "operators"}
+"""Files that a run replaces, each with a key that those of this program have."""
+Ancestry = tuple[tuple[str, int], ...]
+"""(run, last step) of every run that is continued, the latest first."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The id of a run, and what it continues. The id is empty for checkpoints from before there were ids."""
+
+    run: str = ""
+    history: Ancestry = ()
+
+    def includes(self, run: str, step: int) -> bool:
+        """Whether a checkpoint that `run` saved after `step` is on the branch of this run."""
+        return run == self.run or any(run == other and step <= last for other, last in self.history)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The training run of a folder, as `run.json` tells it.
+
+    Attributes:
+        lineage: its id and history.
+        began: who began it, and when.
+        resumed: the checkpoint that it began with, if that was given by its path.
+    """
+
+    lineage: Lineage
+    began: Occupant
+    resumed: str | None
+
+
+def read(run_dir: Path) -> Run | None:
+    """The training run of `run_dir`; None where there is none, or its file cannot be read."""
+    from strategies.core.bounded_files import read_json
+
+    try:
+        content = read_json(run_dir / FILE)
+        history = tuple((str(run), int(last)) for run, last in content.pop("history"))
+        resumed = content.pop("resumed")
+        began = Occupant(**content)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return Run(Lineage(str(began.run), history), began, None if resumed is None else str(resumed))
+
+
+def of_checkpoints(place: Path) -> Lineage | None:
+    """The lineage of the run whose checkpoints are in `place`, if that is known."""
+    found = read(place.parent)
+    return None if found is None else found.lineage
+
+
+def begin(config: Config, run_dir: Path, resume: str | None, ancestry: Sequence[tuple[str, int]]) -> None:
+    """Write who trains in `run_dir` from now on: the run of the folder where `train.resume` is auto, else a new one.
+
+    Args:
+        resume: the checkpoint that is continued, None for none.
+        ancestry: the run and step of that checkpoint, before those of its history.
+    """
+    if not leads(config):
+        return
+    known = read(run_dir) if config.train.resume == "auto" else None
+    mine = occupant_of(run_dir) or occupant(config, run_dir, None)
+    if config.run.overwrite and not continues(config, run_dir):
+        _remove_traces(run_dir)
+    history = [one for one in ancestry if one[0] != mine.run]
+    resumed = resume if config.train.resume != "auto" else None if known is None else known.resumed
+    content = asdict(mine) | {"history": history, "resumed": resumed}
+    if known is not None:
+        content["started"] = known.began.started
+    hidden = run_dir / f".{FILE}"
+    hidden.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(hidden, run_dir / FILE)
+
+
+def occupant(config: Config, run_dir: Path, recipe: str | None) -> Occupant:
+    """Who this process is while it does the job of `config` in `run_dir`."""
+    known = read(run_dir) if config.job.name in TRAINING and config.train.resume == "auto" else None
+    return Occupant.now(config.job.name, recipe, None if known is None else known.lineage.run)
+
+
+def continues(config: Config, run_dir: Path) -> bool:
+    """Whether `train.resume` continues what is in `run_dir` itself."""
+    resume = config.train.resume
+    return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve()))
+
+
+def leads(config: Config) -> bool:
+    """Whether this command starts rank 0, and so owns the run folder; others are started by hand beside it."""
+    launch = config.launch
+    if launch.host is not None:
+        return any(host.name == launch.host and 0 in host.ranks for host in launch.hosts)
+    return launch.rank in (None, 0)
+
+
+def check_folder(config: Config, run_dir: Path) -> None:
+    """Raise ConfigError where `run_dir` belongs to a training run that the job of `config` would mix with, or holds a
+    file of somebody else that it would replace."""
+    if config.run.overwrite or not leads(config):
+        return
+    if (name := _foreign(run_dir)) is not None:
+        raise ConfigError(
+            f"{run_dir / name} is not a file of this program, and the command would replace it. Give another folder "
+            "with hydra.run.dir=DIR, or run.overwrite=true to replace it."
+        )
+    if not _trained(run_dir):
+        return
+    run = read(run_dir)
+    whose = "another training run" if run is None else f"the training run {run.began.told}"
+    if config.job.name not in TRAINING:
+        raise ConfigError(
+            f"{run_dir} is the folder of {whose}, and `run {config.job.name}` would replace its files. Give another "
+            "folder with hydra.run.dir=DIR (by default each command gets a new one), or run.overwrite=true to replace "
+            "what both write, such as config.json and plan.json; checkpoints and metrics stay."
+        )
+    if not continues(config, run_dir):
+        raise ConfigError(
+            f"{run_dir} is the folder of {whose}, with which a new run would mix. Go on with it by train.resume=auto, "
+            "give another folder with hydra.run.dir=DIR, or begin anew with run.overwrite=true, which removes its "
+            "checkpoints and metrics."
+        )
+
+
+def _foreign(run_dir: Path) -> str | None:
+    """The name of a file that a run writes, where what is there is JSON of somebody else."""
+    from strategies.core.bounded_files import read_json
+
+    if (run_dir / FILE).exists():
+        return None
+    for name, key in MARKS.items():
+        try:
+            content = read_json(run_dir / name)
+        except (OSError, ValueError):
+            continue  # none, or a damaged one
+        if not isinstance(content, dict) or key not in content:
+            return name
+    return None
+
+
+def _trained(run_dir: Path) -> bool:
+    """Whether a training run has left anything in `run_dir` that another one would mix with."""
+    steps = any((run_dir / CHECKPOINTS).glob("step-*")) if (run_dir / CHECKPOINTS).is_dir() else False
+    metrics = run_dir / METRICS
+    return steps or ((run_dir / FILE).is_file() and metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def _remove_traces(run_dir: Path) -> None:
+    """Remove what an earlier run has left and a new one would mix with. What is not known to be ours stays."""
+    place = run_dir / CHECKPOINTS
+    for path in (*place.glob("step-*"), *place.glob(".step-*"), run_dir / FAULTS):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    for name in (METRICS, RESTARTS):
+        (run_dir / name).unlink(missing_ok=True)

@@ -1,0 +1,277 @@
+"""Loading: every rank reads the blocks that it has under its own plan, whatever plan they were stored under.
+
+Nothing is changed before everything is known to be there. Invariant: under the plan of the checkpoint the run goes on
+bit for bit; under another one weights and states are the same numbers, cast where the precision is another.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.checkpoint import folder
+from runner.checkpoint import rng_state as chance
+from runner.checkpoint.branch import candidates, locate
+from runner.checkpoint.content import Content, name_of
+from runner.checkpoint.continuation import Continuation, compare
+from runner.checkpoint.folder import HEADER
+from runner.checkpoint.lineage import Run
+from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
+from runner.checkpoint.reading import Checkpoint, read
+from runner.checkpoint.schedules import regrouped
+from runner.errors import ConfigError
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Source
+from strategies.optimizer import state as optimizer_state
+from strategies.optimizer.state import Plain, States
+from strategies.runtime.shards import MODEL, OPTIMIZER
+from strategies.runtime.tensor_files import Stored
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what is
+    other than it was, the bytes of tensors that this rank read, files that were lost, and whether the program draws
+    random numbers, as far as that is known."""
+
+    step: int
+    position: tuple[int, int]
+    continuation: Continuation
+    bytes_read: int
+    lost: Mapping[str, str]
+    draws: bool
+
+    def told(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Lines for the user of a run with `config`."""
+        yield from self.continuation.told(config, self.draws)
+        yield f"step {self.step}, {self.bytes_read:,} bytes read on rank 0"
+
+
+def load(path: Path, content: Content) -> Restored:
+    """Restore weights, buffers, optimizer, scheduler and random states in place. Collective.
+
+    Raises StrategyError if this run cannot continue the one that was saved (naming what differs), ConfigError if `path`
+    is no checkpoint or a damaged one.
+    """
+    continuation = check(
+        path, plan=content.plan, config=content.config, fingerprint=content.fingerprint, samples=content.samples
+    )
+    checkpoint = read(path)
+    parts = list(checkpoint.plain())
+    check_model(checkpoint, content.sources, content.published)
+    state = Plain(
+        [group for part in parts for group in part["groups"]],
+        {name: scalars for part in parts for name, scalars in part["scalars"].items()},
+        next((part["loss_scale"] for part in parts if part["loss_scale"] is not None), None),
+    )
+    own = f"rank-{content.rank:05d}.pt"
+    random = None if continuation.moved or own in checkpoint.lost else checkpoint.load(own)["random"]
+    content.updates.begin(_states(checkpoint), state)
+    for batch in content.updates.pieces(write=True):
+        checkpoint.fill({key: pieces for key, pieces in batch.items() if key in checkpoint.tensors})
+    checkpoint.fill({key: pieces for key, pieces in content.buffers().items() if key in checkpoint.tensors})
+    content.updates.loaded()
+    if content.scheduler is not None and parts[0]["scheduler"] is not None:
+        content.scheduler.load_state_dict(
+            regrouped(parts, [group["names"] for group in content.updates.plain().groups])
+        )
+    if random is not None:
+        chance.restore(random)
+    elif (seed := content.config["train"].get("seed")) is not None:
+        chance.begin(seed, checkpoint.step)
+    return Restored(
+        checkpoint.step,
+        checkpoint.header.position,
+        continuation,
+        sum(checkpoint.bytes_read.values()),
+        checkpoint.lost,
+        content.program.random or not content.program.instructions,
+    )
+
+
+def check(path: Path, **identity: Any) -> Continuation:
+    """What is other than it was, if the run with this `identity` (the keyword arguments of `compare`) may continue the
+    checkpoint `path`; nothing but the header is read. Raises as `load`."""
+    return compare(path, asdict(read_header(path)), **identity)
+
+
+def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path | None:
+    """The checkpoint that `train.resume` means for a run whose checkpoints are in `place`, which is cleaned; None to
+    start afresh. auto is the newest one on the branch of `run`, or else what that began with; where the run is not
+    known, the newest one there is. All of its files are read: with auto, a damaged one is passed over with a warning,
+    and one that has lost random states is taken only where no older one is sound.
+
+    Raises ConfigError for a path that leads to none or to a damaged one, and where all of `place` are damaged.
+    """
+    folder.clean(place)
+    if resume is None:
+        return None
+    if resume != "auto":
+        path = locate(Path(resume))
+        verify(path)
+        return path
+    passed, spare = [], None
+    for path in candidates(place, None if run is None else run.lineage):
+        passed.append(path.name)
+        try:
+            found = examined(path)
+        except ConfigError as error:
+            print(f"warning: {error}", flush=True)
+            continue
+        if not (ranks := _without_random_states(found)):
+            _note(path, found)
+            return path
+        spare = spare or (path, found)
+        what = f"({_listed(found)}), and no other file holds the random states of {ranks}"
+        print(f"warning: the checkpoint {path} is damaged {what}; an older one is preferred", flush=True)
+    if spare is not None:
+        _note(*spare)
+        return spare[0]
+    if run is not None and run.resumed is not None and Path(run.resumed).exists():
+        verify(Path(run.resumed))
+        return Path(run.resumed)
+    if passed:
+        raise ConfigError(
+            f"train.resume = 'auto': every checkpoint in {place} is damaged ({', '.join(passed)}). "
+            "Remove them to start from the beginning, or give another with train.resume=PATH."
+        )
+    return None
+
+
+def verify(path: Path) -> Mapping[str, str]:
+    """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
+    printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
+    found = examined(path)
+    _note(path, found)
+    return found
+
+
+def examined(path: Path) -> Mapping[str, str]:
+    """As `verify`, but nothing is printed or noted."""
+    with suppress(OSError):  # what was noted may have been repaired
+        unmark(path)
+    header = read_header(path)
+    found = faults(path, header.files)
+    for name in header.files:
+        if name.endswith(".pt") and name not in found and (what := _fault_of_plain(path / name, header.run)):
+            found[name] = what
+    try:
+        read(path, found)
+    except ConfigError as error:
+        if not found:
+            raise
+        others = str(error).partition("). ")[2]
+        raise ConfigError(f"The checkpoint {path} is damaged: {_listed(found)}. {others}") from error
+    return found
+
+
+def _note(path: Path, found: Mapping[str, str]) -> None:
+    """Print what `examined` found, and note it in the checkpoint for all ranks. Raises ConfigError where it cannot be
+    noted."""
+    if not found:
+        return
+    try:
+        mark(path, found)
+    except OSError as error:
+        raise ConfigError(
+            f"The checkpoint {path} is damaged: {_listed(found)}. It cannot be noted there which files to do without "
+            f"({error.strerror}); copy the checkpoint to a folder that can be written."
+        ) from error
+    ranks = _without_random_states(found)
+    but = f", except the random states of {ranks}, which begin anew" if ranks else ""
+    print(
+        f"warning: the checkpoint {path} is damaged ({_listed(found)}), but other files hold the same{but}", flush=True
+    )
+
+
+def _fault_of_plain(file: Path, run: str) -> str | None:
+    """What is wrong with the content of a torch file of `run` whose checksum is right."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch wonders about in a foreign file
+            content = torch.load(file, weights_only=True, map_location="cpu")
+    except READING as error:
+        return f"it holds more than plain data ({type(error).__name__})"
+    if not isinstance(content, dict) or "random" not in content:
+        return "it does not hold the states of a rank"
+    return None if content.get("run", run) == run else "it is of another run"
+
+
+def _without_random_states(lost: Collection[str]) -> str:
+    """The ranks whose random states are in one of the `lost` files, as text."""
+    ranks = sorted(int(found[1]) for name in lost if (found := re.fullmatch(r"rank-(\d+)\.pt", name)))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {what}" for name, what in found.items())
+
+
+def check_file(file: Path) -> None:
+    """Raise ConfigError where `file` is one of a checkpoint, and not as it was written."""
+    if (file.parent / HEADER).exists():
+        path = file.parent
+        wanted = read_header(path).files.get(file.name)
+        if wanted is not None and (what := faults(path, {file.name: wanted}).get(file.name)):
+            raise ConfigError(f"The checkpoint {path} is damaged: {file.name}: {what}.")
+    elif folder.NAME.fullmatch(file.parent.name):
+        print(f"warning: {file.parent} has no {HEADER}, so the checksum of {file.name} is not known", flush=True)
+
+
+def weights(path: Path) -> dict[str, Stored]:
+    """Where the model's parameters and buffers are in the checkpoint that `path` means, by name. What belongs to a loss
+    is left out. Every file is read, to compare checksums. Raises ConfigError for a damaged one."""
+    place = locate(path.absolute(), "model.weights")
+    verify(place)
+    opened = read(place)
+    found = {}
+    for name in opened.names:
+        if not name.startswith("loss."):
+            entry = opened.tensors[MODEL + name]
+            parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
+            found[name] = Stored(str(opened.path), name, entry.shape, entry.dtype, None, parts)
+    return found
+
+
+def _states(checkpoint: Checkpoint) -> States:
+    found: dict[str, dict[str, optimizer_state.Stored]] = {}
+    for key, entry in checkpoint.tensors.items():
+        if key.startswith(OPTIMIZER):
+            state, name = key.split("/", 2)[1], name_of(key)
+            like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
+            dtype = getattr(torch, entry.dtype)
+            found.setdefault(state, {})[name] = optimizer_state.Stored(entry.shape, dtype, like)
+    return found
+
+
+def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
+    """Raises StrategyError unless everything in `sources` is in the checkpoint with its shape, and everything that was
+    trained is in the model, whose state dict holds `published`. A buffer that no state dict holds may be missing."""
+    known = set(published or ())
+    for source in sources:
+        if source.kind not in ("parameter", "buffer"):
+            continue
+        known.add(source.name)
+        entry = checkpoint.tensors.get(MODEL + source.name)
+        made_anew = source.kind == "buffer" and published is not None and source.name not in published
+        if entry is None and (0 in source.spec.shape or made_anew):
+            continue
+        if entry is None or entry.shape != source.spec.shape:
+            was = "not there" if entry is None else f"of shape {list(entry.shape)}"
+            raise StrategyError(
+                f"The checkpoint {checkpoint.path} cannot be continued by this run: {source.name} is {was} in it, and "
+                f"this model has it with shape {list(source.spec.shape)}."
+            )
+    strange = sorted({name for names in checkpoint.states.values() for name in names} - known)
+    if strange and published is not None:
+        raise StrategyError(
+            f"The checkpoint {checkpoint.path} cannot be continued by this run: it has trained {strange[0]}, which "
+            "this model does not have."
+        )

@@ -1,0 +1,145 @@
+"""Opening a checkpoint and reading from it, in any process: no process group, no plan, no model.
+
+Invariant: nothing but the header and the index is read to open one; a block costs reading and memory of its own size,
+under whichever plan it was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.checkpoint import index as indices
+from runner.checkpoint.branch import newest
+from runner.checkpoint.folder import HEADER, INDEX
+from runner.checkpoint.index import Entry, Index, chosen
+from runner.checkpoint.manifest import Header, damaged, marked, missing, read_header, stamp
+from strategies.core.bounded_files import read_json
+from strategies.core.layout import Block
+from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces
+
+MOST_INDEX = 2**28
+"""Bytes of an index: it has a line per tensor and rank."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint. `tensors` tells shape, dtype and parts by key (`model/NAME`, `optimizer/STATE/NAME`);
+    `lost` names files that are gone but not needed, because what they held is elsewhere too; `bytes_read` counts the
+    bytes of tensors that were read, by file."""
+
+    path: Path
+    header: Header
+    tensors: dict[str, Entry]
+    lost: dict[str, str] = field(default_factory=dict)
+    bytes_read: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which it was saved."""
+        return self.header.step
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Parameters and buffers of the model."""
+        return tuple(key.removeprefix(MODEL) for key in self.tensors if key.startswith(MODEL))
+
+    @cached_property
+    def states(self) -> dict[str, tuple[str, ...]]:
+        """Optimizer states, and for each the names of the parameters that have it."""
+        found: dict[str, list[str]] = {}
+        for key in self.tensors:
+            if key.startswith(OPTIMIZER):
+                _, state, name = key.split("/", 2)
+                found.setdefault(state, []).append(name)
+        return {state: tuple(names) for state, names in found.items()}
+
+    def read(self, key: str, block: Block | None = None) -> Tensor:
+        """The part `block` of a tensor, by default all of it: [stop - start, ...] on the CPU, in the stored dtype.
+
+        Raises KeyError for a key that is not there, ConfigError where a file is damaged.
+        """
+        entry = self.tensors[key]
+        block = tuple((0, size) for size in entry.shape) if block is None else block
+        found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, entry.dtype))
+        self.fill({key: [Piece(entry.shape, block, found)]})
+        return found
+
+    def fill(self, wanted: Pieces) -> None:
+        """Overwrite the views of `wanted` by what is stored, cast to their dtypes; views may be on any device.
+
+        Raises KeyError for a key that is not there, ConfigError where a file is damaged. No collective is called.
+        """
+        from runner.checkpoint import dcp  # imports much that is not needed to look at a header
+
+        if unknown := [key for key in wanted if key not in self.tensors]:
+            raise KeyError(unknown[0])
+        entries = {key: self.tensors[key] for key in wanted}
+        some = {key: [one for one in pieces if all(a < b for a, b in one.block)] for key, pieces in wanted.items()}
+        with damaged(self.path), torch.no_grad():
+            dcp.fill(self.path, entries, some, self.bytes_read)
+
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """What is no tensor, of each group of a pipeline."""
+        for names in self.header.plain:
+            yield self.load(next(name for name in names if name not in self.lost))
+
+    def load(self, name: str) -> dict[str, Any]:
+        """The content of one of the small torch files. Raises ConfigError where it is damaged."""
+        with damaged(self.path):
+            content: dict[str, Any] = torch.load(self.path / name, weights_only=True, map_location="cpu")
+            return content
+
+
+def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Checkpoint:
+    """Open the checkpoint `path`, a folder step-...; of its files header and index are read, and the sizes looked at.
+    Files in `without` (and why) are not used.
+
+    Raises ConfigError for what is none, or is damaged beyond what copies in other files make good.
+    """
+    header = read_header(path)
+    with damaged(path):
+        lost = marked(path) | missing(path, header.files) | dict(without)
+        if INDEX in lost:
+            raise ValueError(f"{INDEX}: {lost[INDEX]}")
+        tensors = _available(forms(path, header), lost)
+        if gone := [names[0] for names in header.plain if lost.keys() >= set(names)]:
+            raise ValueError(f"{gone[0]}: {lost[gone[0]]}")
+        return Checkpoint(path, header, tensors, lost)
+
+
+def forms(path: Path, header: Header) -> list[Index]:
+    """What `index.json` of a checkpoint tells: the same tensors in each of its forms. Raises what reading a damaged
+    file raises."""
+    if INDEX not in header.files:
+        raise ValueError(f"{HEADER} does not name {INDEX}")
+    if stamp(path / INDEX) != header.files[INDEX]:
+        raise ValueError(f"the checksum of {INDEX} is another")
+    found: list[Index] = [indices.from_json(one) for one in read_json(path / INDEX, MOST_INDEX)]
+    if not found:
+        raise ValueError(f"{INDEX} is empty")
+    sizes = {name: one.bytes for name, one in header.files.items()}
+    for form in found:
+        indices.check_files(form, sizes)
+    return found
+
+
+def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry]:
+    """Of the forms of a checkpoint the first that is whole without the files `lost`. Raises ValueError."""
+    for form in forms[:-1]:
+        with suppress(ValueError):
+            return chosen(form, lost)
+    return chosen(forms[-1], lost)
+
+
+def is_one(path: Path) -> bool:
+    """Whether `path` means a checkpoint: itself, or the newest of a run."""
+    return (path / HEADER).is_file() or any(newest(place) for place in (path, path / "checkpoints"))

@@ -1,0 +1,111 @@
+"""What the survivors of a failure leave behind: their own parts, written without a word to any other rank.
+
+A rank whose neighbour has gone can do no collective, but weights and states of the last whole step are still in its
+memory. It writes all of them, also what replicas hold too, into a folder `.step-00000100.rescue`; the next start makes
+a checkpoint of that if nothing is missing. Invariant: what becomes a checkpoint is the whole state after one step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint import committing, content, folder, saving, writing
+from runner.checkpoint import manifest as header
+from runner.checkpoint import rng_state as chance
+from runner.checkpoint.branch import on_branch
+from runner.checkpoint.committing import Mark, SaveFailed, Wanted
+from runner.checkpoint.content import Content
+from runner.checkpoint.lineage import Lineage
+from runner.checkpoint.manifest import READING
+from strategies.core.bounded_files import read_json
+
+RESCUED = "rescued.json"
+
+
+class Intact:
+    """The last step after which this rank's state is whole and in memory, and the random states of that moment."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._random: Mapping[str, Any] = {}
+
+    def after(self, step: int) -> None:
+        """The state is that after `step`, until something is changed."""
+        self.step, self._random = step, chance.states()
+
+    def changes(self) -> None:
+        """Something of it is changed from here on."""
+        self.step = None
+
+    def leave(self, place: Path, given: Callable[[], Content], position: tuple[int, int]) -> None:
+        """Write this rank's part into the folder of checkpoints `place`, if its state is whole. No collective."""
+        if self.step is None:
+            return
+        chance.restore(self._random)
+        own = given()
+        world, stages = own.communicator.world, own.communicator.stages
+        partial = _folder(place, self.step)
+        partial.mkdir(parents=True, exist_ok=True)
+        made = saving.header_of(self.step, own, Wanted(), position, None)
+        appearing = partial / f".{RESCUED}.{own.rank}"
+        folder.write_text(appearing, json.dumps({"header": header.to_text(made), "stages": stages}))
+        os.replace(appearing, partial / RESCUED)
+        saving.write_alone(partial, own, made, content.pieces(own, world))
+
+
+def collect(place: Path, branch: Lineage | None) -> Path | None:
+    """Make checkpoints of what the run of `branch` left in `place`, as far as nothing is missing, and remove the rest;
+    the newest one made. For one process, when no rank runs. Says on the console what became of it."""
+    made = None
+    for partial in sorted(place.glob(".step-*.rescue")):
+        try:
+            made = _complete(partial, branch) or made
+        except (SaveFailed, *READING) as error:
+            print(f"rescue: what the other ranks left of {_shown(partial)} is not enough: {error}", flush=True)
+        with suppress(OSError):
+            folder.erase(partial)
+    return made
+
+
+def _complete(partial: Path, branch: Lineage | None) -> Path | None:
+    told = read_json(partial / RESCUED)
+    found = header.from_text(told["header"])
+    target = folder.target(partial.parent, found.step)
+    known = branch is None or branch.includes(found.run, found.step)
+    if not known or (target.exists() and on_branch(target, branch)):
+        return None
+    marks = committing.marks_in(partial, found.world_size)
+    missing = sorted(set(range(found.world_size)) - {mark.rank for mark in marks})
+    if missing and found.config["parallel"]["zero"]["stage"] != 0:
+        raise SaveFailed(f"under ZeRO rank {missing[0]} alone has its part of the states")
+    if len({mark.stage for mark in marks}) < told["stages"]:
+        raise SaveFailed("no rank of a stage of the pipeline is left")
+    marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
+    (partial / RESCUED).unlink()
+    committing.commit(partial, marks, found, Wanted(), None, None)
+    ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
+    print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
+    return target
+
+
+def _stand_in(partial: Path, rank: int, other: Mark) -> Mark:
+    """The random states of a rank that left nothing are those of another one."""
+    assert other.plain is not None
+    name = f"rank-{rank:05d}.pt"
+    stamp = writing.write_bytes(partial / name, (partial / other.plain).read_bytes())
+    return replace(other, rank=rank, files={name: stamp}, tensors={}, plain=None)
+
+
+def _folder(place: Path, step: int) -> Path:
+    target = folder.target(place, step)
+    return target.parent / f".{target.name}.rescue"
+
+
+def _shown(partial: Path) -> str:
+    return partial.name.removeprefix(".").removesuffix(".rescue")

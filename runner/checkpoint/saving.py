@@ -1,0 +1,208 @@
+"""Saving, while the ranks wait or beside training.
+
+A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
+Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `copying`), and
+writes them when nothing else wants the processor; there is one save at a time, so a rank never holds more than one
+copy. Invariant: what is stored is what was there when `save` was called, whatever training does meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import threading
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+from runner.checkpoint import committing, content, folder, writing
+from runner.checkpoint.committing import Mark, SaveFailed, Wanted
+from runner.checkpoint.content import Content
+from runner.checkpoint.copying import Copies
+from runner.checkpoint.manifest import Header
+from strategies.runtime.flight_recorder import SAVES, here
+from strategies.runtime.shards import Pieces
+
+SHARDED = Wanted()
+TIMEOUT = 3600.0
+"""Seconds that nothing may be written while a rank waits for others; one that dies or hangs is noticed earlier, by
+whoever started it."""
+LOWEST = 19
+
+
+def save(
+    path: Path,
+    step: int,
+    given: Content,
+    wanted: Wanted = SHARDED,
+    *,
+    position: tuple[int, int] = (0, 0),
+    metric: float | None = None,
+) -> Path:
+    """Store `given` after optimizer step `step` as `path/step-...`, which is returned. Collective.
+
+    An interrupted save leaves a hidden folder, which `folder.clean` removes; the checkpoints before it are not touched.
+    Raises SaveFailed and OSError (a full disk), ConfigError for a state that no checkpoint can hold.
+    """
+    partial = folder.hidden(folder.target(path, step))
+    here.cells[SAVES] += 1
+    if given.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier()
+    _Save(partial, given, wanted, header_of(step, given, wanted, position, metric)).run(
+        content.pieces(given, 1 if given.split else wanted.copies)
+    )
+    _barrier()
+    return folder.target(path, step)
+
+
+class Saver:
+    """Saves beside training. Every rank has one; `save` is called by all of them in the same order."""
+
+    def __init__(self) -> None:
+        importlib.import_module("runner.checkpoint.dcp")  # for half a second; later it would hold up training
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._copies = Copies()
+
+    def save(
+        self,
+        path: Path,
+        step: int,
+        given: Content,
+        wanted: Wanted = SHARDED,
+        *,
+        position: tuple[int, int] = (0, 0),
+        metric: float | None = None,
+    ) -> None:
+        """As the function `save`, but return at once, or when the save before is done; `settle` before weights change.
+        Calls no collective but a barrier where the save before is not done. Raises what that raised."""
+        self.wait()
+        here.cells[SAVES] += 1
+        partial = folder.hidden(folder.target(path, step))
+        partial.mkdir(parents=True, exist_ok=True)
+        header = header_of(step, given, wanted, position, metric)
+        work = _Save(partial, given, wanted, header)
+        copied = self._copies.begin(content.pieces(given, 1 if given.split else wanted.copies), given.buffers().keys())
+
+        def run() -> None:
+            try:
+                self._copies.carry_out()
+                _step_back()
+                work.run(copied)
+            except BaseException as error:  # told by the next call of this object
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name=f"save-{step}", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Before every update: return when weights and states may change."""
+        self._copies.settle()
+
+    def check(self) -> None:
+        """Raise what the last save raised, if it has."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more, on any rank: none waits for another one that still writes in a
+        collective of training. Raises what the last save raised."""
+        begun, self._thread = self._thread, None
+        if begun is not None:
+            begun.join()
+        self.check()
+        if begun is not None:
+            _barrier()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being saved."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def held(self) -> int:
+        """Bytes of the copies in the host's memory, which are used again."""
+        return self._copies.bytes
+
+
+class _Save:
+    """One rank's part of one save: everything but the pieces is taken at once, and `run` calls no collective."""
+
+    def __init__(self, partial: Path, given: Content, wanted: Wanted, header: Header) -> None:
+        self._partial, self._wanted, self._header = partial, wanted, header
+        self._rank, self._stage = given.rank, given.communicator.stage
+        self._needed = given.communicator.rank < wanted.copies
+        self._world = given.communicator.world
+        self._backward = wanted.copies if given.split else 1
+        """Files of so many ranks, this one and those before it: what ZeRO splits up, no other rank has in memory."""
+        self._published, self._described = given.published, given.described
+        self._plain = content.plain(given, wanted.copies)
+        self._run = given.lineage.run
+
+    def run(self, pieces: Pieces) -> None:
+        try:
+            self.write(pieces)
+        except BaseException as error:
+            committing.give_up(self._partial, self._rank, error)
+            if isinstance(error, OSError):
+                raise SaveFailed(
+                    f"rank {self._rank} could not write its part of {committing.shown(self._partial)}: {error}"
+                ) from error
+            raise
+        here.cells[SAVES] += 1
+        if self._rank == 0:
+            marks = committing.await_marks(self._partial, self._world, TIMEOUT)
+            try:
+                committing.commit(self._partial, marks, self._header, self._wanted, self._published, self._described)
+            except OSError as error:
+                raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
+
+    def write(self, pieces: Pieces) -> None:
+        """Write this rank's files, and say that they are there."""
+        from runner.checkpoint import dcp  # imports much, at the first save
+
+        name = f"rank-{self._rank:05d}"
+        plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
+        stamp, index = dcp.store(self._partial, f"{name}.safetensors", pieces)
+        files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
+        needed, copies = f"{name}.pt" if self._needed else None, {}
+        for back in range(1, min(self._backward, self._world)):
+            other = (self._rank - back) % self._world
+            copy = f"{name}.copy-of-{other:05d}.safetensors"
+            copies[copy], files[copy] = committing.copy_of(self._partial, other, copy, TIMEOUT)
+        committing.leave(self._partial, Mark(self._rank, self._stage, files, index, needed, copies, self._run))
+
+
+def _step_back() -> None:
+    """Let training have the processor first. Linux knows priorities of threads; elsewhere they are the process's."""
+    if os.uname().sysname == "Linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+
+
+def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -> None:
+    """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
+    _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
+
+
+def header_of(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
+    world, form, of = given.communicator.world, wanted.form, given.lineage
+    identity = given.plan, given.config, given.fingerprint
+    return Header(step, position, form, world, *identity, {}, (), metric, given.samples, of.run, of.history)
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier(_patient())
+
+
+@cache
+def _patient() -> dist.ProcessGroup:
+    """All ranks, in a group that waits as long as others write: how long that takes is no matter of launch.timeout."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return group

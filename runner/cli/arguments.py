@@ -1,0 +1,239 @@
+"""The words of the command line, made ready for Hydra.
+
+Four things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), values that Hydra's
+grammar cannot read (see `values`), mappings whose keys the user chooses (`model.args.width=8` needs no plus,
+`parallel.strategies={}` empties, a mesh replaces another mesh, arguments in braces those of another target), and
+the refusal to be started by another launcher, which would have every one of its processes start all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
+from hydra.errors import HydraException
+
+from runner.cli.override_values import quoted, readable
+from runner.cli.recipes import catalogue
+from runner.cli.verbs import VERBS
+from runner.config.load import enumerated, open_mappings
+from runner.errors import ConfigError, allowed
+
+# Options of Hydra that take the next word as their value.
+OPTIONS_WITH_VALUE = frozenset(
+    "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd --experimental-rerun --info -i".split()
+)
+# What launchers tell each process, its rank and the number of processes, and what `launch` calls them.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "mpirun"),
+    "SLURM_PROCID": ("SLURM_NTASKS", "slurm"),
+    "PMI_RANK": ("PMI_SIZE", "mpirun"),
+    "RANK": ("WORLD_SIZE", "torchrun"),
+}
+GROUPS = ("recipe", "parallel", "cluster", "launch", "job")
+NO_NAME = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE)
+"""What Hydra does not take for a name."""
+TUPLE = re.compile(r"\s*\(.*,.*\)\s*", re.DOTALL)
+DRY_RUN = "launch.dry_run=true"
+SLICES = "explain.slices"
+FLAGS = {("launch", "--dry-run"): DRY_RUN, ("calibrate", "--force"): "calibrate.force=true"}
+"""Options of single verbs, and the overrides that they are."""
+BY_PATH = ("parallel.strategies", "parallel.place", "parallel.pipeline.cuts")
+"""Mappings whose keys are dotted paths: `~parallel.strategies.dense1.matmul` takes one of them away."""
+REPLACED = ("parallel.mesh",)
+"""Mappings that are one value: another one takes their place, whatever its keys are."""
+
+
+def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The verb among the words (None if there is none) and the other words.
+
+    Raises ConfigError for a word that is no verb, no option and no override, and for a second verb.
+    """
+    if "--diff" in words and "plan" in words:  # plans are compared without a config
+        return "diff", [word for word in words if word not in ("--diff", "plan")]
+    verb: str | None = None
+    words, rest = _with_slices(words)
+    previous = ""
+    for word in words:
+        bare = word and word[0] not in "-+~" and "=" not in word and previous not in OPTIONS_WITH_VALUE
+        previous = word
+        if not bare or (verb is not None and not VERBS[verb].composed):
+            rest.append(word)
+        elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
+            rest.append(f"{VERBS[verb].argument}={quoted(word)}")
+        elif word not in VERBS:
+            raise ConfigError(_stranger(verb, word))
+        elif verb is not None:
+            raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
+        else:
+            verb = word
+    if verb != "explain" and any(word.startswith(f"{SLICES}=") for word in rest):
+        raise ConfigError("--slices NAME is an option of `run explain`.")
+    return verb, [FLAGS.get((verb or "", word), word) for word in rest]
+
+
+def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without `--slices NAME`, and what it means. Raises ConfigError without a name."""
+    others: list[str] = []
+    names: list[str] = []
+    left = iter(words)
+    for word in left:
+        option, given, name = word.partition("=")
+        if option != "--slices":
+            others.append(word)
+            continue
+        name = name if given else next(left, "")
+        if not name or name.startswith("+") or "=" in name:
+            raise ConfigError("--slices needs the name of a parameter, batch entry or operator, such as --slices '*'.")
+        names.append(f"{SLICES}={quoted(name)}")
+    return others, names
+
+
+def for_hydra(verb: str | None, words: Iterable[str]) -> list[str]:
+    """The words as Hydra understands them: first the overrides, then the options, between which its parser stops."""
+    overrides = [] if verb is None else [f"job={verb}"]
+    options: list[str] = []
+    mappings, previous = open_mappings(), ""
+    for word in words:
+        is_value = previous in OPTIONS_WITH_VALUE and not (previous in ("--info", "-i") and "=" in word)
+        previous = word
+        if is_value or word.startswith("-"):
+            options.append(word)
+        else:
+            overrides += _opened(_readable(_meant(verb, word)), mappings)
+    return _cleared(overrides, mappings) + overrides + options
+
+
+def check_options(words: Sequence[str]) -> str | None:
+    """The value of `--config-dir`. Raises ConfigError for an option that does not exist or lacks its value."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config_dir: str | None = get_args_parser().parse_args(list(words)).config_dir
+        return config_dir
+    except SystemExit as exit_:
+        if exit_.code:
+            reason = said.getvalue().strip().rpartition("error: ")[2]
+            raise ConfigError(f"{reason}; `run --help` shows what can be given.") from None
+        raise
+
+
+def complete(line: str) -> tuple[str, list[str]]:
+    """A line to be completed, as Hydra understands it, and the verbs that the word being typed may become."""
+    command, *before, typing = line.split(" ") if " " in line else (line, "")
+    before = [word for word in before if word]
+    if before and before[0] in VERBS:
+        return " ".join([command, f"job={before[0]}", *before[1:], typing]), []
+    return line, [] if before else [verb for verb in VERBS if verb.startswith(typing)]
+
+
+def values(line: str) -> list[str]:
+    """All that the word being typed can become if it gives a key that has a fixed set of values."""
+    key, equals, begun = line.rpartition(" ")[2].partition("=")
+    options = enumerated(key.lstrip("+")) if equals else ()
+    return [f"{key}={option}" for option in options if option.startswith(begun)]
+
+
+def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if another launcher started this process as one of several."""
+    for rank, (size, launcher) in LAUNCHERS.items():
+        if rank in environment and environment.get(size) != "1":
+            ranks = f"world_size={environment[size]} " if environment.get(size, "").isdecimal() else ""
+            raise ConfigError(
+                f"run starts its own ranks, but it was itself started as one of several processes ({rank} = "
+                f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
+                f"sweeps (-m) too: `run {ranks}launch={launcher} ...` starts ranks with {launcher}. Or unset {rank} "
+                "if it is a leftover."
+            )
+
+
+def again(typed: Sequence[str], key: str, folder: Path) -> str:
+    """The command line that goes on in `folder`, which is the value of `key`."""
+    place = str(folder) if re.fullmatch(r"[\w./+:-]+", str(folder)) else repr(str(folder))
+    new = (f"{key}={place}", "train.resume=auto")
+    keys = tuple(word.partition("=")[0] for word in new)
+    return shlex.join(["run", *(word for word in typed if word.lstrip("+").partition("=")[0] not in keys), *new])
+
+
+def _stranger(verb: str | None, word: str) -> str:
+    """What to say of a word that is no verb and no override."""
+    names = list(catalogue())
+    if word in names or (not get_close_matches(word, VERBS) and (near := get_close_matches(word, names, n=1))):
+        name = word if word in names else near[0]
+        command = " ".join(["run", *([verb] if verb else []), f"+recipe={name}"])
+        return f"{word!r} is neither a verb nor KEY=VALUE. A recipe is chosen with a plus: `{command}`."
+    return f"{word!r} is neither a verb nor KEY=VALUE.{allowed(word, VERBS)}"
+
+
+def _meant(verb: str | None, word: str) -> str:
+    """`run predict checkpoint=PATH` names the checkpoint to predict with, not how training saves them."""
+    key, _, value = word.partition("=")
+    named = verb == "predict" and key == "checkpoint" and not value.startswith("{")
+    return f"predict.{word}" if named else word
+
+
+def _readable(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if TUPLE.fullmatch(value):
+        lists = value.strip().replace("(", "[").replace(")", "]")
+        raise ConfigError(f"{word!r}: lists are written with square brackets: '{key}={lists}'.")
+    if key.lstrip("+") in GROUPS and NO_NAME.fullmatch(value):
+        return key + equals + quoted(value)
+    return key + equals + readable(value)
+
+
+def _cleared(overrides: Sequence[str], mappings: Mapping[str, bool]) -> list[str]:
+    """Overrides, to come first, that remove arguments of a recipe which were for another target: those of every section
+    for which `overrides` give a target, and arguments in braces."""
+    given = {path for word in overrides for path in _given(word)}
+    sections = (one.removesuffix(".args") for one in mappings if one.endswith(".args"))
+    return [f"++{one}.args=null" for one in sections if {f"{one}.target", f"{one}.args"} <= given]
+
+
+def _given(word: str) -> Iterator[str]:
+    """The dotted keys that an override gives a value, those of mappings in its braces included."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key.endswith(".target"):
+        yield key
+    if not value.startswith("{"):
+        return
+    try:
+        found = OverridesParser.create().parse_override(word)._value
+    except HydraException:  # which says so when it composes
+        return
+    for one in found.list if isinstance(found, ChoiceSweep) else [found]:
+        yield from _below(key, one)
+
+
+def _below(key: str, value: object) -> Iterator[str]:
+    yield key
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _below(f"{key}.{name}", inner)
+
+
+def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
+    """The overrides that do to open mappings what `word` says; Hydra alone would merge whatever is in braces."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
+    if key.startswith("~"):
+        mapping = next((one for one in BY_PATH if name.startswith(f"{one}.")), None)
+        if mapping is not None:
+            return [f"++{mapping}={{-{name.removeprefix(mapping + '.')}: null}}"]
+        if name in mappings:
+            return [f"++{name}=null"] if mappings[name] else [f"++{name}=null", f"++{name}={{}}"]
+    if name in mappings and (value == "{}" or (name in REPLACED and value.startswith("{"))):
+        return [f"++{name}=null", f"++{name}={value}"]
+    inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in mappings)
+    # a whole section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
+    around = value.startswith("{") and any(mapping.startswith(f"{key}.") for mapping in mappings)
+    return [f"++{word}" if equals and (inside or around) else word]

@@ -1,0 +1,123 @@
+"""Hydra's errors in the words of this project: one paragraph that says what is wrong and what would be right.
+
+Hydra offers little more than the text of its exceptions, so this reads the text; `tests/runner/test_cli.py` holds one
+example of each kind against the Hydra that is installed. A text that is not known is passed on in one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from yaml import YAMLError
+
+from runner.cli.recipes import READ, in_yaml
+from runner.config.load import unknown
+from runner.config.origins import Origins
+from runner.errors import ConfigError, allowed
+
+QUOTING = "a value that holds a comma or begins with a bracket needs quotes inside quotes: 'key=\"a,b\"'"
+
+OWN = {
+    "cluster": " One of your own is named by its file: cluster.file=PATH.",
+    "recipe": " One of your own is found in the folder recipes: recipes/NAME.yaml is +recipe=NAME.",
+}
+"""Where what the package does not have is looked for, by group of configs."""
+OPTIONAL = ' It is an optional part: pip install "meshwright[sweep]".'
+OPTIONAL_PARTS = {"hydra/launcher": ("joblib", "submitit_local", "submitit_slurm"), "hydra/sweeper": ("optuna",)}
+"""What comes with the extra `sweep`, by group of configs."""
+
+
+def reword(error: Exception, overrides: list[str]) -> ConfigError:
+    """The ConfigError for an exception that Hydra, OmegaConf or the YAML reader raised while composing.
+
+    Args:
+        error: the exception.
+        overrides: the words of the command line, to name the one at fault.
+    """
+    origins = Origins(tuple(overrides))
+    text = _one_line(f"{error} {error.__cause__ or ''}")
+    if isinstance(error, OverrideParseException):
+        return ConfigError(_grammar(error.override.removeprefix("++"), text))
+    if isinstance(error, YAMLError):
+        return ConfigError(f"a config file is not valid YAML: {in_yaml(error)}.")
+    if isinstance(error, RecursionError):
+        return ConfigError(
+            f"the defaults of a recipe lead back to itself, by {', '.join(READ) or 'a file of --config-dir'}; a recipe "
+            "that builds on a shipped one needs another name."
+        )
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, name = _chosen(str(error.missing_cfg_file), overrides)
+        right = allowed(name, error.options)
+        own = OPTIONAL if name in OPTIONAL_PARTS.get(group, ()) else OWN.get(group, "")
+        own = "" if "Did you mean" in right and own != OPTIONAL else own
+        return ConfigError(f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
+    if isinstance(error, MissingConfigException):
+        return ConfigError(f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
+    if found := re.search(r"Could not override '([^'@]+)", text):
+        return ConfigError(_override(found[1], origins))
+    if found := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):
+        return ConfigError(
+            f"{found[1].removeprefix('++')!r} gives several values: add -m to run one job for each, or write "
+            "KEY=[VALUE,VALUE] for a list."
+        )
+    if found := re.search(r"Sweep parameters '(.*?)' requires", text):
+        return ConfigError(f"{found[1].removeprefix('++')!r} is a sweep: add -m to run one job for each value.")
+    if found := re.search(r"Error merging override \+*([^=]+)=(.*?) Cannot merge DictConfig with", text):
+        return ConfigError(f"{found[1]} = {found[2]}: must be a mapping such as {{name: value}}.")
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return ConfigError(f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")
+    if found := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
+        return ConfigError(f"{found[1]} cannot be removed with ~: it is not there. {unknown(found[1])}")
+    if found := re.search(r"Multiple values for (\S+?)\.", text):
+        return ConfigError(f"{found[1]} is chosen twice; give it once, or several at once as '+{found[1]}=[a,b]'.")
+    return ConfigError(_fallback(text))
+
+
+def _chosen(missing: str, overrides: Sequence[str]) -> tuple[str, str]:
+    """The group of configs and the name in it that was asked for; a name may be a path."""
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if f"{key}/{value}" == missing:
+            return key, value
+    group, _, name = missing.rpartition("/")
+    return group, name
+
+
+def _override(key: str, origins: Origins) -> str:
+    if key == "recipe":
+        return "a recipe is added with a plus: +recipe=NAME. `run recipes` lists the names."
+    parent, _, _ = key.rpartition(".")
+    text = unknown(key)
+    if "Allowed" not in text and "no place" not in text:
+        text = f"{key} is not a config key; {parent} has no keys of its own."
+    return text + origins.sentence([key])
+
+
+def _grammar(override: str, text: str) -> str:
+    found = re.search(
+        r"(?:mismatched input|extraneous input|viable alternative at input|error at:) '(.*?)'(?: |$)", text
+    )
+    near = "" if found is None else found[1]
+    if not re.sub(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", "", override).isascii():  # values are quoted
+        problem = "keys on the command line are ASCII; give this one in a recipe"
+    elif "=" not in override:
+        problem = "write KEY=VALUE"
+    elif (
+        near.endswith("<EOF>") or override.count("[") > override.count("]") or override.count("{") > override.count("}")
+    ):
+        problem = "it ends too early: a bracket, brace or quote is not closed"
+    elif override.lstrip("+").startswith("parallel.strategies.") and re.search(r"[*@?]", override.partition("=")[0]):
+        problem = "paths with * ? or @ are written as keys of a mapping: '+parallel.strategies={PATH: [[2,4],[4,1]]}'"
+    else:
+        problem = (f"it cannot be read at {near!r}; " if near else "") + QUOTING
+    return f"{override!r} is not a valid override: {problem}."
+
+
+def _fallback(text: str) -> str:
+    return re.sub(r"\s*(See https?://|Config search path:).*", "", text) or "the config cannot be composed."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

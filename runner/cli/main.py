@@ -1,0 +1,435 @@
+"""The command: `run [VERB] +recipe=NAME KEY=VALUE ...`.
+
+Words → Hydra composes → pydantic validates → a run folder with `config.json` → the verb's job. A config is refused
+before torch is imported and before the folder exists. Exit codes: 0 done, 1 failed, 2 wrong command or config,
+130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP. Whatever ends a run, the user gets one paragraph; tracebacks
+go to `error.txt` in the run folder, or to the terminal with MESHWRIGHT_TRACEBACK=1.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from runner import packages
+from runner.checkpoint import lineage
+from runner.cli import arguments as words
+from runner.cli import console, recipes
+from runner.cli.hydra_errors import reword
+from runner.cli.run_folders import (
+    CONFIG_FILE,
+    check_files,
+    remove_if_unused,
+    require_working_directory,
+    require_writable,
+    write_config,
+)
+from runner.cli.verbs import VERBS
+from runner.config import load as config
+from runner.config.origins import Origins, given
+from runner.config.schema import Config
+from runner.errors import ConfigError, RunFailed, Stopped, Terminated
+from runner.launch.folder_lock import occupied
+from runner.launch.interrupts import Interrupts, error_of
+from runner.sweep.job import Job, folder_of, records, typed
+from runner.sweep.results import Sweep, mark_of
+
+ERROR_FILE = "error.txt"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
+READER_GONE = 128 + signal.SIGPIPE
+"""As of a program that the signal ends, of which Python makes an exception."""
+TARGETS = (
+    *("model.target", "loss.target", "data.target", "data.collate", "optimizer.target", "optimizer.scheduler.target"),
+    *("evaluate.metric", "predict.data.target", "predict.data.collate", "verify.reference.target"),
+)
+"""Keys whose values are dotted names of python."""
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep failed and have said so, and all others have run."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a user is told about an exception.
+
+    Attributes:
+        paragraphs: what to print.
+        code: the exit code.
+        traceback: where it came from, for an exception that nobody expected; else nothing.
+    """
+
+    paragraphs: tuple[str, ...]
+    code: int
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, ConfigError):
+            return cls(tuple(map(str, error.args)), 2)
+        if _is_strategy_error(error):
+            return cls((str(error),), 2)
+        if isinstance(error, RunFailed):
+            return cls((str(error),), 1)
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            named = f" {error.filename}" if error.filename else " what the command needs"
+            return cls((f"{error.strerror}: writing{named} failed; free some space, or choose another folder.",), 1)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+        summary = f"an unexpected {type(error).__name__} ended the command: {text} ({where})."
+        return cls((summary,), 1, "".join(traceback.format_exception(error)))
+
+
+def main() -> None:
+    """The console script `run`. Always leaves through SystemExit, except after a job that went well."""
+    # Settled before Hydra starts, because one of these variables is set below for another reason.
+    tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
+    os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
+    console.settle()
+    typed = sys.argv[1:]
+    try:
+        _command(typed)
+        sys.stdout.flush()  # while a reader that has gone can still be answered for
+    except SweepFailed:
+        sys.exit(1)
+    except Terminated as terminated:
+        _leave(("terminated.",), 128 + terminated.number)
+    except KeyboardInterrupt:
+        _leave(("interrupted.",), 130)
+    except COMPOSITION_ERRORS as error:
+        _tell_traceback(error)
+        _leave(tuple(map(str, reword(error, typed).args)), 2)
+    except Exception as error:
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
+            sys.exit(failure.code)
+        hint = " MESHWRIGHT_TRACEBACK=1 shows the traceback." if failure.traceback else ""
+        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+
+
+def _command(typed: list[str]) -> None:
+    if line := os.environ.get("COMP_LINE"):  # the shell asks for completions of this line
+        if values := words.values(line):
+            print("\n".join(values))
+            return
+        os.environ["COMP_LINE"], verbs = words.complete(line)
+        print("\n".join(verbs))
+    require_working_directory()
+    recipes.search(None)
+    verb, rest = words.split_verb(typed)
+    if verb is None and "--version" in rest:
+        print(f"meshwright {version('meshwright')}")
+        return
+    if verb is not None and {"--help", "-h"} & set(rest):
+        print(VERBS[verb].help)
+        return
+    if verb is not None and not VERBS[verb].composed:
+        code = VERBS[verb].function()(rest)
+        sys.stdout.flush()
+        sys.exit(code)
+    if not {"--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(rest):
+        words.refuse_launcher()
+    sys.argv[1:] = words.for_hydra(verb, rest)
+    config_dir = words.check_options(sys.argv[1:])
+    recipes.search(config_dir)
+    _register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main` instead of Hydra's printer
+    CheckConfig.sweep, CheckConfig.typed = None, tuple(typed)
+    try:
+        with Interrupts() if {"-m", "--multirun"} & set(rest) else nullcontext():
+            _job()
+    except KeyboardInterrupt:
+        if (sweep := CheckConfig.sweep) is not None:
+            sweep.end()
+            _tell([f"the sweep goes on with: {words.again(typed, 'hydra.sweep.dir', sweep.folder)}"])
+        raise
+    except Exception as error:
+        Interrupts.again()
+        if CheckConfig.sweep is None or CheckConfig.sweep.end():
+            raise
+        raise SweepFailed from error  # a sweeper may give up where too many jobs have failed
+    if CheckConfig.sweep is not None and not CheckConfig.sweep.end():
+        raise SweepFailed
+
+
+def _register() -> None:
+    """What Hydra and the files in `conf/` need to know of this package."""
+    recipes.register()
+    OmegaConf.register_new_resolver("run.unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    # of a sweep's first config, whatever its jobs choose
+    OmegaConf.register_new_resolver("run.first", lambda value: value, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("run.folder", folder_of, replace=True)
+    OmegaConf.register_new_resolver("run.recipes", recipes.table, replace=True)
+    OmegaConf.register_new_resolver("run.verbs", _verb_table, replace=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+def _job(composed: DictConfig) -> float | None:
+    """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
+    with Interrupts():
+        return _settled(composed)
+
+
+def _settled(composed: DictConfig) -> float | None:
+    context = HydraConfig.get()
+    run_dir, overrides = Path(context.runtime.output_dir), _overrides()
+    if context.mode == RunMode.MULTIRUN:
+        return _swept(composed, Path(context.sweep.dir), run_dir, context.job.num, overrides)
+    known = (run_dir / CONFIG_FILE).exists()
+    try:
+        checked = config.load(composed, Origins(overrides))
+        with _inside(checked, run_dir):
+            return _alone(checked, run_dir)
+    except Stopped as stopped:
+        again = words.again(CheckConfig.typed, "hydra.run.dir", run_dir)
+        _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)
+    except Exception as error:
+        Interrupts.again()
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        if failure.code == READER_GONE:  # what was to be seen on the terminal is lost, and nothing else
+            sys.exit(READER_GONE)
+        if failure.code == 2:
+            if not known:
+                remove_if_unused(run_dir)
+        else:
+            _record(failure, run_dir)
+        hint = f" The traceback is in {run_dir / ERROR_FILE}." if failure.traceback else ""
+        _leave((*failure.paragraphs[:-1], failure.paragraphs[-1] + hint), failure.code)
+
+
+def _inside(checked: Config, run_dir: Path) -> AbstractContextManager[None]:
+    """Hold the folder for the job of a config. Raises ConfigError where another command holds it."""
+    if not lineage.leads(checked):
+        return nullcontext()
+    return occupied(run_dir, lineage.occupant(checked, run_dir, _recipe()))
+
+
+def _recipe() -> str | None:
+    choice = HydraConfig.get().runtime.choices.get("recipe")
+    return None if choice is None else str(choice)
+
+
+def _alone(checked: Config, run_dir: Path) -> float | None:
+    """The job of a config in a folder that is held. If it is refused, the config there is the one from before."""
+    check_files(run_dir)
+    lineage.check_folder(checked, run_dir)
+    file = run_dir / CONFIG_FILE
+    before = file.read_bytes() if file.exists() else None
+    try:
+        write_config(run_dir, checked.model_dump_json(indent=2) + "\n")
+        result: float | None = VERBS[checked.job.name].function()(checked, run_dir)
+        return result
+    except Exception as error:
+        if before is not None and Failure.of(error).code == 2:
+            file.write_bytes(before)
+        raise
+
+
+def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
+    """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails says so,
+    leaves it in its folder and returns nothing, so that the others run whatever the launcher does with exceptions."""
+    job = Job(number, typed(overrides), str(composed.job.name), mark_of(sweep))
+    name = f"job #{number} ({' '.join(job.overrides)})"
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        checked = config.load(composed, Origins(overrides))
+        text = checked.model_dump_json(indent=2) + "\n"
+        if (done := job.finished_before(run_dir, text)) is not None:
+            done.write(run_dir)
+            print(f"{name}: done before", flush=True)
+            return done.value
+        with _inside(checked, run_dir):
+            check_files(run_dir)
+            job.write(run_dir)
+            write_config(run_dir, text)
+            value: float | None = VERBS[job.verb].function()(checked, run_dir)
+    except Stopped as stopped:
+        _tell([f"{name}: {stopped}"])
+        replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
+        raise error_of(stopped.number) from None  # and with it the sweep
+    except Exception as error:
+        Interrupts.again()
+        _tell_traceback(error)
+        failure = Failure.of(error)
+        _record(failure, run_dir)
+        _tell([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
+        seconds = time.monotonic() - start
+        replace(job, status="failed", error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
+        return None
+    measured = [one["evaluation"] for one in records(run_dir) if "evaluation" in one]
+    evaluation = measured[-1] if measured else None
+    replace(job, status="done", value=value, evaluation=evaluation, seconds=time.monotonic() - start).write(run_dir)
+    return value
+
+
+def _overrides() -> tuple[str, ...]:
+    composed = HydraConfig.instance().cfg
+    return given(composed) if isinstance(composed, DictConfig) else ()
+
+
+class CheckConfig(Callback):
+    """Validates before anything is created: the config of a run, or of every job of a grid sweep.
+
+    Hydra turns the exceptions of callbacks into warnings, so this one leaves the process instead. A launcher sends the
+    callbacks to the processes where its jobs run, and with this one arrives what the files in `conf/` need there.
+    """
+
+    sweep: ClassVar[Sweep | None] = None
+    """The sweep that this process has started."""
+    typed: ClassVar[tuple[str, ...]] = ()
+    """The words of the command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, ()
+
+    def on_run_start(self, config: DictConfig, **_: object) -> None:
+        HydraConfig.instance().set_config(config)
+        faults = _faults(config) or _unwritable(config.hydra.run.dir, "hydra.run.dir")
+        if faults:
+            _leave(faults, 2)
+        _tell_whose(config)
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        # other sweepers choose the values one by one; each job checks its own
+        count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
+        if faults := _unwritable(config.hydra.sweep.dir, "hydra.sweep.dir"):
+            _leave(faults, 2)
+        _tell_whose(config)
+        recipe = config.hydra.runtime.choices.get("recipe")
+        try:
+            CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count, recipe)
+        except ConfigError as error:
+            _leave(tuple(map(str, error.args)), 2)
+
+    def _check_grid(self, config: DictConfig) -> int:
+        """How many jobs a grid sweep has."""
+        loader = GlobalHydra.instance().config_loader()
+        swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        swept += given(config)
+        (jobs,) = BasicSweeper.split_arguments(OverridesParser.create(loader).parse_overrides(swept), None)
+        faults: list[str] = []
+        for number, overrides in enumerate(jobs):
+            try:
+                found = _faults(loader.load_sweep_config(config, list(overrides)))
+            except COMPOSITION_ERRORS as error:
+                found = tuple(map(str, reword(error, list(overrides)).args))
+            except ConfigError as error:
+                found = tuple(map(str, error.args))
+            faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
+        if faults:
+            _leave(faults, 2)
+        return len(jobs)
+
+
+def _arrived() -> CheckConfig:
+    _register()
+    return CheckConfig()
+
+
+def _faults(composed: DictConfig) -> tuple[str, ...]:
+    """What is wrong with a composed config, a paragraph each."""
+    ours = copy.deepcopy(composed)
+    with open_dict(ours):
+        del ours["hydra"]
+    try:
+        config.load(ours, Origins.of(composed))
+    except ConfigError as error:
+        return tuple(map(str, error.args))
+    return ()
+
+
+def _tell_whose(composed: DictConfig) -> None:
+    """Say which recipes and modules are the user's although others of the same names come with this package."""
+    for notice in recipes.NOTICES:
+        print(notice, flush=True)
+    for key in TARGETS:
+        name = OmegaConf.select(composed, key, throw_on_missing=False)
+        if isinstance(name, str) and (file := packages.hidden(name)) is not None:
+            where = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            print(f"{key}: {name} is in {where}; the one that comes with Meshwright is meshwright.{name}", flush=True)
+
+
+def _unwritable(folder: str, key: str) -> tuple[str, ...]:
+    """Why the folder of a run or a sweep cannot be written; nothing where it can."""
+    try:
+        require_writable(folder, key)
+    except ConfigError as error:
+        return (str(error),)
+    return ()
+
+
+def _verb_table() -> str:
+    width = max(map(len, VERBS))
+    return "\n".join(
+        f"  {name:<{width}}  {verb.summary}\n  {'':<{width}}    {verb.example}" for name, verb in VERBS.items()
+    )
+
+
+def _is_strategy_error(error: Exception) -> bool:
+    # Asked of the module only if it is loaded: importing it here could import torch.
+    module = sys.modules.get("strategies.core.errors")
+    return module is not None and isinstance(error, module.StrategyError)
+
+
+def _record(failure: Failure, run_dir: Path) -> None:
+    text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
+    with suppress(OSError):  # a full disk is told on the terminal
+        (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe without a reader; from then on output is dropped, else the interpreter's end fails."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    console.drop(sys.stdout.fileno())
+    return True
+
+
+def _tell_traceback(error: Exception) -> None:
+    if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
+        traceback.print_exception(error)
+
+
+def _tell(paragraphs: Sequence[str]) -> None:
+    for paragraph in paragraphs:
+        console.say(paragraph)
+
+
+def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:
+    _tell(paragraphs)
+    sys.exit(code)

@@ -1,0 +1,83 @@
+"""Run folders: whether one can be written, what a command itself reads and writes there, and those that hold nothing
+worth keeping."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from runner.errors import ConfigError
+from runner.launch import folder_lock as occupancy
+
+CONFIG_FILE = "config.json"
+FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")
+"""Files that a command or its ranks read or write."""
+ROOM = 1 << 16
+"""Bytes that must fit, so that a full disk is noticed before anything starts."""
+
+
+def require_working_directory() -> None:
+    """Raises ConfigError where the working directory has been removed."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory is gone ({error.strerror}); change to another one.") from None
+
+
+def require_writable(folder: str, key: str) -> None:
+    """Make `folder`, the value of `key`, unless it is there, and write a file that leaves no trace.
+
+    Raises ConfigError where that fails; folders that were made are removed again.
+    """
+    made: list[Path] = []
+    try:
+        path = Path(folder).absolute()
+        path.as_posix().encode()
+        made = [one for one in (path, *path.parents) if not one.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(ROOM))
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{key} = {folder!r}: the name is not ASCII, which Python takes for this system's encoding; set "
+            "PYTHONUTF8=1 or a locale such as LC_ALL=C.UTF-8."
+        ) from None
+    except (OSError, ValueError) as error:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        shown = folder if len(folder) < 100 else f"{folder[:97]}..."
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR.") from None
+
+
+def check_files(run_dir: Path) -> None:
+    """Raise ConfigError where something that is no file has the name of one of ours: a FIFO would be waited for."""
+    for name in FILES:
+        if (run_dir / name).exists() and not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir.")
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    """Write `config.json`; it is replaced as a whole."""
+    hidden = run_dir / f".{CONFIG_FILE}"
+    hidden.write_text(text, encoding="utf-8")
+    os.replace(hidden, run_dir / CONFIG_FILE)
+
+
+def remove_if_unused(run_dir: Path) -> None:
+    """Remove a run folder that holds nothing but the config and the own lock, and the folders of runs that are empty
+    then."""
+    ours = {CONFIG_FILE} if occupancy.occupant_of(run_dir) is None else {CONFIG_FILE, occupancy.FILE}
+    if {file.name for file in run_dir.iterdir()} - ours:
+        return
+    for name in ours:
+        (run_dir / name).unlink(missing_ok=True)
+    run_dir.rmdir()
+    here = Path.cwd()
+    for folder in run_dir.parents:
+        if here not in folder.parents or any(folder.iterdir()):
+            return
+        folder.rmdir()

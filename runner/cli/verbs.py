@@ -1,0 +1,142 @@
+"""The table of verbs: what each does, an example, and the function that does it.
+
+A composed verb works on a validated config: `run plan +recipe=x` is `job=plan` for Hydra, and its function is
+`run(config, run_dir) -> float | None`. The other verbs need no config and come before Hydra: `run(words) -> exit code`.
+Functions are named, not imported: the command must be able to refuse a bad config before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from runner.cli.verb_help import table
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted, 143 stopped by SIGTERM (129 by SIGHUP)."
+)
+SETUP = ("world_size", "device", "model", "loss", "data")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command.
+
+    Attributes:
+        summary: what it does, in a few words.
+        example: a command line that works on a fresh install.
+        target: `module:function`.
+        composed: whether it needs a config.
+        argument: the key of which a bare word behind the verb is the value; none: there is no such word.
+        usage: what follows the verb, where that is not a recipe.
+        keys: the config keys that `--help` shows, with all below them.
+    """
+
+    summary: str
+    example: str
+    target: str
+    composed: bool = True
+    argument: str = ""
+    usage: str = ""
+    keys: tuple[str, ...] = ()
+
+    @property
+    def help(self) -> str:
+        """What `--help` tells of the verb."""
+        parts = [self.usage, f"    {self.summary}", f"For example:\n    {self.example}"]
+        if self.composed:
+            name = self.target.rpartition(":")[0].rpartition(".")[2]
+            parts[0] = self.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
+            parts.append(f"Keys and their defaults:\n{table(self.keys)}")
+            parts.append("All keys, recipes and groups: run --help. The config of a recipe: run +recipe=NAME --cfg job")
+        return "\n\n".join([*parts, EXIT_CODES])
+
+    def function(self) -> Callable[..., Any]:
+        """Import the module and return the function. Raises what the import raises."""
+        module, _, name = self.target.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+
+VERBS = {
+    "train": Verb(
+        "train the model in parallel (also when no verb is given)",
+        "run train +recipe=ffn_auto parallel.search=sharding_propagation",
+        "runner.commands.train:run",
+        keys=(*SETUP, "optimizer", "train", "evaluate", "checkpoint", "parallel", "launch", "report", "run"),
+    ),
+    "launch": Verb(
+        "train with a launcher of your site, or print its commands (--dry-run)",
+        "run launch --dry-run +recipe=quickstart launch=torchrun",
+        "runner.commands.launch:run",
+        usage="run launch [--dry-run] +recipe=NAME launch=torchrun|mpirun|slurm|deepspeed|rank_table [KEY=VALUE ...]",
+        keys=("launch", "world_size", "device"),
+    ),
+    "plan": Verb(
+        "find the parallel plan and write plan.json, without training",
+        "run plan +recipe=quickstart",
+        "runner.commands.plan:run",
+        keys=("parallel", "cluster", *SETUP, "train.precision", "train.accumulate"),
+    ),
+    "verify": Verb(
+        "train in parallel and on one process side by side and compare",
+        "run verify +recipe=quickstart train.precision=fp64",
+        "runner.commands.verify:run",
+        keys=("verify", *SETUP, "train.seed", "train.precision", "train.random", "parallel"),
+    ),
+    "explain": Verb(
+        "print the plan as a table: every operator, its slices, what is sent; why one is sliced so; or every rank's "
+        "slice of a tensor (--slices NAME)",
+        "run explain matmul2 +recipe=semi_auto_redistribution",
+        "runner.commands.explain:run",
+        argument="explain.operator",
+        usage="run explain [OPERATOR] [--slices NAME] +recipe=NAME [KEY=VALUE ...]",
+        keys=("explain", "parallel", "cluster", *SETUP),
+    ),
+    "predict": Verb(
+        "run a trained model on rows of a dataset or a file and write what it returns",
+        "run predict +recipe=quickstart checkpoint=runs/mine",
+        "runner.commands.predict:run",
+        argument="predict.checkpoint",
+        usage="run predict +recipe=NAME checkpoint=PATH [KEY=VALUE ...]",
+        keys=("predict", "model.weights", "world_size", "device", "train.precision", "parallel"),
+    ),
+    "calibrate": Verb(
+        "measure this machine and write it down as a cluster",
+        "run calibrate cluster.yaml",
+        "runner.commands.calibrate:run",
+        argument="calibrate.file",
+        usage="run calibrate [FILE] [--force] [KEY=VALUE ...]",
+        keys=("calibrate", "world_size", "device", "launch.timeout", "launch.threads"),
+    ),
+    "diff": Verb(
+        "compare two plans: operators that are sliced otherwise, and what that changes",
+        "run diff runs/a/plan.json runs/b",
+        "runner.commands.diff:run",
+        composed=False,
+        usage="run diff A B    (each a plan.json, or the folder of a run)",
+    ),
+    "convert": Verb(
+        "write a checkpoint in another form or for another plan; also weights of torch and DeepSpeed",
+        "run convert runs/mine merged",
+        "runner.commands.convert:run",
+        composed=False,
+        usage="run convert FROM TO [form=merged|sharded] [plan=FILE]",
+    ),
+    "doctor": Verb(
+        "check that this machine and installation can run; or every file of a checkpoint, and what could be lost",
+        "run doctor",
+        "runner.commands.doctor:run",
+        composed=False,
+        usage="run doctor [CHECKPOINT or PLAN]    (a file, or the folder of a run)",
+    ),
+    "recipes": Verb(
+        "list the recipes, or print one",
+        "run recipes quickstart",
+        "runner.commands.recipes:run",
+        composed=False,
+        usage="run recipes [NAME]",
+    ),
+}

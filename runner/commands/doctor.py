@@ -1,0 +1,155 @@
+"""`run doctor`: can this machine and installation run? One line per check, and exit code 1 if one failed.
+
+Every check stands alone: a library that does not import costs its own line and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from runner.errors import ConfigError
+
+LIBRARIES = ("torch", "deepspeed", "hydra", "omegaconf", "pydantic", "numpy", "tqdm")
+DISTRIBUTIONS = {"hydra": "hydra-core"}
+OPTIONAL = {"tensorboard": "report.tensorboard=true", "transformers": "model.target=transformers.X"}
+BESIDE_RUNNER = ("conf", "recipes", "models", "strategies")
+GIB = 2**30
+LEAST_DISK, LEAST_SHARED_MEMORY = 1 * GIB, GIB // 16
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class CheckFailed(Exception):
+    """What a check found wrong and what would cure it."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Print every check. Returns the exit code: 0 if all are ok, else 1. A word is a checkpoint, which is checked
+    instead. Raises ConfigError for more words and for what is no checkpoint."""
+    if len(words) > 1:
+        raise ConfigError(f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
+    if words:
+        from runner.commands import (
+            doctor_checkpoint as examination,  # imports torch, which is one of the things to be checked
+        )
+
+        return examination.run(Path(words[0]))
+    checks: list[tuple[str, Callable[[], str]]] = [("python", _python)]
+    checks += [(name, _importer(name)) for name in LIBRARIES]
+    checks += [(name, _optional(name, use)) for name, use in OPTIONAL.items()]
+    checks += [("devices", _devices), ("collectives", _collectives), ("compiler", _compiler)]
+    checks += [(name, _placement(name)) for name in BESIDE_RUNNER]
+    checks += [("disk", _disk), ("shared memory", _shared_memory)]
+    return 1 if [name for name, check in checks if not _passes(name, check)] else 0
+
+
+def _passes(name: str, check: Callable[[], str]) -> bool:
+    """Carry out one check and print its line; what libraries print while they are imported is dropped."""
+    said = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            warnings.simplefilter("ignore")
+            found, passed = check(), True
+    except CheckFailed as error:
+        found, passed = str(error), False
+    except Exception as error:  # a broken installation may raise anything
+        found, passed = f"{type(error).__name__}: {' '.join(str(error).split())}", False
+    print(f"{'ok' if passed else 'failed':<6}  {name:<13}  {found}", flush=True)
+    return passed
+
+
+def _python() -> str:
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _importer(name: str) -> Callable[[], str]:
+    def check() -> str:
+        importlib.import_module(name)
+        return importlib.metadata.version(DISTRIBUTIONS.get(name, name))
+
+    return check
+
+
+def _optional(name: str, use: str) -> Callable[[], str]:
+    def check() -> str:
+        if importlib.util.find_spec(name) is None:
+            return f"absent; only {use} needs it"
+        return importlib.metadata.version(name)
+
+    return check
+
+
+def _compiler() -> str:
+    import torch
+
+    from strategies.runtime.compiled import missing
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lacking = missing(device)
+    return (
+        f"absent; only train.compile=true needs it: {lacking}" if lacking else f"torch.compile can be used on {device}"
+    )
+
+
+def _devices() -> str:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    listed = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    return f"{os.cpu_count()} CPU cores, {listed}"
+
+
+def _collectives() -> str:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise CheckFailed("torch was built without gloo, which ranks on CPU need")
+    nccl = distributed.is_nccl_available()
+    if torch.cuda.is_available() and not nccl:
+        raise CheckFailed("there are GPUs, but torch was built without nccl, which ranks on GPU need")
+    return "gloo, nccl" if nccl else "gloo"
+
+
+def _placement(name: str) -> Callable[[], str]:
+    """The packages have common names: another `models` in the way would be taken for ours."""
+
+    def check() -> str:
+        package = importlib.util.find_spec(name)
+        found = [Path(folder).resolve() for folder in (package.submodule_search_locations or ())] if package else []
+        wanted = Path(__file__).resolve().parents[2] / name
+        if wanted not in found:
+            where = ", ".join(map(str, found)) or "nowhere"
+            raise CheckFailed(f"found {where} instead of {wanted}; start `run` elsewhere or set PYTHONSAFEPATH=1")
+        return str(wanted)
+
+    return check
+
+
+def _disk() -> str:
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < LEAST_DISK:
+        raise CheckFailed(
+            f"{free / GIB:.1f} GiB free here; runs and checkpoints need {LEAST_DISK / GIB:.0f} GiB or more"
+        )
+    return f"{free / GIB:.1f} GiB free here"
+
+
+def _shared_memory() -> str:
+    if not SHARED_MEMORY.is_dir():
+        return f"no {SHARED_MEMORY}; the system shares memory in another way"
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < LEAST_SHARED_MEMORY:
+        raise CheckFailed(
+            f"{free / 2**20:.0f} MiB free in {SHARED_MEMORY}; {LEAST_SHARED_MEMORY / 2**20:.0f} are needed"
+        )
+    return f"{free / GIB:.1f} GiB free"

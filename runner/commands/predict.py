@@ -1,0 +1,40 @@
+"""`run predict`: trained weights from any checkpoint, rows in, predictions out, in any plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from runner import launch
+from runner.cli.cleanup import without_trace
+from runner.config.schema import Config
+from runner.launch.start import make_ready, start
+from runner.predict.without_training import without_training
+from runner.training.offload_folder import own_folder
+
+SUMMARY = "predict.json"
+
+
+def run(config: Config, run_dir: Path) -> float | None:
+    """Predict; write predictions and predict.json. Returns the loss where the rows have labels.
+
+    Raises ConfigError, StrategyError (wrong input) and RunFailed (a rank failed).
+    """
+    launch.warm()
+    config = without_training(config)
+    with without_trace(run_dir), own_folder(run_dir, "start") as folder:
+        ready = make_ready(config, run_dir, folder)
+        found = start("runner.launch.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
+    rate = found["rows"] / found["seconds"]
+    (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n", encoding="utf-8")
+    here = Path.cwd()
+    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    told = [f"{name} {value:.6g}" for name, value in found["evaluation"].items()]
+    weights = "the weights of model.weights" if found["step"] is None else f"the weights of step {found['step']}"
+    print(
+        f"predicted: {found['rows']} rows with {weights}, {rate:.0f} samples/s"
+        f"{''.join(f', {one}' for one in told)}; {shown / found['file']}",
+        flush=True,
+    )
+    loss: float | None = found["evaluation"].get("loss")
+    return loss

@@ -1,0 +1,87 @@
+"""`run train`: prepare once, start the ranks, train."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+from runner import launch
+from runner.cli.cleanup import without_trace
+from runner.config.schema import Config
+from runner.errors import Stopped
+from runner.launch.interrupts import Interrupts
+from runner.launch.launchers.dry_run import dry_run
+from runner.recovery import restarting
+from runner.sweep.job import records
+from runner.training.metrics import require_tensorboard
+from runner.training.offload_folder import offload_folder, own_folder
+from runner.training.timeline import begin, marked
+
+
+def run(config: Config, run_dir: Path) -> float | None:
+    """Train. Returns the last loss. Raises ConfigError, StrategyError (wrong input), RunFailed (a rank failed)
+    and Stopped (SIGTERM, SIGINT, SIGHUP)."""
+    marks = marked(begin(), "config")
+    if config.report.tensorboard:
+        require_tensorboard()
+    if config.launch.dry_run:
+        dry_run(config, run_dir)
+        return None
+    launch.warm()
+    with (
+        without_trace(run_dir),
+        own_folder(run_dir, "start") as folder,
+        offload_folder(config, run_dir) as offload,
+    ):
+        payload = {"folder": str(folder), "marks": marks, "offload": offload}
+        result = restarting.train(config, run_dir, payload)
+    if result is None:
+        print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
+        return None
+    if result["stopped"] is not None:
+        raise stopped(result["stopped"], Interrupts.asked)
+    if result["memory"] is not None:
+        print(memory_of(result["memory"], run_dir), flush=True)
+    result = with_recorded(result, run_dir)
+    print(ending(result, run_dir), flush=True)
+    loss: float = result["loss"]
+    return loss
+
+
+def with_recorded(result: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """`result` with loss and evaluation of the last step from metrics.jsonl, where no step was left to do."""
+    if not math.isnan(result["loss"]):
+        return result
+    last = [record for record in records(run_dir) if record["step"] == result["steps"]]
+    found = {key: record[key] for record in last for key in ("loss", "evaluation") if record.get(key) is not None}
+    return result | found
+
+
+def ending(result: dict[str, Any], run_dir: Path) -> str:
+    """The last line of a training run."""
+    told = [f"loss {result['loss']:.6g}"] + [f"test {name} {value:.4g}" for name, value in result["evaluation"].items()]
+    here = Path.cwd()
+    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"
+
+
+def stopped(step: int, number: int) -> Stopped:
+    """What to say of a run that the signal `number` has stopped after `step`."""
+    name = signal.Signals(number).name
+    if not step:
+        return Stopped(f"stopped by {name} before the first step; nothing was trained, so run it again.", number)
+    return Stopped(f"stopped by {name} after step {step}, which is saved.", number, saved=True)
+
+
+def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
+    """Write memory.json: what each rank's tensors took, beside what the plan predicts. Returns a line about it."""
+    plan = run_dir / "plan.json"
+    predicted = json.loads(plan.read_text(encoding="utf-8"))["memory"] if plan.exists() else None
+    content = {"predicted": predicted, "measured": measured}
+    (run_dir / "memory.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    most = max(measured, key=lambda one: one["peak"])
+    told = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
+    return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{told}"

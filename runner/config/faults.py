@@ -1,0 +1,54 @@
+"""`launch.faults`: what is to go wrong on purpose, for tests and drills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from runner.config.section import Count, Section, refusal
+
+Phase = Literal["data", "forward", "backward", "collective", "optimizer", "save"]
+Kind = Literal["kill", "hang", "raise", "corrupt", "truncate", "disk_full", "network"]
+OF_FILES = ("corrupt", "truncate", "disk_full")
+"""Kinds that concern what is saved, and so happen in no other phase than save."""
+
+
+class Fault(Section):
+    """One thing that goes wrong once: on `rank` (its process, its files, its host) in `phase` of optimizer `step`."""
+
+    kind: Kind
+    rank: Annotated[int, Field(strict=True, ge=0)]
+    step: Count
+    phase: Phase
+    interface: Annotated[str | None, Field(min_length=1, description="The network interface to take down.")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise refusal(
+                f"launch.faults holds {value!r}; each fault is a mapping such as "
+                "{kind: kill, rank: 1, step: 3, phase: forward}, with one of the kinds "
+                f"{', '.join(get_args(Kind))} and one of the phases {', '.join(get_args(Phase))}.",
+                "launch.faults",
+            )
+        implied = {"phase": "save"} if value.get("kind") in OF_FILES else {}
+        return {**implied, "interface": None, **value}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Fault:
+        if self.kind in OF_FILES and self.phase != "save":
+            raise refusal(
+                f"launch.faults: {self.kind} concerns the files of a checkpoint, so it cannot happen in phase "
+                f"{self.phase!r}; leave the phase out, or write phase: save.",
+                "launch.faults",
+            )
+        if (self.kind == "network") != (self.interface is not None):
+            raise refusal(
+                "launch.faults: a fault of kind network takes the network `interface` of its rank's host down, and no "
+                "other kind does; name the interface (ip link shows them) with network alone.",
+                "launch.faults",
+            )
+        return self

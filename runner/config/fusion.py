@@ -1,0 +1,60 @@
+"""The section `parallel.comm_fusion`: which collectives become one call."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from runner.config.section import Count, Section, refusal
+
+
+class Joined(Section):
+    """Which collectives of one kind become one call: `auto`; of at most `size` megabytes (`config`); cut at positions
+    (`index`, `config`: a list); or `none` of them."""
+
+    mode: Literal["auto", "size", "index", "none"]
+    config: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Count, ...] | None
+
+    @property
+    def bytes(self) -> int | None:
+        """The most that one call may carry; None where it is not said."""
+        assert not isinstance(self.config, tuple)
+        return None if self.config is None else max(int(self.config * 2**20), 1)
+
+
+class CommFusion(Section):
+    all_reduce: Joined
+    all_gather: Joined
+    reduce_scatter: Joined
+
+    @model_validator(mode="after")
+    def _configs_fit_modes(self) -> CommFusion:
+        for name in type(self).model_fields:
+            joined: Joined = getattr(self, name)
+            key, config = f"parallel.comm_fusion.{name}", joined.config
+            if joined.mode == "index" and name != "all_reduce":
+                raise refusal(
+                    f"{key}.mode = 'index' is not allowed: only all_reduce, the sum of gradients, has positions to cut "
+                    "at. Allowed here: auto, size, none.",
+                    f"{key}.mode",
+                )
+            fits = {
+                "size": isinstance(config, float),
+                "index": isinstance(config, tuple) and all(a < b for a, b in pairwise(config)),
+            }.get(joined.mode, config is None)
+            if not fits:
+                wanted = {
+                    "size": "a number of megabytes above 0, e.g. 25",
+                    "index": "a list of increasing positions in the order in which backward completes the gradients, "
+                    "e.g. [4, 8]",
+                }.get(joined.mode, "nothing (null)")
+                shown = list(config) if isinstance(config, tuple) else "null" if config is None else config
+                raise refusal(
+                    f"{key}.config = {shown} does not fit {key}.mode = {joined.mode!r}, which takes {wanted}; change "
+                    "one of the two.",
+                    f"{key}.config",
+                    f"{key}.mode",
+                )
+        return self

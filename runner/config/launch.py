@@ -1,0 +1,212 @@
+"""`launch`: what starts the ranks, on which hosts, and how long they wait for one another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
+
+from runner.config.faults import Fault
+from runner.config.section import Count, Positive, Section, refusal
+
+Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table"]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+Number = Annotated[int, Field(strict=True, ge=0)]
+Word = Annotated[str, Field(min_length=1)]
+YEAR = 31_536_000
+"""Seconds; libraries count them in milliseconds, or fail."""
+THREADS = 1024
+"""More than any processor runs at once; where a system starts no more threads, OpenMP ends the process."""
+
+
+class Host(Section):
+    """One host: its name or address, its ranks, and the device of each of them."""
+
+    name: Word
+    ranks: Annotated[tuple[Number, ...], Field(min_length=1)]
+    devices: tuple[Number, ...]
+
+
+def _in_order(value: Any) -> Any:
+    """`["a:4", "b:4"]` as hosts whose ranks follow one another; what is none of that is left to the type."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        return value
+    found: list[dict[str, Any]] = []
+    first = 0
+    for one in value:
+        name, _, count = one.rpartition(":")
+        if not name or not count.isdigit() or not int(count):
+            raise ValueError(f"has {one!r}, which is not HOST:RANKS such as node1:8")
+        ranks = range(first, first + int(count))
+        found.append({"name": name.strip("[]"), "ranks": tuple(ranks), "devices": tuple(range(int(count)))})
+        first += int(count)
+    return found
+
+
+class Launch(Section):
+    launcher: Annotated[Launcher, Field(description="What starts the ranks; `launch=NAME` chooses it.")]
+    timeout: Annotated[
+        Positive, Field(ge=1e-3, le=YEAR, description="Seconds that a collective may take before its rank is given up.")
+    ]
+    threads: Annotated[Count, Field(le=THREADS, description="Threads of torch in each rank.")]
+    max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
+    min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
+    check_memory: Annotated[StrictBool, Field(description="Refuse ranks that this machine has no room for.")]
+    rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]
+    faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
+    hosts: Annotated[
+        tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
+    ]
+    hostfile: Annotated[Word | None, Field(description="A file with a line `HOST slots=RANKS` per host.")]
+    rank_table: Annotated[Word | None, Field(description="A JSON file with host and device of every rank.")]
+    host: Annotated[Word | None, Field(description="Start only this host's ranks; the others are started likewise.")]
+    rank: Annotated[Number | None, Field(description="Start only this rank; the others are started likewise.")]
+    nodes: Annotated[Count | None, Field(description="How many hosts, where the scheduler knows their names.")]
+    address: Annotated[Word | None, Field(description="Where the others find the host that is first, or this command.")]
+    port: Annotated[Port | None, Field(description="Where the ranks meet; null: any that is free.")]
+    rendezvous: Annotated[Literal["static", "c10d"], Field(description="How the agents of torchrun meet.")]
+    remote: Annotated[tuple[Word, ...], Field(description="The words before a host and a command to run there.")]
+    export: Annotated[tuple[Word, ...], Field(description="Globs of variables that ranks on other hosts are given.")]
+    options: Annotated[tuple[str, ...], Field(description="More words for the launcher, before the program.")]
+    dry_run: Annotated[StrictBool, Field(description="Print what would be started, and start nothing.")]
+
+    @model_validator(mode="after")
+    def _fewer_only_when_restarted(self) -> Launch:
+        if self.min_ranks is not None and not self.max_restarts:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks} says with how few ranks a run is started again, but "
+                "launch.max_restarts = 0 never does; set launch.max_restarts too.",
+                "launch.min_ranks",
+                "launch.max_restarts",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rescued_from_here(self) -> Launch:
+        if self.rescue and self.launcher != "local":
+            raise refusal(
+                f"launch.rescue = true lets the survivors of a failure write what they have in memory before they are "
+                f"stopped, but launch = {self.launcher!r} stops them at once; choose launch=local or "
+                "launch.rescue=false.",
+                "launch.rescue",
+                "launch.launcher",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _table_is_whole(self) -> Launch:
+        names = [host.name for host in self.hosts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise refusal(
+                f"launch.hosts names {', '.join(twice)} more than once; give every host once, with all of its ranks.",
+                "launch.hosts",
+            )
+        ranks = [rank for host in self.hosts for rank in host.ranks]
+        if twice_ranks := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+            raise refusal(
+                f"the hosts of the launch hold rank {', '.join(map(str, twice_ranks))} more than once; every rank has "
+                "one place.",
+                "launch.hosts",
+                "launch.rank_table",
+            )
+        if missing := sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks)):
+            raise refusal(
+                f"the hosts of the launch have {len(ranks)} ranks up to {max(ranks)}, but none has rank "
+                f"{', '.join(map(str, missing))}; ranks are numbered from 0 without gaps.",
+                "launch.hosts",
+                "launch.rank_table",
+            )
+        for host in self.hosts:
+            if len(host.devices) != len(host.ranks) or len(set(host.devices)) != len(host.devices):
+                raise refusal(
+                    f"host {host.name} has ranks {list(host.ranks)} on devices {list(host.devices)}; every rank needs "
+                    "a device of its own.",
+                    "launch.hosts",
+                    "launch.rank_table",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _launcher_can(self) -> Launch:
+        if self.launcher == "local" and (self.hosts or self.nodes):
+            raise refusal(
+                "launch = 'local' starts all ranks on this machine, but hosts are given; choose launch=torchrun, "
+                "mpirun, slurm, deepspeed or rank_table.",
+                "launch.launcher",
+                "launch.hosts",
+            )
+        if self.launcher == "rank_table" and not self.hosts:
+            raise refusal(
+                "launch = 'rank_table' needs to know the hosts; give launch.rank_table=FILE.json (or launch.hosts).",
+                "launch.rank_table",
+            )
+        if self.launcher == "deepspeed" and not self.hosts:
+            raise refusal(
+                "launch = 'deepspeed' needs to know the hosts; give launch.hostfile=FILE (or launch.hosts).",
+                "launch.hostfile",
+            )
+        if self.nodes is not None and self.launcher != "slurm":
+            raise refusal(
+                f"launch.nodes = {self.nodes} is for launch=slurm, which finds hosts by itself; name them in "
+                "launch.hosts.",
+                "launch.nodes",
+            )
+        if self.min_ranks is not None and self.ranks is not None and self.min_ranks > self.ranks:
+            raise refusal(
+                f"launch.min_ranks = {self.min_ranks}, but the hosts of the launch have {self.ranks} ranks; give hosts "
+                "with as many ranks or more.",
+                "launch.min_ranks",
+                "launch.hosts",
+            )
+        in_order = [rank for host in self.hosts for rank in host.ranks]
+        if self.launcher not in ("local", "rank_table") and in_order != sorted(in_order):
+            raise refusal(
+                f"launch = {self.launcher!r} numbers the ranks host by host, but the ranks of the table do not follow "
+                "one another so; use launch=rank_table.",
+                "launch.launcher",
+                "launch.rank_table",
+            )
+        if self.launcher == "slurm" and len({len(host.ranks) for host in self.hosts}) > 1:
+            raise refusal(
+                "launch = 'slurm' starts equally many ranks on every host, but launch.hosts has "
+                f"{', '.join(f'{host.name}:{len(host.ranks)}' for host in self.hosts)}.",
+                "launch.hosts",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _by_hand(self) -> Launch:
+        if self.host is None and self.rank is None:
+            return self
+        given = "host" if self.host is not None else "rank"
+        if self.launcher != "rank_table" or (self.host is not None and self.rank is not None):
+            raise refusal(
+                f"launch.{given} starts a part of a rank table by hand: it needs launch=rank_table, and launch.host or "
+                "launch.rank, not both.",
+                f"launch.{given}",
+            )
+        if self.port is None:
+            raise refusal(
+                f"launch.{given}: what is started by hand on several hosts must know where to meet; set launch.port, "
+                "everywhere the same, e.g. launch.port=29400.",
+                f"launch.{given}",
+                "launch.port",
+            )
+        names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
+        if self.host is not None and self.host not in names:
+            raise refusal(f"launch.host = {self.host!r} is not in the table: {', '.join(names)}.", "launch.host")
+        if self.rank is not None and self.rank not in ranks:
+            raise refusal(
+                f"launch.rank = {self.rank} is not in the table, which has {len(ranks)} ranks from 0.", "launch.rank"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks the hosts have; None where no host is named."""
+        return sum(len(host.ranks) for host in self.hosts) or None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether this command is one of several that somebody starts."""
+        return self.host is not None or self.rank is not None

@@ -1,0 +1,244 @@
+"""From what Hydra composed to a validated, frozen `Config`, and from the file in the run folder back to it.
+
+Invariant: whatever is wrong with a config ends as one `ConfigError`, a paragraph per fault that names the dotted key,
+the value, what is allowed, the closest match and where the value came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from runner.config.cluster import from_file
+from runner.config.origins import Origins
+from runner.config.parallel import SHORT, Mode
+from runner.config.schema import Config
+from runner.config.section import Section
+from runner.errors import ConfigError, allowed
+from runner.launch.launchers import hosts as table
+
+# What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
+MEANINGS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "dict_type": "must be a mapping such as {{name: value}}",
+    "model_type": "must be a mapping such as {{name: value}}",
+    "tuple_type": "must be a list",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:.15g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:.15g}",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+}
+
+NO_MODEL = (
+    "there is nothing to run: choose a recipe, e.g. `run +recipe=quickstart` (`run recipes` lists them, `run --help` "
+    "explains), or give your own with model.target=package.module.Class and data.target=package.module.Class."
+)
+NODES_AGAIN = ("cluster", "machine", "levels", "node", "size")
+"""Where `cluster.nodes` stands a second time in the clusters that come with the package."""
+
+
+def load(composed: DictConfig, origins: Origins) -> Config:
+    """Validate a composed config (without its `hydra` node). Raises ConfigError."""
+    if strangers := [str(key) for key in composed if key not in Config.model_fields]:
+        raise ConfigError(*(unknown(key) + origins.sentence([key]) for key in strangers))
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        if error.full_key == "model.target":
+            raise ConfigError(NO_MODEL) from None
+        raise ConfigError(_missing(error.full_key)) from None
+    except OmegaConfBaseException as error:
+        text = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
+    assert isinstance(values, dict)
+    if isinstance(cluster := values.get("cluster"), Mapping):
+        values |= {"cluster": from_file(cluster)}
+    if isinstance(launch := values.get("launch"), Mapping):
+        values |= {"launch": table.from_files(launch)}
+    config = _validate(values, origins)
+    if config.world_size is None and config.launch.ranks is not None:
+        config = _validate(values | {"world_size": config.launch.ranks}, origins)
+    chosen = origins.choice("parallel")
+    if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
+        raise ConfigError(
+            f"parallel = {chosen!r} has no effect, because parallel.mode = {config.parallel.mode!r} comes after it; "
+            f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}"
+        )
+    return config
+
+
+def read(file: Path) -> Config:
+    """The config of a run folder's `config.json`. Raises ConfigError if it is missing or does not validate."""
+    from strategies.core.bounded_files import read_bytes  # no part of the front end needs it
+
+    try:
+        return Config.model_validate_json(read_bytes(file))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+    except ValidationError as error:
+        raise ConfigError(*(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}.") from None
+
+
+def keys(parent: str) -> list[str]:
+    """The config keys directly below a dotted key ("" is the top), none if it is not a section."""
+    section: type[BaseModel] | None = Config
+    for part in filter(None, parent.split(".")):
+        annotation = section.model_fields[part].annotation if section and part in section.model_fields else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    return list(section.model_fields) if section else []
+
+
+def enumerated(dotted: str) -> tuple[str, ...]:
+    """The words that a key may be, as YAML writes them; none for a key that takes anything else alone."""
+    section: type[BaseModel] = Config
+    *parents, name = dotted.split(".")
+    for part in parents:
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return ()
+        section = annotation
+    if name not in section.model_fields:
+        return ()
+    if dotted.startswith("parallel.") and name in SHORT:
+        return enumerated(f"{dotted}.{SHORT[name][0]}")
+    found = dict.fromkeys(_yaml(one) for one in _literals(section.model_fields[name].annotation))
+    return tuple(found) if found.keys() - {"null"} else ()
+
+
+def _literals(annotation: Any) -> Iterator[object]:
+    """The values of an enumeration, or of one among alternatives; small ranges of numbers belong to it."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif annotation is bool:
+        yield from (True, False)
+    elif annotation is type(None):
+        yield None
+    elif get_origin(annotation) is Annotated and get_args(annotation)[0] is int:
+        limits = [get_args(annotation)[1]] if get_args(annotation)[1:] else []
+        marks = [mark for limit in limits for mark in getattr(limit, "metadata", [])]
+        low = next((mark.ge for mark in marks if hasattr(mark, "ge")), None)
+        high = next((mark.le for mark in marks if hasattr(mark, "le")), None)
+        yield from range(low, high + 1) if low is not None and high is not None and high - low < 10 else ()
+    else:
+        for inner in _alternatives(annotation):
+            yield from _literals(inner)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, bool]:
+    """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`, and whether each
+    may be null."""
+    found: dict[str, bool] = {}
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            found |= open_mappings(info.annotation, f"{prefix}{name}.")
+        elif _is_mapping(info.annotation):
+            found[prefix + name] = type(None) in get_args(info.annotation)
+    return found
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a type is a dict, or may be one: `dict[str, int] | None`."""
+    return get_origin(annotation) is dict or any(map(_is_mapping, _alternatives(annotation)))
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[:1]
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+
+
+def unknown(dotted: str) -> str:
+    """What to say about a key that the config does not have."""
+    parent, _, key = dotted.rpartition(".")
+    known = keys(parent) if parent else ["recipe", *keys("")]
+    if key in known:
+        return f"{dotted} has no place, because {parent} was given as one value; give the keys of {parent} one by one."
+    return f"{dotted} is not a config key.{allowed(key, known)}"
+
+
+def _validate(values: Any, origins: Origins) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        found = _one_each(error.errors())
+        if any(one["loc"] == ("cluster", "nodes") for one in found):
+            found = [one for one in found if one["loc"] != NODES_AGAIN]
+        raise ConfigError(*(_paragraph(e, origins) for e in found)) from None
+
+
+def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One error for a value that is either a word or something else: that of the something else, with the `words`."""
+    words = {one["loc"][:-1]: one for one in errors if "".join(map(str, one["loc"][-1:])).startswith("literal[")}
+    found: list[Mapping[str, Any]] = []
+    for one in errors:
+        place = next((place for place in words if one["loc"][: len(place)] == place and one is not words[place]), None)
+        if place is not None:
+            loc = place + one["loc"][len(place) + 1 :]
+            found.append({**one, "loc": loc, "words": words[place]["ctx"]["expected"]})
+        elif all(one is not other for other in words.values()):
+            found.append(one)
+    return found
+
+
+def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
+    dotted = ".".join(str(part) for part in error["loc"] if part != "[key]")
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    concerned: Sequence[str] = [dotted]
+    if kind == "refusal":
+        text, concerned = str(context["text"]), context["keys"]
+    elif kind == "extra_forbidden":
+        text = unknown(dotted)
+    elif kind == "missing":
+        text, concerned = _missing(dotted), []
+    elif kind == "literal_error":
+        options = _words(context["expected"])
+        text = f"{dotted} = {_shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
+    elif kind == "value_error":
+        text = f"{dotted} = {_shown(value)} {context['error']}".rstrip(".") + "."
+    elif kind in MEANINGS:
+        text = f"{dotted} = {_shown(value)}: {MEANINGS[kind].format(**context)}."
+    else:
+        text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
+    if kind != "refusal" and "words" in error:
+        text += allowed(str(value), _words(error["words"])).replace(" Allowed:", " Allowed too:")
+    if value in ("None", "none"):
+        text += " No value is written null."
+    return text + origins.sentence(concerned)
+
+
+def _words(expected: str) -> list[str]:
+    """The values in the list of a message such as `'none', 'full' or 'auto'`."""
+    return re.findall(r"[\w-]+", expected.replace(" or ", ", "))
+
+
+def _missing(dotted: str | None) -> str:
+    return f"{dotted} has no value and no default; set it with {dotted}=VALUE."
+
+
+def _shown(value: object) -> str:
+    """A value as YAML would write it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)

@@ -1,0 +1,362 @@
+"""The section `parallel`: how a run is divided over its ranks, and which of its keys go together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, ValidationInfo, field_validator, model_validator
+
+from runner.config.arguments import Arguments
+from runner.config.fusion import CommFusion
+from runner.config.memory import Bytes
+from runner.config.offload import OffloadForm
+from runner.config.pipeline import Pipeline
+from runner.config.recompute import Recompute
+from runner.config.section import Count, Glob, Section, by_path, refusal
+from runner.config.strategy_syntax import (
+    AxisName,
+    OperandForm,
+    Place,
+    StrategyForm,
+    check_layouts,
+    read_operands,
+    read_strategies,
+)
+from runner.errors import allowed
+
+Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
+DATASETS = ("data_parallel", "full_batch")
+NOTHING = {"set_data_parallel": "[]", "place": "{}"}
+"""How to drop a key that is not dropped by null."""
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "recompute": ("operators", {"modules": None, "communication": None, "slice_inputs": False}),
+    "zero": ("stage", {"options": {}}),
+    "pipeline": (
+        "stages",
+        {"virtual_stages": None, "micro_batches": None, "schedule": "1f1b", "cuts": "auto"},
+    ),
+}
+"""Sections that may be one value: of which of their keys, and what the others are then."""
+
+
+class NamedMatrix(Section):
+    """A device matrix with a name for each of its axes; ranks are numbered row by row."""
+
+    device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)]
+    axes: tuple[AxisName, ...]
+
+
+class Zero(Section):
+    stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)]
+    options: Arguments
+
+    @property
+    def known(self) -> int:
+        """The stage; 0 where that is still to be decided."""
+        return 0 if self.stage == "auto" else self.stage
+
+
+class Parallel(Section):
+    mode: Mode
+    search: Search
+    mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None
+    strategies: dict[str, StrategyForm]
+    layouts: dict[str, NamedMatrix]
+    set_data_parallel: tuple[Glob, ...]
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
+    zero: Zero
+    comm_fusion: CommFusion
+    reduce_precision: Annotated[
+        Literal["auto", "fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
+    ]
+    comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
+    comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
+    copies: Count
+    recompute: Recompute
+    memory_limit: Annotated[Bytes | None, Field(description="Bytes per rank, or a text such as 80GB.")]
+    offload: OffloadForm
+    place: dict[Glob, Literal["host"]]
+    pipeline: Pipeline
+    plan: Annotated[str | None, Field(min_length=1, description="A plan.json, or the folder of the run that wrote it.")]
+    plan_cache: Annotated[str | None, Field(min_length=1, description="The folder of found plans; auto, or null.")]
+    dump_ir: Annotated[
+        StrictBool | Annotated[str, Field(min_length=1)],
+        Field(description="Whether to write the program of every rank to ir/ in the run folder, or a folder for it."),
+    ]
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _mode_available(cls, mode: Any) -> Any:
+        if mode == "parameter_server":
+            raise refusal(
+                "parallel.mode = 'parameter_server' is not available yet; until then data_parallel is the nearest.",
+                "parallel.mode",
+            )
+        return mode
+
+    @field_validator(*SHORT, mode="before")
+    @classmethod
+    def _in_short(cls, value: Any, info: ValidationInfo) -> Any:
+        """`recompute=full`, `zero=2` or `pipeline=auto` say all there is to say."""
+        key, others = SHORT[info.field_name or ""]
+        short = isinstance(value, str | int) and not isinstance(value, bool)
+        return {key: value} | others if short else value
+
+    @field_validator("strategies", mode="before")
+    @classmethod
+    def _strategies(cls, value: Any) -> dict[str, StrategyForm]:
+        return read_strategies(value)
+
+    @field_validator("place", mode="before")
+    @classmethod
+    def _place_by_path(cls, value: Any) -> Any:
+        """`parallel.place.layers.0=host` on the command line builds nested keys."""
+        return by_path(value, "parallel.place")
+
+    @field_validator("dataset_strategy", mode="before")
+    @classmethod
+    def _dataset_strategy(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in DATASETS:
+                raise refusal(
+                    f"parallel.dataset_strategy = {value!r} is not allowed.{allowed(value, DATASETS)} Or one entry per "
+                    "input, e.g. [[2, 1], [1, 1]].",
+                    "parallel.dataset_strategy",
+                )
+            return value
+        return read_operands(value, "parallel.dataset_strategy", "input")
+
+    @model_validator(mode="after")
+    def _layouts_hold_together(self) -> Parallel:
+        for name, layout in self.layouts.items():
+            key = f"parallel.layouts.{name}"
+            if len(layout.axes) != len(layout.device_matrix) or len(set(layout.axes)) != len(layout.axes):
+                raise refusal(
+                    f"{key}: axes = {list(layout.axes)} must name each of the {len(layout.device_matrix)} axes of "
+                    f"device_matrix = {list(layout.device_matrix)} once.",
+                    key,
+                )
+        check_layouts(self.operands(), {name: layout.axes for name, layout in self.layouts.items()})
+        return self
+
+    @model_validator(mode="after")
+    def _mode_uses_what_is_given(self) -> Parallel:
+        searched = self.mode in ("semi_auto", "auto")
+        given = {
+            "strategies": bool(self.strategies) and not searched,
+            "set_data_parallel": bool(self.set_data_parallel) and not searched,
+            "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
+            "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
+            "plan": self.plan is not None and self.mode in ("stand_alone", "hybrid"),
+        }
+        for name, unused in given.items():
+            if unused:
+                key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
+                others = "data_parallel, semi_auto" if name in ("place", "plan") else "semi_auto"
+                raise refusal(
+                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
+                    f"auto, or drop it with {key}={nothing}.",
+                    key,
+                    "parallel.mode",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _dataset_strategy_fits_mode(self) -> Parallel:
+        sliced = self.dataset_strategy != "data_parallel"
+        if sliced and (self.mode == "data_parallel" or (self.mode == "stand_alone" and not self._full_batch)):
+            given = "full_batch" if self._full_batch else "a strategy per input"
+            raise refusal(
+                f"parallel.dataset_strategy: {given} is not allowed with parallel.mode = {self.mode!r}; it needs mode "
+                "semi_auto, auto or hybrid. Allowed here: data_parallel.",
+                "parallel.dataset_strategy",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_is_used(self) -> Parallel:
+        if self.zero.stage and self.mode == "stand_alone":
+            raise refusal(
+                f"parallel.zero.stage = {self.zero.stage} needs ranks to divide the optimizer over, but parallel.mode "
+                "= 'stand_alone' has one process; choose another mode or parallel.zero.stage=0.",
+                "parallel.zero.stage",
+                "parallel.mode",
+            )
+        if self.zero.options and self.zero.stage == 0:
+            raise refusal(
+                f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
+                "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
+                "parallel.zero.options",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_decision_has_a_plan(self) -> Parallel:
+        if self.zero.stage == "auto" and self.mode == "hybrid":
+            raise refusal(
+                "parallel.zero.stage = 'auto' is decided by the prediction of a plan, but parallel.mode = 'hybrid' "
+                "runs the module as it is; choose parallel.zero.stage = 0, 1, 2 or 3, or mode data_parallel, semi_auto "
+                "or auto.",
+                "parallel.zero.stage",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fusion_is_used(self) -> Parallel:
+        fusion, key = self.comm_fusion, "parallel.comm_fusion"
+        kinds = {"all_reduce": fusion.all_reduce, "all_gather": fusion.all_gather}
+        kinds["reduce_scatter"] = fusion.reduce_scatter
+        for name, joined in kinds.items():
+            own = self.mode == "stand_alone" or (self.mode == "hybrid" and name != "all_reduce")
+            if own and joined.mode in ("size", "index"):
+                why = "has one process" if self.mode == "stand_alone" else "leaves such calls to the module"
+                raise refusal(
+                    f"{key}.{name}.mode = {joined.mode!r} joins collectives of a plan, but parallel.mode = "
+                    f"{self.mode!r} {why}; choose another mode or {key}.{name}.mode=auto.",
+                    f"{key}.{name}.mode",
+                    "parallel.mode",
+                )
+        if fusion.all_reduce.mode == "index" and self.zero.known:
+            raise refusal(
+                f"{key}.all_reduce.mode = 'index' cuts the sum of gradients that parallel.zero.stage = 0 makes, but "
+                f"with stage {self.zero.stage} DeepSpeed cuts it by size; choose mode size or auto, or "
+                "parallel.zero.stage=0.",
+                f"{key}.all_reduce.mode",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_has_a_plan(self) -> Parallel:
+        if self.recompute.operators != "none" and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.recompute.operators = {self.recompute.told} is a property of a plan, but "
+                f"parallel.mode = {self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto "
+                "(data_parallel with world_size=1 for one process), or parallel.recompute.operators=none.",
+                "parallel.recompute.operators",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _copies_have_a_plan(self) -> Parallel:
+        if self.copies > 1 and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.copies = {self.copies} makes the operators of a plan take turns, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
+                "parallel.copies=1.",
+                "parallel.copies",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_limit_has_a_plan(self) -> Parallel:
+        if self.memory_limit is not None and self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"parallel.memory_limit = {self.memory_limit} is held against a plan's prediction, but parallel.mode = "
+                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
+                "parallel.memory_limit=null.",
+                "parallel.memory_limit",
+                "parallel.mode",
+            )
+        if self.recompute.operators == "auto" and self.memory_limit is None and not self.open:
+            raise refusal(
+                "parallel.recompute.operators = 'auto' computes again what parallel.memory_limit asks for, but that is "
+                "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none, full or selective.",
+                "parallel.recompute.operators",
+                "parallel.memory_limit",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_has_its_stage(self) -> Parallel:
+        """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
+        stage, moved = self.zero.stage, self.offload
+        if stage == "auto":
+            return self  # each choice is held against it
+        needs = {
+            "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
+            "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
+        }
+        for name, (where, least) in needs.items():
+            if stage < least:
+                raise refusal(
+                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, "
+                    f"but it is {stage}; choose that stage or parallel.offload.{name}="
+                    f"{'host' if stage and name == 'optimizer' else 'none'}.",
+                    f"parallel.offload.{name}",
+                    "parallel.zero.stage",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _offload_is_said_once(self) -> Parallel:
+        ways = {"offload_optimizer": "optimizer", "offload_param": "parameters", "sub_group_size": "optimizer"}
+        for option, name in ways.items():
+            where = getattr(self.offload, name)
+            if option in self.zero.options and where != "none" and (option != "sub_group_size" or where == "disk"):
+                raise refusal(
+                    f"parallel.zero.options.{option} and parallel.offload.{name} = {where!r} both say how to offload; "
+                    "keep one of them.",
+                    "parallel.zero.options",
+                    f"parallel.offload.{name}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> Parallel:
+        if self.pipeline.stages is None:
+            return self
+        stages = f"parallel.pipeline.stages = {self.pipeline.stages}"
+        if self.mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"{stages} cuts the operators of a plan, but parallel.mode = {self.mode!r} runs the module as it is; "
+                "choose mode data_parallel, semi_auto or auto, or drop it with parallel.pipeline.stages=null.",
+                "parallel.pipeline.stages",
+                "parallel.mode",
+            )
+        if self.zero.known > 1:
+            raise refusal(
+                f"{stages} works with parallel.zero.stage = 0 or 1, not {self.zero.stage}: stages 2 and 3 cut up the "
+                "gradients of every micro-batch (3 also gathers its weights), of which a pipeline has several under "
+                "way. Use parallel.zero.stage=1, or parallel.pipeline.stages=null.",
+                "parallel.zero.stage",
+                "parallel.pipeline.stages",
+            )
+        if self.comm_fusion.all_reduce.mode == "index":
+            raise refusal(
+                f"{stages} gives every stage gradients of its own, so parallel.comm_fusion.all_reduce.mode = 'index' "
+                "has no positions to cut at; choose mode auto or size.",
+                "parallel.comm_fusion.all_reduce.mode",
+                "parallel.pipeline.stages",
+            )
+        return self
+
+    @property
+    def open(self) -> bool:
+        """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
+        staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs its own
+        return self.zero.stage == "auto" or self.pipeline.open or staged
+
+    @property
+    def _full_batch(self) -> bool:
+        return self.dataset_strategy == "full_batch"
+
+    def operands(self) -> list[tuple[Place, OperandForm]]:
+        """Every operand form of this config with its place: those of the strategies and those of the dataset."""
+        inputs = () if isinstance(self.dataset_strategy, str) else self.dataset_strategy
+        forms = [(Place("parallel.dataset_strategy", f"input {n}"), form) for n, form in enumerate(inputs)]
+        for path, strategy in self.strategies.items():
+            forms += strategy.operands(f"parallel.strategies.{path}")
+        return forms
+
+    def meshes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every mesh and device matrix that is given, with its dotted key. All must have the same number of devices."""
+        mesh = [] if self.mesh is None else [("parallel.mesh", tuple(self.mesh.values()))]
+        matrices = [(f"parallel.layouts.{name}", layout.device_matrix) for name, layout in self.layouts.items()]
+        return mesh + matrices

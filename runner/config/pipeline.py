@@ -1,0 +1,133 @@
+"""The section `parallel.pipeline`: into how many stages a model is cut, where, and in which order they work."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from runner.config.section import Count, Section, by_path, refusal
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+DEALT = ("interleaved_1f1b", "zero_bubble")
+"""The schedules in which a rank may have several stages."""
+
+
+class Pipeline(Section):
+    """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
+    times as many, dealt out round robin."""
+
+    stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None
+    virtual_stages: Count | None
+    micro_batches: Literal["auto"] | Count | None
+    schedule: Schedule
+    cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]]
+
+    @field_validator("cuts", mode="before")
+    @classmethod
+    def _cuts(cls, value: Any) -> Any:
+        """A dotted key on the command line builds nested keys: they are made one path again."""
+        return by_path(value, "parallel.pipeline.cuts")
+
+    @model_validator(mode="after")
+    def _enough_to_do(self) -> Pipeline:
+        if self.stages is None:
+            given = {
+                "micro_batches": self.micro_batches is not None,
+                "virtual_stages": self.virtual_stages is not None,
+                "cuts": self.cuts != "auto",
+            }
+            for name in (name for name, said in given.items() if said):
+                raise refusal(
+                    f"parallel.pipeline.{name} is given but parallel.pipeline.stages = null would ignore it; say "
+                    "how many stages with parallel.pipeline.stages=N.",
+                    f"parallel.pipeline.{name}",
+                    "parallel.pipeline.stages",
+                )
+            return self
+        if self.stages == "auto":
+            if self.cuts != "auto":
+                raise refusal(
+                    f"parallel.pipeline.cuts = {self.cuts} names stages by number, but parallel.pipeline.stages = "
+                    "'auto' leaves open how many there are; say how many, or choose parallel.pipeline.cuts=auto.",
+                    "parallel.pipeline.cuts",
+                    "parallel.pipeline.stages",
+                )
+            return self
+        if self.micro_batches != "auto" and self.parts < self.stages:
+            raise refusal(
+                f"parallel.pipeline.micro_batches = {self.micro_batches} is less than parallel.pipeline.stages = "
+                f"{self.stages}: some stages would never work at the same time; take {self.stages} or more (twice as "
+                "many is a good start).",
+                "parallel.pipeline.micro_batches",
+                "parallel.pipeline.stages",
+            )
+        if isinstance(self.cuts, dict):
+            if not self.cuts:
+                raise refusal(
+                    "parallel.pipeline.cuts names no module; write auto, or {module.path: stage, ...}.",
+                    "parallel.pipeline.cuts",
+                )
+            count = self.stages * self.virtual
+            told = f"parallel.pipeline.stages = {self.stages}"
+            if self.virtual > 1:
+                told = f"parallel.pipeline.stages x virtual_stages = {self.stages} x {self.virtual} = {count}"
+            for path, stage in self.cuts.items():
+                if stage >= count:
+                    raise refusal(
+                        f"parallel.pipeline.cuts: {path} = {stage}, but {told} has the stages 0 to {count - 1}.",
+                        "parallel.pipeline.cuts",
+                        "parallel.pipeline.stages",
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Pipeline:
+        if self.stages is None or self.stages == "auto":
+            return self
+        schedule = f"parallel.pipeline.schedule = {self.schedule!r}"
+        if self.schedule not in DEALT and self.virtual > 1:
+            raise refusal(
+                f"{schedule} has one stage per rank, not parallel.pipeline.virtual_stages = {self.virtual_stages}; "
+                "choose schedule interleaved_1f1b or zero_bubble, or virtual_stages=1.",
+                "parallel.pipeline.schedule",
+                "parallel.pipeline.virtual_stages",
+            )
+        if self.schedule == "interleaved_1f1b" and self.virtual < 2:
+            raise refusal(
+                f"{schedule} with parallel.pipeline.virtual_stages = {self.virtual_stages} is 1f1b that holds more "
+                "activations; choose virtual_stages=2 or more, or schedule 1f1b.",
+                "parallel.pipeline.schedule",
+                "parallel.pipeline.virtual_stages",
+            )
+        if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
+            raise refusal(
+                f"{schedule} sends parallel.pipeline.micro_batches = {self.parts} through the stages in "
+                f"{self.parts // self.stages} rounds of one size, into which they cannot be cut; take a multiple of "
+                f"parallel.pipeline.stages = {self.stages}.",
+                "parallel.pipeline.micro_batches",
+                "parallel.pipeline.stages",
+            )
+        return self
+
+    @property
+    def open(self) -> bool:
+        """Whether the number of stages or of micro-batches is still to be decided."""
+        return "auto" in (self.stages, self.micro_batches)
+
+    @property
+    def known(self) -> int | None:
+        """The number of stages; None without a pipeline, and where it is still to be decided."""
+        return None if self.stages == "auto" else self.stages
+
+    @property
+    def virtual(self) -> int:
+        """Stages of each rank."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches that are in the pipeline in one go; 1 without one, and where it is still to be decided."""
+        if self.known is None or self.micro_batches == "auto":
+            return 1
+        return self.micro_batches or 2 * self.known

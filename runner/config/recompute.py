@@ -1,0 +1,56 @@
+"""The section `parallel.recompute`: what is computed again in backward instead of stored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, field_validator, model_validator
+
+from runner.config.section import Glob, Section, refusal
+from runner.errors import allowed
+
+RECOMPUTED = ("none", "full", "selective", "auto")
+
+
+class Recompute(Section):
+    """What is computed again in backward instead of stored: none, full, selective (operators that are cheap to compute)
+    or a list of kinds of operators, inside `modules` (null: every repeated layer); with auto each of the modules is
+    treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
+    `communication` (null: with full they are repeated, else kept)."""
+
+    operators: Literal["none", "full", "selective", "auto"] | Annotated[tuple[Glob, ...], Field(min_length=1)]
+    modules: Annotated[tuple[Glob, ...], Field(min_length=1)] | None
+    communication: Literal["recompute", "keep"] | None
+    slice_inputs: StrictBool
+
+    @field_validator("operators", mode="before")
+    @classmethod
+    def _operators_known(cls, operators: Any) -> Any:
+        if isinstance(operators, str) and operators not in RECOMPUTED:
+            raise refusal(
+                f"parallel.recompute.operators = {operators!r} is not allowed.{allowed(operators, RECOMPUTED)} Or a "
+                "list of kinds of operators such as [gelu, layer_norm].",
+                "parallel.recompute.operators",
+            )
+        return operators
+
+    @model_validator(mode="after")
+    def _something_to_recompute(self) -> Recompute:
+        given = {
+            "modules": self.modules is not None,
+            "communication": self.communication is not None,
+            "slice_inputs": self.slice_inputs,
+        }
+        for name in (name for name, unused in given.items() if unused and self.operators == "none"):
+            raise refusal(
+                f"parallel.recompute.{name} is given but parallel.recompute.operators = 'none' would ignore it; choose "
+                f"full, selective or kinds of operators, or drop parallel.recompute.{name}.",
+                f"parallel.recompute.{name}",
+                "parallel.recompute.operators",
+            )
+        return self
+
+    @property
+    def told(self) -> str:
+        """`operators` as a user would write it."""
+        return repr(self.operators) if isinstance(self.operators, str) else str(list(self.operators))

@@ -1,0 +1,405 @@
+"""Types and limits of a config: what `Config` holds is complete, right as far as a config alone can tell, and frozen.
+
+Defaults live in `conf/`, never here: a key that is missing is an error, and so is a key that is not known. A rule that
+ties several keys together stands in the section that holds them, or in `Config` where they are in different sections.
+`Config.model_validate_json(config.model_dump_json())` gives an equal config; ranks get theirs that way.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool, field_validator, model_validator
+
+from runner.config.arguments import Arguments
+from runner.config.checkpoint import Checkpoint
+from runner.config.cluster import NODE, ClusterForm
+from runner.config.launch import Launch
+from runner.config.parallel import Parallel
+from runner.config.predict import Predict
+from runner.config.section import Count, Dotted, Glob, Positive, Section, refusal
+from runner.config.strategy_syntax import check_counts
+from runner.config.training import Evaluate, Train
+from runner.config.verb_sections import Calibrate, Explain
+
+Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
+
+
+class OptionallyBuilt(Section):
+    """Something made by calling a dotted name with keyword arguments, or nothing at all."""
+
+    target: Dotted | None
+    args: Arguments
+
+
+class Model(Section):
+    """What is trained: `target` called with `args`, or made from a `config` as models of transformers are; with the
+    weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other."""
+
+    target: Dotted
+    args: Arguments
+    config: Arguments | None
+    weights: Annotated[str | None, Field(min_length=1)]
+    rename: tuple[tuple[str, str], ...]
+
+    @field_validator("rename")
+    @classmethod
+    def _patterns(cls, pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        for pattern, replacement in pairs:
+            try:
+                re.compile(pattern)
+                re.sub(pattern, replacement, "")
+            except re.error as error:
+                raise ValueError(
+                    f"holds {pattern!r} -> {replacement!r}, which is no regular expression: {error}"
+                ) from None
+        return pairs
+
+    @model_validator(mode="after")
+    def _something_to_rename(self) -> Model:
+        if self.rename and self.weights is None:
+            raise refusal(
+                "model.rename changes the names in the files of model.weights, but model.weights is null; give it too.",
+                "model.rename",
+            )
+        return self
+
+
+class Data(Section):
+    target: Dotted
+    args: Arguments
+    path: str | None
+    batch_size: Annotated[Count, Field(description="Samples of one optimizer step over all ranks and micro-batches.")]
+    shuffle: Annotated[bool, Field(description="Whether every epoch has another order, from train.seed.")]
+    drop_last: Annotated[bool, Field(description="Whether a last batch of an epoch that is short is left out.")]
+    collate: Dotted | None
+    collate_args: Arguments
+    unbatched: Annotated[
+        tuple[str | int, ...], Field(description="Entries of the batch that are one tensor for all rows.")
+    ]
+
+    @model_validator(mode="after")
+    def _collate_args_are_used(self) -> Data:
+        if self.collate_args and self.collate is None:
+            raise refusal(
+                f"data.collate_args = {self.collate_args} is given but data.collate = null would ignore it; name the "
+                "function in data.collate, or drop the arguments.",
+                "data.collate_args",
+                "data.collate",
+            )
+        return self
+
+
+class ParameterGroup(Section):
+    match: Annotated[tuple[Glob, ...], Field(min_length=1, description="Globs of parameter names.")]
+    args: Arguments
+
+
+class Scheduler(Section):
+    target: Dotted | None
+    args: Arguments
+    per: Literal["step", "epoch"]
+
+
+class Optimizer(Section):
+    target: Dotted
+    args: Arguments
+    groups: tuple[ParameterGroup, ...]
+    freeze: tuple[Glob, ...]
+    scheduler: Scheduler
+
+
+class Verify(Section):
+    steps: Count
+    tolerance: Positive | None
+    reference: OptionallyBuilt
+
+
+class Report(Section):
+    tensorboard: StrictBool
+    progress: Literal["auto", True, False]
+
+
+class RunFolder(Section):
+    """What a new run does with the folder of an earlier one."""
+
+    overwrite: StrictBool
+
+
+class Job(Section):
+    name: Verb
+
+
+class Config(Section):
+    """All that a job needs to know. `world_size` null means: as many ranks as there are devices at hand."""
+
+    world_size: Count | None
+    device: Literal["auto", "cpu", "cuda"]
+    model: Model
+    loss: OptionallyBuilt
+    data: Data
+    optimizer: Optimizer
+    train: Train
+    evaluate: Evaluate
+    checkpoint: Checkpoint
+    predict: Predict
+    parallel: Parallel
+    cluster: ClusterForm
+    launch: Launch
+    verify: Verify
+    explain: Explain
+    calibrate: Calibrate
+    report: Report
+    run: RunFolder
+    job: Job
+
+    @model_validator(mode="after")
+    def _training_ends(self) -> Config:
+        if self.job.name in ("train", "launch") and self.train.steps is None and self.train.epochs is None:
+            raise refusal(
+                "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
+                "train.epochs=10.",
+                "train.steps",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_found(self) -> Config:
+        if self.checkpoint.best is not None and not self.evaluate.wanted:
+            raise refusal(
+                f"checkpoint.best = {self.checkpoint.best!r} is what an evaluation finds, but nothing is evaluated; "
+                "set evaluate.every (steps) or evaluate.metric, or checkpoint.best=null.",
+                "checkpoint.best",
+                "evaluate.every",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_is_batched(self) -> Config:
+        others = {
+            "evaluate": self.evaluate.wanted,
+            "job": self.job.name == "predict",
+            "data.drop_last": not self.data.drop_last,
+            "parallel.copies": self.parallel.copies > 1,
+        }
+        if self.data.unbatched and (key := next((key for key, set_ in others.items() if set_), None)):
+            what = {
+                "evaluate": "evaluation counts rows in every entry; leave evaluate out",
+                "job": "run predict counts rows in every entry",
+                "data.drop_last": "a short last batch is cut out of every entry; use data.drop_last=true",
+                "parallel.copies": "copies of the batch are cut out of every entry; use parallel.copies=1",
+            }
+            names = ", ".join(map(str, self.data.unbatched))
+            raise refusal(f"data.unbatched = [{names}]: {what[key]}.", "data.unbatched", key)
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_predict_with(self) -> Config:
+        if self.job.name == "predict" and self.predict.checkpoint is None and self.model.weights is None:
+            raise refusal(
+                "predict.checkpoint is null and so is model.weights, so there are no trained weights to predict with; "
+                "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run.",
+                "predict.checkpoint",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _launched(self) -> Config:
+        wanted = self.launch.ranks
+        if wanted is not None and self.world_size not in (None, wanted):
+            raise refusal(
+                f"world_size = {self.world_size}, but the hosts of the launch have {wanted} ranks; they must be equal "
+                "(world_size=null takes those of the hosts).",
+                "world_size",
+                "launch.hosts",
+            )
+        if self.launch.dry_run and self.job.name not in ("train", "launch"):
+            raise refusal(
+                f"launch.dry_run = true prints how training would be started; {self.job.name} has no such thing.",
+                "launch.dry_run",
+            )
+        if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
+            raise refusal(
+                f"launch = {self.launch.launcher!r} starts training, but {self.job.name} runs on this machine; use "
+                "launch=local.",
+                "launch.launcher",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches(self) -> Config:
+        if self.data.batch_size % self.train.accumulate:
+            raise refusal(
+                f"train.accumulate = {self.train.accumulate} must divide data.batch_size = {self.data.batch_size} "
+                "into micro-batches of one size.",
+                "train.accumulate",
+                "data.batch_size",
+            )
+        if self.data.batch_size % self.parts:
+            raise refusal(
+                f"data.batch_size = {self.data.batch_size} cannot be divided into train.accumulate = "
+                f"{self.train.accumulate} times parallel.pipeline.micro_batches = {self.parallel.pipeline.parts} equal "
+                f"parts; take a multiple of {self.parts}, or other micro_batches.",
+                "parallel.pipeline.micro_batches",
+                "data.batch_size",
+            )
+        return self
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of one optimizer step: those of accumulation, each cut into those of the pipeline."""
+        return self.train.accumulate * self.parallel.pipeline.parts
+
+    @model_validator(mode="after")
+    def _pipeline_fits(self) -> Config:
+        stages = self.parallel.pipeline.known
+        if stages is None:
+            return self
+        if self.world_size is not None and self.world_size % stages:
+            raise refusal(
+                f"world_size = {self.world_size} cannot be divided among parallel.pipeline.stages = {stages}; every "
+                f"stage has as many ranks as the others, so take a multiple of {stages}.",
+                "world_size",
+                "parallel.pipeline.stages",
+            )
+        if self.train.compile and self.parallel.pipeline.schedule == "zero_bubble":
+            raise refusal(
+                "train.compile = true makes backward of a stage one function, but parallel.pipeline.schedule = "
+                "'zero_bubble' needs it in two halves; choose schedule 1f1b or interleaved_1f1b, or "
+                "train.compile=false.",
+                "train.compile",
+                "parallel.pipeline.schedule",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_program(self) -> Config:
+        mode = self.parallel.mode
+        if self.train.compile and mode in ("stand_alone", "hybrid"):
+            raise refusal(
+                f"train.compile = true compiles the program that a plan gives each rank, but parallel.mode = {mode!r} "
+                "runs the module as it is; choose another mode (data_parallel with world_size=1 for one process).",
+                "train.compile",
+                "parallel.mode",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_recomputed(self) -> Config:
+        if self.train.compile and self.parallel.recompute.operators != "none":
+            raise refusal(
+                "train.compile = true cannot be combined with parallel.recompute.operators = "
+                f"{self.parallel.recompute.told}: the compiler decides by itself what backward computes "
+                "again. Choose train.compile=false or parallel.recompute.operators=none.",
+                "train.compile",
+                "parallel.recompute.operators",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_placed(self) -> Config:
+        if self.train.compile and self.parallel.place:
+            raise refusal(
+                f"train.compile = true compiles for one device, but parallel.place = {self.parallel.place} runs parts "
+                "of the program on the host; drop one of them.",
+                "train.compile",
+                "parallel.place",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_or_offloaded(self) -> Config:
+        where = self.parallel.offload.activations.to
+        if self.train.compile and where != "none":
+            raise refusal(
+                "train.compile = true lets the compiler choose what is kept for backward, so "
+                f"parallel.offload.activations.to = {where!r} cannot take it away; drop one of them.",
+                "train.compile",
+                "parallel.offload.activations.to",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_precision(self) -> Config:
+        if self.train.precision == "fp64" and self.parallel.zero.known:
+            raise refusal(
+                f"train.precision = 'fp64' cannot be kept with parallel.zero.stage = {self.parallel.zero.stage}: "
+                "DeepSpeed holds the master weights of stages 1-3 in fp32. Use parallel.zero.stage=0 or "
+                "train.precision=fp32.",
+                "train.precision",
+                "parallel.zero.stage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_loss_scale(self) -> Config:
+        if self.train.precision == "fp16" and self.parallel.zero.known and self.parallel.pipeline.known is not None:
+            raise refusal(
+                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline "
+                "decide for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
+                "train.precision",
+                "parallel.zero.stage",
+            )
+        return self
+
+    def _all_devices(self, stages: int) -> None:
+        """Without a world_size, what is only described is planned for all devices of the cluster."""
+        machine = self.cluster.machine
+        if machine is None or self.world_size is not None or self.job.name not in ("plan", "explain"):
+            return
+        for key, shape in self.parallel.meshes():
+            if prod(shape) * stages != machine.devices and self.parallel.mode != "stand_alone":
+                raise refusal(
+                    f"{key} = {list(shape)} has {prod(shape) * stages} devices, but world_size = null takes all "
+                    f"{machine.devices} of cluster = {self.cluster.name!r}; set world_size={prod(shape) * stages}, or "
+                    f"{key} for all of them.",
+                    key,
+                    "world_size",
+                )
+
+    @model_validator(mode="after")
+    def _devices_agree(self) -> Config:
+        if self.parallel.mode == "stand_alone" and self.world_size not in (None, 1):
+            raise refusal(
+                f"world_size = {self.world_size}, but parallel.mode = 'stand_alone' is one process; set world_size=1 "
+                "or choose another mode.",
+                "world_size",
+                "parallel.mode",
+            )
+        if self.parallel.pipeline.stages == "auto":
+            return self  # a mesh is that of a stage; each choice is held against it
+        stages = self.parallel.pipeline.known
+        known: list[tuple[str, tuple[int, ...]]] = []
+        if self.world_size is not None and stages is None:
+            known = [("world_size", (self.world_size,))]
+        elif self.world_size is not None and stages is not None:
+            known = [("world_size / parallel.pipeline.stages", (self.world_size // stages,))]
+        self._all_devices(stages or 1)
+        known += self.parallel.meshes()
+        for key, shape in known[1:]:
+            first, expected = known[0][0], prod(known[0][1])
+            if prod(shape) != expected:
+                raise refusal(
+                    f"{key} = {list(shape)} has {prod(shape)} devices, but {first} = {_shown(known[0][1])} has "
+                    f"{expected}; they must be equal.",
+                    key,
+                    first,
+                )
+        machine, ranks = self.cluster.machine, prod(known[0][1]) * (stages or 1) if known else 1
+        if machine is not None and ranks > machine.devices:
+            raise refusal(
+                f"{known[0][0]} = {_shown(known[0][1])} needs {ranks} devices, but cluster = "
+                f"{self.cluster.name!r} has {machine.devices}; choose a larger cluster"
+                f"{' (cluster.nodes)' * (NODE in machine.levels)} or fewer ranks (world_size={machine.devices}).",
+                known[0][0],
+                "cluster.nodes",
+            )
+        if known:
+            check_counts(self.parallel.operands(), prod(known[0][1]))
+        return self
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return str(shape[0]) if len(shape) == 1 else str(list(shape))

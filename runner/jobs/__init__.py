@@ -1,1 +1,0 @@
-"""What `run` can do, one verb per file; `runner.command.verbs` is the table that leads here."""

@@ -1,0 +1,92 @@
+"""Ranks prove to one another that they run the same, and name those that do not.
+
+Every rank gives a few short texts (versions, hashes); all ranks see all of them, so each can say who differs in what.
+Invariant: either all ranks of a group return, or all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from runner.data.description import described
+from runner.data.loader import Collate, MapDataset
+from runner.launch.gather import gather
+from runner.planning.prepare import WEIGHTS, Prepared
+
+
+def agree_on_program(prepared: Prepared, folder: Path) -> None:
+    """All ranks were sent the same, and run it with the same versions (collective). Hosts that were started by hand
+    have prepared for themselves: they must have found the same, down to the initial weights in `folder`. Raises
+    RuntimeError."""
+    config = prepared.config.model_dump_json(exclude={"launch": {"host", "rank"}})
+    facts = {
+        "torch": torch.__version__,
+        "the config": _hash(config),
+        "the captured model and its plan": prepared.digest,
+    }
+    if prepared.config.launch.by_hand:
+        with (folder / WEIGHTS).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            facts["the initial weights"] = hashlib.sha256(content).hexdigest()[:12]
+    agree(facts, "The ranks were not given the same; start them from one run folder, with one installation.")
+
+
+def agree_on_data(
+    prepared: Prepared, training: MapDataset, evaluating: MapDataset | None, collate: Collate | None
+) -> None:
+    """All ranks found the same data, which is that of the preparation (collective). Raises RuntimeError."""
+    expected, seed = prepared.data, prepared.config.train.seed
+    found = described(training, evaluating, collate, row=expected.row, shapes=prepared.shapes, seed=seed)
+    if expected.sample is None:
+        found = replace(found, sample=None)
+    otherwise = "Every rank must read the same data: the same files, on whatever host and at whatever time."
+    agree(found.facts, otherwise)
+    for name, fact in found.facts.items():
+        if fact != expected.facts[name]:
+            was = expected.facts[name]
+            raise RuntimeError(f"The ranks find {fact} as {name}, the run was prepared for {was}. {otherwise}")
+
+
+def agree_on_code(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """The ranks of a group, which run one program, have generated the same code for it (collective). Raises
+    RuntimeError. Numbers are left out: offsets differ from rank to rank."""
+    units = {type(unit): unit for unit in module.modules() if isinstance(unit, GraphModule)}
+    text = "\n".join(re.sub(r"\d+", "#", unit.code) for unit in units.values())
+    agree({"the generated code": _hash(text)}, "The ranks were started with different versions of the program.", group)
+
+
+def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of a group, by default all, has the same `facts` (collective). Raises RuntimeError, which names the
+    ranks that differ from most and in what, and ends with `otherwise`."""
+    found = gather(dict(facts), group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if told := different(ranks, found):
+        raise RuntimeError(f"{told} {otherwise}")
+
+
+def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
+    """Which `ranks` differ from most of them in which of their `facts`; nothing where all are alike."""
+    told = []
+    for name in facts[0]:
+        values = [one[name] for one in facts]
+        usual = Counter(values).most_common(1)[0][0]
+        others = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+        if others:
+            who = f"Rank {others[0]} differs" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} differ"
+            odd = next(value for value in values if value != usual)
+            told.append(f"{who} in {name}: {odd} instead of {usual}.")
+    return " ".join(told)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

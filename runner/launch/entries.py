@@ -1,0 +1,98 @@
+"""What forks of the warm server run for `runner.launch.start`: preparation, and each rank's training or prediction."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner import checkpoint as checkpoints
+from runner.checkpoint import lineage, rescue
+from runner.config.schema import Config
+from runner.errors import ConfigError
+from runner.launch.launchers.shared_folder import require_shared
+from runner.launch.worker import RankContext
+from runner.planning import capacity
+from runner.planning.joint import prepare_decided
+from runner.planning.prepare import Prepared
+from runner.predict import weights
+from runner.predict.predictor import predict
+from runner.recovery import faults
+from runner.report import report
+from runner.training.trainer import Job, train
+from strategies.core.graph import OperatorGraph
+
+
+def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, Any]:
+    """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `start.Ready`."""
+    config = Config.model_validate_json(payload["config"])
+    run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
+    if config.train.resume == "auto":
+        rescue.collect(place, None if run is None else run.lineage)
+    resume = checkpoints.to_continue(config.train.resume, place, run)
+    opened = None if resume is None else checkpoints.read(resume)
+    trained = None
+    if config.job.name == "predict" and config.predict.checkpoint is not None:
+        trained = weights.open_checkpoint(config.predict.checkpoint)
+        checkpoints.verify(trained.path)
+
+    def accept(graph: OperatorGraph, published: frozenset[str]) -> None:
+        if opened is not None:
+            checkpoints.check_model(opened, graph.sources, published)
+        if trained is not None:
+            weights.check(trained, graph.sources)
+
+    prepared = prepare_decided(config, Path(payload["folder"]), accept=accept)
+    if config.job.name == "train":
+        faults.check(config, prepared.world_size, prepared.steps)
+    ancestry: lineage.Ancestry = ()
+    if resume is not None and opened is not None:
+        continuation = checkpoints.check(resume, **prepared.identity())
+        done, ancestry = opened.step, ((opened.header.run, opened.step), *opened.header.history)
+        nothing_left = done >= prepared.steps and (not continuation.data or config.train.epochs is None)
+        # a command that is given again does no harm: it may have been killed between its last save and its end
+        if nothing_left and (config.train.resume != "auto" or done > prepared.steps):
+            raise ConfigError(
+                f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
+                "ask for more."
+            )
+    capacity.check_plan(prepared, report.write_plan(prepared, rank.run_dir))
+    print(report.headline(prepared, rank.run_dir), flush=True)
+    if config.train.resume is not None:
+        told = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
+        print(f"resume: {told}", flush=True)
+    return {
+        "world_size": prepared.world_size,
+        "device": prepared.device,
+        "prepared": pickle.dumps(prepared),
+        "resume": None if resume is None else str(resume.absolute()),
+        "ancestry": ancestry,
+    }
+
+
+def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Train on one rank from a pickled preparation."""
+    resume = payload["resume"]
+    prepared: Prepared = pickle.loads(payload["prepared"])
+    if prepared.config.launch.by_hand:
+        require_shared(prepared.config, rank.run_dir)
+    continued = None if resume is None else Path(resume)
+    job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
+    return train(rank, job)
+
+
+def predict_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict on one rank from a pickled preparation."""
+    return predict(rank, pickle.loads(payload["prepared"]), Path(payload["folder"]))
+
+
+def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
+    """As a lone rank, between two attempts of a run: the checkpoint that the next one continues, if there is one."""
+    run, place = lineage.read(rank.run_dir), rank.run_dir / "checkpoints"
+    rescue.collect(place, None if run is None else run.lineage)
+    try:
+        found = checkpoints.to_continue("auto", place, run)
+    except ConfigError:  # each of them is damaged, which is told; the run itself is not lost
+        found = None
+    return {"resume": None if found is None else str(found.absolute())}

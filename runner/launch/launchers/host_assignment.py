@@ -1,0 +1,92 @@
+"""Which ranks are started in one place, and the places of a whole launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.config.launch import Launch
+from runner.errors import ConfigError
+from runner.launch.launchers import network
+
+USUAL_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Part:
+    """The ranks that are started here, in the order of their local ranks.
+
+    Attributes:
+        ranks: their numbers among all ranks.
+        devices: the number of each one's GPU, where there are GPUs.
+        address, port: where the store of the rendezvous listens; rank 0's part binds to them, and port 0 is any there.
+    """
+
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    address: str
+    port: int
+
+    @classmethod
+    def whole(cls, world_size: int) -> Part:
+        """All ranks on this machine."""
+        every = tuple(range(world_size))
+        return cls(every, every, network.LOOPBACK, 0)
+
+
+def part_by_hand(launch: Launch) -> Part | None:
+    """What `launch.host` or `launch.rank` asks this command to start; None where it asks for nothing.
+
+    Raises ConfigError where the first host cannot be found.
+    """
+    if not launch.by_hand:
+        return None
+    assert launch.port is not None
+    first = next(host for host in launch.hosts if 0 in host.ranks)
+    address = network.resolve(launch.address or first.name)
+    for host in launch.hosts:
+        places = list(zip(host.ranks, host.devices, strict=True))
+        if launch.host is not None:
+            chosen = places if host.name == launch.host else []
+        else:
+            chosen = [one for one in places if one[0] == launch.rank]
+        if chosen:
+            ranks, devices = zip(*chosen, strict=True)
+            return Part(ranks, devices, address, launch.port)
+    raise ConfigError(f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
+
+
+def address_of(launch: Launch) -> str:
+    """Where the hosts of a launch reach this machine: the address that `launch.address` names, else the one on the way
+    to the first host; loopback where no hosts are configured. Raises ConfigError if there is no such address."""
+    if launch.address is not None:
+        return network.resolve(launch.address, "launch.address")
+    names = [host.name for host in launch.hosts]
+    if not names and launch.nodes in (None, 1):
+        return network.LOOPBACK
+    if not names:
+        raise ConfigError(
+            f"launch.nodes = {launch.nodes}: the hosts must know where to find this command; set launch.address to "
+            "this machine's name or address in their network."
+        )
+    addresses = [network.resolve(name) for name in names]
+    others = [one for one in addresses if not network.is_loopback(one)]
+    if others and len(others) < len(addresses):
+        raise ConfigError(
+            f"launch.hosts has {', '.join(names)}: the other hosts cannot reach one that is called localhost; give "
+            "names or addresses that hold in the whole network."
+        )
+    return network.towards(others[0]) if others else network.LOOPBACK
+
+
+def meeting_unasked(launch: Launch) -> tuple[str, int]:
+    """As `meeting`, without a look at any machine: the name of the first host, and the usual port."""
+    return launch.hosts[0].name if launch.hosts else network.LOOPBACK, launch.port or USUAL_PORT
+
+
+def meeting(launch: Launch) -> tuple[str, int]:
+    """Address and port at which a launcher lets the ranks meet: those of the first host. A port that is not configured
+    is free where the first host is this machine, else the usual one."""
+    address = network.resolve(launch.hosts[0].name) if launch.hosts else network.LOOPBACK
+    if launch.port is not None:
+        return address, launch.port
+    return address, network.free_port(address) if network.is_here(address) else USUAL_PORT

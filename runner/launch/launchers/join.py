@@ -1,0 +1,135 @@
+"""What a launcher starts, `python -m runner.join FOLDER [--host NAME]`: one rank, or all ranks of one host.
+
+`run train launch=...` writes FOLDER and names it to the launcher; nobody types this. A rank calls the command that
+started the run, learns where the store is, and then is a rank like any other. With `--host` the process imports torch
+once and forks the ranks of its host. Invariant: a rank ends when its line to the command does, so nothing outlives a
+run, whatever becomes of the launcher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from runner.errors import ConfigError, RunFailed
+from runner.launch import messages
+from runner.launch.forks import fork, warm
+from runner.launch.launchers import network
+from runner.launch.launchers.connection import (
+    PAYLOAD_FILE,
+    SECRET_FILE,
+    STORE_FILE,
+    Hello,
+    Task,
+    call,
+    own_address,
+    silence_of,
+)
+from runner.launch.launchers.identity import Identity, identity
+from runner.launch.rank import OPEN_FILES, STOP, Orders, enter
+from runner.launch.server import Descriptor
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns the exit code, of a host; a rank leaves the process by itself."""
+    folder = Path(words[0])
+    try:
+        task = Task.read(folder)
+        if len(words) == 3 and words[1] == "--host":
+            return host(folder, task, words[2])
+        rank(folder, identity(task.launcher, os.environ))
+    except (ConfigError, RunFailed) as error:
+        print(f"run: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except (OSError, ValueError) as error:
+        told = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
+        print(f"run: {told} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def host(folder: Path, task: Task, name: str) -> int:
+    """Start the ranks of the host `name` of a table as forks of one process; wait for all of them."""
+    mine = [
+        Identity(number, task.world_size, place, count)
+        for number, (where, place, count, _) in enumerate(task.seats)
+        if where == name
+    ]
+    warm()
+    processes = [fork(rank, (folder, one), f"rank {one.rank}", task.timeout) for one in mine]
+    for process in processes:
+        process.join()
+    return int(any(process.exitcode for process in processes))
+
+
+def rank(folder: Path, who: Identity) -> None:
+    """Be one rank, to the end. Raises ConfigError or RunFailed before it could begin."""
+    task = Task.read(folder)
+    if who.world_size != task.world_size:
+        raise ConfigError(
+            f"{task.launcher} started {who.world_size} ranks, but the run has world_size = {task.world_size}."
+        )
+    secret, silence = (folder / SECRET_FILE).read_bytes(), silence_of(task.timeout)
+    first = who.rank == 0
+    try:
+        console = call(task.address, task.port, secret, silence) if first else None
+        connection = call(task.address, task.port, secret, silence)
+        address = own_address(connection)
+        together = network.is_loopback(address) and Path(OPEN_FILES).is_dir()
+        listener = network.listener(address) if first and not together else None
+        name = socket.gethostname()
+        if console is not None:
+            messages.send(console, asdict(Hello(who.rank, name, address, console=True)))
+        store_at = (address, 0 if listener is None else _port(listener)) if first else None
+        messages.send(connection, asdict(Hello(who.rank, name, address, store=store_at)))
+        store = messages.receive(connection)
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise RunFailed(
+            f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
+            f"{error or 'it hung up'}."
+        ) from error
+    if store == STOP:
+        return  # before it began
+    with open(folder / PAYLOAD_FILE, "rb") as payload:
+        content = os.dup(payload.fileno())
+    device = task.seats[who.rank][3] if task.seats else who.local_rank
+    enter(
+        Orders(
+            entry=task.entry,
+            rank=who.rank,
+            world_size=who.world_size,
+            local_rank=who.local_rank,
+            local_world_size=who.local_world_size,
+            run_dir=Path(task.run_dir),
+            device="cpu" if task.device == "cpu" else f"cuda:{device}",
+            timeout=task.timeout,
+            threads=task.threads,
+            environment=dict(os.environ),
+            payload=Descriptor(content),
+            store=Descriptor(os.open(folder / STORE_FILE, os.O_RDWR | os.O_CREAT, 0o600)) if together else None,
+            address=store[0],
+            port=store[1],
+            secret=hashlib.sha256(b"the store" + secret).hexdigest(),
+            plain=True,
+            listener=None if listener is None else Descriptor(listener.detach()),
+            console=None if console is None else Descriptor(_kept(console)),
+            connection=connection,
+        )
+    )
+    os._exit(0)  # all is said; libraries that the launcher loaded could wait for each other
+
+
+def _port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def _kept(connection: Connection) -> int:
+    """A descriptor of the connection that stays when the object goes."""
+    return os.dup(connection.fileno())

@@ -1,0 +1,335 @@
+"""A run whose ranks are started by a launcher, here and on other hosts: started, watched, and ended from here.
+
+What `runner.launch.local` does for forks of this machine, over lines instead of pipes. Invariants: however `supervise`
+ends, every line is closed, upon which the ranks end themselves wherever they are, and no launcher of this run is alive
+here; and what the user is told names the ranks and their hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from runner.errors import ConfigError, RunFailed
+from runner.launch import failure, hangs, messages
+from runner.launch.failure import Failure, Order
+from runner.launch.failure_report import DUMP
+from runner.launch.hangs import Stall
+from runner.launch.interrupts import Interrupts, error_of
+from runner.launch.launchers import network
+from runner.launch.launchers.commands import Command, Started
+from runner.launch.launchers.connection import silence_of
+from runner.launch.launchers.rendezvous import Front
+from runner.launch.local import CAUSE, ECHO
+from runner.launch.logs import read_since
+from runner.launch.messages import Done
+from runner.launch.rank import STOP, WHERE, log_of, whereabouts_of
+from strategies.core.errors import StrategyError
+
+JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
+LEAVE = 15.0  # seconds for launchers to end by themselves after their ranks have
+END = 3.0  # and after a failure
+LOOK = 0.2  # between two looks at the launchers
+LOG = "launch.log"
+
+
+@dataclass
+class _Seat:
+    """What is known here of one rank. `report` is its last word, None until it has come."""
+
+    number: int
+    host: str
+    log: Path
+    whereabouts: Path
+    log_start: int = 0
+    line: Connection | None = None
+    report: Done | Failure | None = None
+    lost: bool = False
+    """Whether the line broke though nobody ended it: the host, or the way to it, is gone."""
+    wordless: bool = False
+    """Whether the rank ended without a word, as one does that is killed."""
+
+    def listen(self) -> None:
+        """Take in what has arrived, without waiting."""
+        if self.line is None or self.report is not None:
+            return
+        try:
+            if self.line.poll(0):
+                self.report = messages.reported(self.line)
+        except (EOFError, ConnectionResetError):
+            self.wordless = True
+            place = failure.dumped_place(self.said())
+            what = "ended before it was done (was it killed?)"
+            self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what, place)
+        except OSError as error:
+            self.lost = True
+            what = f"no longer answers: {error.strerror}"
+            self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what)
+
+    def send(self, order: str) -> None:
+        """Give the rank an order."""
+        if self.line is not None:
+            with suppress(OSError):  # it has ended, which `listen` tells
+                messages.send(self.line, order)
+
+    def said(self) -> str:
+        """What the rank has written since it was started, where its log can be read from here."""
+        return read_since(self.log, self.log_start)
+
+
+class Watch:
+    """The seats of a run and the launchers that fill them."""
+
+    def __init__(
+        self,
+        world_size: int,
+        names: Iterable[str],
+        placed: Sequence[str],
+        front: Front,
+        run_dir: Path,
+        launcher: str,
+        timeout: float,
+    ) -> None:
+        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        logs = [log_of(run_dir, number) for number in range(world_size)]
+        self.names = {network.resolve(name): name for name in names}
+        self.seats = [
+            _Seat(
+                number,
+                placed[number] if placed else "",
+                log,
+                whereabouts_of(run_dir, number),
+                log.stat().st_size if log.exists() else 0,
+            )
+            for number, log in enumerate(logs)
+        ]
+        for seat in self.seats:
+            seat.whereabouts.unlink(missing_ok=True)
+        self.front, self.launcher, self.timeout = front, launcher, timeout
+        self.log = run_dir / LOG
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
+
+    def start(self, command: Command, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start a launcher in a group of its own: Ctrl-C reaches this command alone, which ends everything."""
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        self.processes.append((command, process))
+
+    def stop_ranks(self, number: int) -> bool:
+        """At a signal, ask all ranks to stop after the step at hand; False for Ctrl-C before anything could be lost, as
+        far as can be seen from here."""
+        files = [seat.whereabouts for seat in self.seats]
+        if number == signal.SIGINT and any(map(Path.exists, files)) and not hangs.any_step_done(files):
+            return False
+        for seat in self.seats:
+            seat.send(STOP)
+        return True
+
+    def wait(self, interrupts: Interrupts) -> None:
+        """Return when every rank has said that it is done. Raises what the user is to see if one cannot."""
+        patience = time.monotonic() + max(self.timeout, JOIN)
+        deadline: float | None = None
+        ended_at: float | None = None
+        stall = Stall([seat.whereabouts for seat in self.seats], self.timeout)
+        while True:
+            lines = [seat.line for seat in self.seats if seat.line is not None and seat.report is None]
+            door = [] if all(seat.line for seat in self.seats) else [self.front.listener]
+            if not door:
+                self.front.listener.close()  # all are there: nobody else is heard
+            if self.front.listener in connection.wait([*door, *lines], LOOK):
+                self.front.take()
+            for hello, line in self.front.arrived():
+                self.seats[hello.rank].line = line
+                if not self.seats[hello.rank].host:
+                    self.seats[hello.rank].host = self.names.get(hello.address, hello.host)
+            for seat in self.seats:
+                seat.listen()
+            failures = [seat.report for seat in self.seats if isinstance(seat.report, Failure)]
+            now = time.monotonic()
+            if failures:
+                limit = CAUSE if failure.root_cause(failures).order is Order.CAUSE else ECHO
+                if all(seat.wordless for seat in self.seats if isinstance(seat.report, Failure)):
+                    limit = silence_of(self.timeout) + CAUSE  # one that loses a host kills the other ranks
+                deadline = min(deadline or now + limit, now + limit)
+                if interrupts.stopping:
+                    raise error_of(interrupts.asked)  # which reached ranks that were not training yet
+                if now >= deadline or all(seat.report for seat in self.seats):
+                    self._tell(failures)
+            elif all(seat.report for seat in self.seats):
+                return
+            elif bad := [(command, process) for command, process in self.processes if process.poll()]:
+                ended_at = ended_at or now  # its ranks may have something to say
+                if now >= ended_at + ECHO:
+                    raise self._ended(*bad[0])
+            elif stall.found():
+                self._tell_of_a_hang(None)
+            elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
+                raise RunFailed(
+                    f"{_named(absent, len(self.seats))} did not join within {max(self.timeout, JOIN):g} s."
+                    f"{self._last_words()}"
+                )
+
+    def stop(self, patience: float) -> None:
+        """Give launchers `patience` seconds to end by themselves; close all lines; end what is left here."""
+        self._wait_for_launchers(patience)
+        self.front.close()
+        for seat in self.seats:
+            if seat.line is not None:
+                seat.line.close()
+        for number, seconds in ((None, END), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0)):
+            for _, process in self.processes:
+                if number is not None and process.poll() is None:
+                    os.killpg(process.pid, number)
+            self._wait_for_launchers(seconds)
+
+    def _wait_for_launchers(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for _, process in self.processes:
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _ended(self, command: Command, process: subprocess.Popen[bytes]) -> RunFailed:
+        absent = [seat for seat in self.seats if seat.line is None]
+        before = f"before {_named(absent, len(self.seats))} had joined" if absent else "before its ranks were done"
+        where = "" if command.host is None else f" on {command.host}"
+        how = f"exit code {process.returncode}"
+        if process.returncode < 0:
+            how = signal.Signals(-process.returncode).name
+        return RunFailed(f"{self.launcher}{where} ended with {how} {before}.{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """What launchers have said, for the end of a message."""
+        return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
+
+    def _tell(self, failures: Sequence[Failure]) -> None:
+        """Raise what the user is to see of `failures`."""
+        cause = failure.root_cause(failures)
+        if cause.refusal == "config":
+            raise ConfigError(cause.text)
+        if cause.refusal == "strategy":
+            raise StrategyError(cause.text)
+        count = len(self.seats)
+        named = self.seats[cause.rank]
+        away = {seat.host for seat in self.seats if seat.lost}
+        if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
+            gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
+            raise RunFailed(
+                f"{_named(gone, count)} no longer answers: nothing was heard from there for "
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
+                rank=gone[0].number,
+                hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
+            )
+        if cause.order is Order.TIMEOUT:
+            self._tell_of_a_hang(cause)
+        alike = [one.rank for one in failures if one is not cause and one.what == cause.what]
+        several = len({seat.host for seat in self.seats}) > 1
+        sentence = failure.message(cause, alike, count)
+        if several:
+            sentence = f"on {named.host}, {sentence}"
+        raise RunFailed(f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
+
+    def _tell_of_a_hang(self, cause: Failure | None) -> None:
+        """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
+        nobody is silent."""
+        at = [hangs.where(seat.whereabouts) for seat in self.seats]
+        found = hangs.diagnose(at, self.timeout)
+        silent = [seat for seat in self.seats if seat.report is None]
+        if found is not None:
+            hung = [self.seats[number] for number in found.hung]
+            told = f"{found.told}."
+        elif silent:
+            hung = silent
+            place = f" (rank {cause.rank} in {cause.where})" if cause is not None and cause.where else ""
+            told = (
+                f"{_named(silent, len(self.seats))} did not answer: the others waited {self.timeout:g} s in a "
+                f"collective{place}. The host, or the way to it, is gone, or it hangs."
+            )
+        else:
+            return
+        for seat in hung:
+            seat.send(WHERE)
+        time.sleep(DUMP)
+        for seat in hung:
+            here, place = at[seat.number], failure.dumped_place(seat.said())
+            on = f" on {seat.host}" if seat.host else ""
+            told += f" Rank {seat.number}{on} was in {'the start' if here is None else here.told}"
+            told += f", {place}." if place else "."
+        raise RunFailed(told)
+
+
+def _named(seats: Sequence[_Seat], count: int) -> str:
+    """`host b (ranks 2, 3 of 4)`, host by host."""
+    hosts = dict.fromkeys(seat.host for seat in seats)
+    parts = []
+    for host in hosts:
+        ranks = [str(seat.number) for seat in seats if seat.host == host]
+        told = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} of {count}"
+        parts.append(f"host {host} ({told})" if host else told)
+    return ", ".join(parts)
+
+
+def supervise(
+    started: Started,
+    front: Front,
+    *,
+    world_size: int,
+    names: frozenset[str],
+    placed: Sequence[str],
+    here: frozenset[str],
+    remote: Sequence[str],
+    directory: Path,
+    run_dir: Path,
+    launcher: str,
+    timeout: float,
+    stoppable: bool,
+) -> Any:
+    """Start the commands, stay with the ranks until the last one is done, return what rank 0 returned.
+
+    Args:
+        names: the hosts, as far as the config names them.
+        placed: the host of every rank, where that is not left to the launcher.
+        here: those of them that are this machine.
+        stoppable: the ranks can stop after the step at hand, and return; the first signal tells them to.
+        remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
+
+    Raises:
+        RunFailed: a rank or a launcher failed, or a host is gone; the text names it.
+        ConfigError, StrategyError: a rank found that the input is wrong.
+        KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
+    """
+    watch = Watch(world_size, names, placed, front, run_dir, launcher, timeout)
+    patience = 0.0
+    sys.stdout.flush()
+    with Interrupts(watch.stop_ranks if stoppable else None) as interrupts:
+        try:
+            for command in started.commands:
+                if command.host is None or command.host in here:
+                    watch.start(command, command.words, {**os.environ, **command.environment})
+                elif remote:
+                    watch.start(command, [*remote, command.host, command.shell(directory)], os.environ)
+                else:
+                    print(f"start on {command.host}: {command.shell(directory)}", flush=True)
+            watch.wait(interrupts)
+            patience = LEAVE
+        finally:
+            interrupts.hold()
+            watch.stop(patience)
+            for seat in watch.seats:
+                seat.whereabouts.unlink(missing_ok=True)
+    result = watch.seats[0].report
+    assert isinstance(result, Done) and result.value is not None
+    return json.loads(result.value)

@@ -1,0 +1,127 @@
+"""One rank: its process group, its device, and the function that it was started for.
+
+`runner.launch` starts it; there is no command for it. Invariant: the default process group exists exactly while
+the entry function runs, and ranks leave together: none of them tears its connections down while another still needs
+them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.errors import ConfigError
+from runner.launch.launchers import network
+from runner.launch.rank import OPEN_FILES, Orders, whereabouts_of
+from strategies.runtime.flight_recorder import here
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who this rank is.
+
+    Attributes:
+        rank: 0 <= rank < world_size.
+        local_rank: the rank among those of this machine.
+        device: "cpu" or "cuda:LOCAL_RANK"; on a GPU it is already the current device.
+        run_dir: the folder of the run, absolute.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str
+    run_dir: Path
+
+
+def work(orders: Orders) -> Any:
+    """Join the process group, call the entry with (RankContext, payload), leave the group; return the entry's value.
+
+    Raises:
+        ConfigError: the entry cannot be found.
+        Exception: whatever the entry raises; the process group is then left as it is.
+    """
+    _announce(orders)
+    here.attach(whereabouts_of(orders.run_dir, orders.rank))
+    torch.set_num_threads(orders.threads)
+    _join(orders)
+    context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)
+    value = _entry(orders.entry)(context, _payload(orders.payload.number))
+    _leave()
+    return value
+
+
+def _announce(orders: Orders) -> None:
+    """Set the variables by which libraries recognise a rank."""
+    here = str(orders.local_world_size)
+    os.environ.update(
+        RANK=str(orders.rank),
+        LOCAL_RANK=str(orders.local_rank),
+        WORLD_SIZE=str(orders.world_size),
+        LOCAL_WORLD_SIZE=here,
+        LOCAL_SIZE=here,
+        MASTER_ADDR=orders.address,
+        MASTER_PORT=str(orders.port),
+    )
+
+
+def _join(orders: Orders) -> None:
+    timeout = timedelta(seconds=orders.timeout)
+    store = _store(orders)
+    store.set_timeout(timeout)
+    backend = "gloo"
+    if orders.device != "cpu":
+        backend = "nccl"
+        torch.cuda.set_device(orders.device)
+    for name, value in network.variables(orders.address).items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(backend, store=store, rank=orders.rank, world_size=orders.world_size, timeout=timeout)
+
+
+def _store(orders: Orders) -> Any:
+    """Where the ranks find each other. TCPStore answers whoever reaches its port, so it is for several hosts alone."""
+    if orders.store is not None:
+        return dist.FileStore(f"{OPEN_FILES}/{orders.store.number}", orders.world_size)  # type: ignore[attr-defined]
+    # Whoever found the port has been listening on it ever since: two runs can never choose the same one.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        orders.address,
+        orders.port,
+        orders.world_size,
+        is_master=orders.listener is not None,
+        timeout=timedelta(seconds=orders.timeout),
+        wait_for_workers=False,
+        master_listen_fd=None if orders.listener is None else orders.listener.number,
+    )
+    return dist.PrefixStore(orders.secret, store) if orders.secret else store  # type: ignore[attr-defined]
+
+
+def _leave() -> None:
+    if dist.is_initialized():  # an entry may have ended it itself
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _entry(name: str) -> Callable[[RankContext, Any], Any]:
+    module_name, _, function = name.partition(":")
+    found = getattr(importlib.import_module(module_name), function, None)
+    if not callable(found):
+        raise ConfigError(f"The module {module_name} has no function {function!r} to run in the ranks.")
+    entry: Callable[[RankContext, Any], Any] = found
+    return entry
+
+
+def _payload(descriptor: int) -> Any:
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        payload = pickle.loads(content)
+    os.close(descriptor)
+    return payload

@@ -1,0 +1,89 @@
+"""Two plans side by side: whose layouts differ, and what that changes in time, bytes sent and memory.
+
+Read from the contents of two plan.json. On meshes with the same axes layouts are compared by the names of axes, else
+by the number of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from runner.report.layer_table import shown_bytes, shown_seconds
+from runner.report.layers import NUMBER
+
+Content = Mapping[str, Any]
+
+
+def differences(one: Content, other: Content) -> str:
+    """The report as text. Raises KeyError and TypeError for what is no content of a plan.json."""
+    lines = [f"mesh: {_mesh(one)}" + ("" if one["mesh"] == other["mesh"] else f"  ->  {_mesh(other)}")]
+    ours, theirs = ({entry["name"]: entry for entry in content["operators"]} for content in (one, other))
+    alone = {"first": [name for name in ours if name not in theirs], "second": [n for n in theirs if n not in ours]}
+    lines += [f"only in the {which}: {', '.join(_folded(names))}" for which, names in alone.items() if names]
+    both = [name for name in ours if name in theirs]
+    told = _by_layout if one["mesh"] == other["mesh"] else _by_slices
+    changed: dict[tuple[str, str, str], int] = {}
+    for name in both:
+        before, after = told(ours[name]), told(theirs[name])
+        if before != after:
+            key = (_pattern(name), before, after)
+            changed[key] = changed.get(key, 0) + 1
+    count = sum(changed.values())
+    told_count = f"{count} of {len(both)} are sliced otherwise" if count else f"all {len(both)} are sliced alike"
+    lines.append(f"operators: {told_count}")
+    for (name, before, after), number in changed.items():
+        times = f" (x {number})" if number > 1 else ""
+        lines += [f"  {name}{times}", f"    first   {before.strip()}", f"    second  {after.strip()}"]
+    for title, show in (("cost", shown_seconds), ("communication", shown_bytes), ("memory", shown_bytes)):
+        lines += _amounts(title, _flat(one[title]), _flat(other[title]), show)
+    return "\n".join(lines)
+
+
+def _amounts(
+    title: str, one: Mapping[str, float], other: Mapping[str, float], show: Callable[[float], str]
+) -> list[str]:
+    """A line for the title and one per amount, with the change."""
+    lines = [f"{title}:"]
+    for name in dict.fromkeys((*one, *other)):
+        before, after = one.get(name, 0), other.get(name, 0)
+        if before == after:
+            lines.append(f"  {name:<22} {show(before)}")
+        else:
+            change = f" ({(after - before) / before:+.1%})" if before else ""
+            lines.append(f"  {name:<22} {show(before)}  ->  {show(after)}{change}")
+    return lines
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers by dotted name; texts are left out."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            found[prefix + name] = value
+    return found
+
+
+def _mesh(content: Content) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in content["mesh"].items())
+
+
+def _by_layout(entry: Content) -> str:
+    return f"{' '.join(entry['in_layouts'])} -> {' '.join(entry['out_layouts'])}"
+
+
+def _by_slices(entry: Content) -> str:
+    ins, outs = (" ".join(f"({','.join(map(str, o))})" for o in entry[key]) for key in ("in_strategy", "out_strategy"))
+    return f"{ins} -> {outs}"
+
+
+def _pattern(name: str) -> str:
+    """A name with a star for the place in a list."""
+    words = [word.partition("@") for word in name.split(".")]
+    return ".".join("*" + at + number if NUMBER.fullmatch(word) else word + at + number for word, at, number in words)
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(map(_pattern, names)))

@@ -1,0 +1,135 @@
+"""One job of a sweep, as `job.json` in its folder tells it.
+
+Invariant: a job whose status is "done" ended well with the `config.json` beside it, so a job with the same config need
+not run again. "running" in a sweep that has ended is a job that was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.cli.run_folders import CONFIG_FILE
+from runner.config.origins import as_typed
+from strategies.core import bounded_files as bounded
+
+FILE = "job.json"
+STARTED = "sweep.json"
+METRICS = "metrics.jsonl"
+
+Status = Literal["running", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job.
+
+    Attributes:
+        number: its place in the sweep, from 0.
+        overrides: what makes it differ from the bare command, as typed.
+        verb: what it does.
+        sweep: which start of the sweep asked for it last, see `started`.
+        value: what the verb returns, such as the last loss of training.
+        evaluation: the last evaluation, by name.
+        seconds: how long it ran.
+        error: why it failed, the first paragraph.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    verb: str
+    sweep: str
+    status: Status = "running"
+    value: float | None = None
+    evaluation: dict[str, float] | None = None
+    seconds: float | None = None
+    error: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Replace the job's file as a whole."""
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        new = folder / f"{FILE}.new"
+        new.write_text(content, encoding="utf-8")
+        os.replace(new, folder / FILE)
+
+    def finished_before(self, folder: Path, config: str) -> Job | None:
+        """This job as it ended well in `folder` before, if its config, as text, was the same but for train.resume."""
+        before = read(folder)
+        if before is None or before.status != "done" or not (folder / CONFIG_FILE).exists():
+            return None
+        try:
+            same = _but_resume((folder / CONFIG_FILE).read_text(encoding="utf-8")) == _but_resume(config)
+        except (OSError, ValueError, RecursionError):  # damaged
+            return None
+        return replace(before, number=self.number, sweep=self.sweep) if same else None
+
+
+def _but_resume(config: str) -> Any:
+    content = json.loads(config)
+    if isinstance(content, dict) and isinstance(content.get("train"), dict):
+        content["train"] |= {"resume": None}
+    return content
+
+
+def read(folder: Path) -> Job | None:
+    """The job of a folder, None where there is none, or its file is damaged: it then runs again."""
+    from strategies.core.bounded_files import read_json  # the front end does without it
+
+    try:
+        content = read_json(folder / FILE)
+        found = Job(**content | {"overrides": tuple(map(str, content["overrides"]))})
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found.number, int) and isinstance(found.verb, str) else None
+
+
+def jobs(sweep: Path) -> list[tuple[Path, Job]]:
+    """Every job of a sweep folder, in the order of their numbers."""
+    found = [(path.parent, job) for path in sweep.rglob(FILE) if (job := read(path.parent)) is not None]
+    return sorted(found, key=lambda one: (one[1].number, str(one[0])))
+
+
+def folder_of(sweep: str, number: int, overrides: Sequence[str]) -> str:
+    """The name of a job's folder in the sweep folder: that of the job with the same overrides if there is one, else its
+    number, with something added where another job has that one. Calls for different jobs never give the same name."""
+    wanted = _but_how_it_begins(typed(overrides))
+    for folder, job in jobs(Path(sweep)):
+        if _but_how_it_begins(job.overrides) == wanted:
+            return str(folder.relative_to(sweep))
+    if read(Path(sweep, str(number))) is None:
+        return str(number)
+    return f"{number}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:6]}"
+
+
+def _but_how_it_begins(overrides: Sequence[str]) -> list[str]:
+    """What a job and the one that goes on with it have in common, in alphabetical order."""
+    return sorted(override for override in overrides if not override.startswith("train.resume="))
+
+
+def typed(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Overrides as they are typed: `words.for_hydra` has put pluses before keys in open mappings, and a null before a
+    mapping that replaces another."""
+    bare = [as_typed(override) for override in overrides]
+    return tuple(one for number, one in enumerate(bare) if not _is_cleared(one, bare[number + 1 :]))
+
+
+def _is_cleared(override: str, later: Sequence[str]) -> bool:
+    """Whether an override sets null what a mapping in braces gives later, itself or in the braces of its section."""
+    key, _, value = override.partition("=")
+    braces = tuple(f"{one}={{" for one in (key, key.rpartition(".")[0]))
+    return value == "null" and any(word.startswith(braces) for word in later)
+
+
+def records(folder: Path) -> Iterator[dict[str, Any]]:
+    """The records in a job's metrics, none where it measured nothing. Damaged lines are left out."""
+    for line in bounded.lines(folder / METRICS):
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

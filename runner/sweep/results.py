@@ -1,0 +1,137 @@
+"""What a sweep found: a table of its jobs, printed and as `results.csv`, and a page with their curves.
+
+Made from the folder alone, by the command that started the sweep, when all of its jobs have ended.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.launch.folder_lock import SWEEP, Occupant, leave, occupy
+from runner.report.page.markup import element
+from runner.report.page.shell import section, shell
+from runner.sweep.job import STARTED, Job, jobs
+from runner.sweep.pictures import bars, curves
+
+TABLE, PAGE = "results.csv", "report.html"
+VALUES = {
+    "train": "loss",
+    "predict": "loss",
+    "plan": "seconds per step",
+    "explain": "seconds per step",
+    "verify": "difference",
+}
+"""What the value of a verb is."""
+ERROR = 60
+"""Characters of an error in the printed table."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One start of a sweep: its folder, the mark by which its jobs say that they belong to it, and how many there are
+    to be; None where the sweeper decides that as it goes."""
+
+    folder: Path
+    mark: str
+    count: int | None = None
+
+    @classmethod
+    def begin(cls, folder: Path, count: int | None = None, recipe: str | None = None) -> Sweep:
+        """Make the folder, or go on in it, and hold it until `end`. Raises ConfigError where another sweep does."""
+        now = Occupant.now("sweep", recipe)
+        mark = f"{now.started} {now.run}"
+        occupy(folder, now, key=SWEEP)
+        (folder / STARTED).write_text(json.dumps({"started": mark}) + "\n", encoding="utf-8")
+        return cls(folder, mark, count)
+
+    def end(self) -> bool:
+        """Write and print the results, and let go of the folder; says whether every job that this start asked for is
+        done."""
+        try:
+            return self._results()
+        finally:
+            leave(self.folder)
+
+    def _results(self) -> bool:
+        found = jobs(self.folder)
+        if not found:
+            return True
+        rows = table([job for _, job in found], [folder.relative_to(self.folder) for folder, _ in found])
+        with (self.folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+        (self.folder / PAGE).write_text(page(self.folder, rows, found), encoding="utf-8")
+        print(printed(rows))
+        here = Path.cwd()
+        shown = self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
+        mine = [job.status for _, job in found if job.sweep == self.mark]
+        done, count = mine.count("done"), self.count or len(mine)
+        print(f"sweep: {done} of {count} jobs done; results in {shown / TABLE} and {shown / PAGE}", flush=True)
+        return done == count
+
+
+def mark_of(folder: Path) -> str:
+    """The mark of the sweep that was started last in `folder`."""
+    mark: str = json.loads((folder / STARTED).read_text(encoding="utf-8"))["started"]
+    return mark
+
+
+def table(found: Sequence[Job], folders: Sequence[Path]) -> list[list[str]]:
+    """A heading, and a line per job: what was varied, what came of it, and why it failed."""
+    given = [dict(_pair(override) for override in job.overrides) for job in found]
+    keys = [
+        key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1
+    ]
+    names = list(dict.fromkeys(name for job in found for name in job.evaluation or {}))
+    values = sorted({VALUES.get(job.verb, "value") for job in found})
+    tests = [f"test {name}" for name in names]
+    rows = [["job", "folder", "status", *keys, *values, *tests, "seconds", "error"]]
+    for job, folder, overrides in zip(found, folders, given, strict=True):
+        own = {VALUES.get(job.verb, "value"): job.value}
+        numbers = [own.get(name) for name in values] + [(job.evaluation or {}).get(name) for name in names]
+        status = "unfinished" if job.status == "running" else job.status
+        seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
+        rows.append(
+            [
+                *(str(job.number), str(folder), status),
+                *(overrides.get(key, "") for key in keys),
+                *("" if number is None else f"{number:.6g}" for number in numbers),
+                *(seconds, job.error or ""),
+            ]
+        )
+    return rows
+
+
+def printed(rows: Sequence[Sequence[str]]) -> str:
+    """The table as text in columns; long errors are cut."""
+    short = [[*row[:-1], row[-1] if len(row[-1]) <= ERROR else f"{row[-1][: ERROR - 3]}..."] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*short, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in short)
+
+
+def page(folder: Path, rows: Sequence[Sequence[str]], found: Sequence[tuple[Path, Job]]) -> str:
+    """The report of a sweep."""
+    titles = [_title(job, rows[0]) for _, job in found]
+    lines = [element("tr", *(element("th" if row is rows[0] else "td", cell) for cell in row)) for row in rows]
+    pictures = curves(dict(zip(titles, (place for place, _ in found), strict=True)))
+    values = {title: job.value for title, (_, job) in zip(titles, found, strict=True) if job.value is not None}
+    return shell(
+        f"Sweep {folder.name}",
+        element("h1", f"Sweep {folder.name}"),
+        *([section("Loss by step", pictures)] if pictures else []),
+        *([section(f"Results: {VALUES.get(found[0][1].verb, 'value')}", bars(values))] if values else []),
+        section("Jobs", element("div", element("table", *lines), class_="wide")),
+    )
+
+
+def _title(job: Job, keys: Sequence[str]) -> str:
+    varied = (override for override in job.overrides if override.partition("=")[0] in keys)
+    return " ".join((f"#{job.number}", *varied))
+
+
+def _pair(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key, value

@@ -1,0 +1,99 @@
+"""What a graph of a forward cannot hold, refused with its line before export takes it for something else.
+
+Hooks change or watch gradients from outside of the operators: export goes past them without a word, and the graph would
+train to other numbers. Derivatives within a forward, packed sequences and gradients that are sparse end in errors of
+torch's that do not tell what was meant.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import rnn
+
+from strategies.capture.nodes import at, in_library, op_of, short
+from strategies.core.errors import StrategyError
+from strategies.rules.arguments import named
+
+FUNCTIONAL = ("torch._functorch", "torch._C._functorch")
+"""Where what torch.func does lives."""
+LOOKUPS = frozenset({"embedding", "embedding_bag"})
+HOOK = (
+    "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
+    "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
+)
+DERIVATIVE = (
+    "which is not captured: only derivatives of the whole loss are made. Write it as operators, or train with "
+    "parallel.mode=stand_alone."
+)
+PACKED = (
+    "whose shape depends on the values of lengths, so it is not one graph. Give the network the padded sequences, and "
+    "let the loss ignore the padding."
+)
+
+
+def check_hooks(objective: nn.Module) -> None:
+    """Raises StrategyError for a parameter or module with a hook on its gradients."""
+    for name, parameter in objective.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StrategyError(f"Parameter {name.removeprefix('model.')} has a hook on its gradient, {HOOK}")
+    for name, module in objective.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            called = name.removeprefix("model").removeprefix(".") or type(module).__name__
+            raise StrategyError(f"Module {called} has a backward hook, {HOOK}")
+
+
+@contextmanager
+def refusing_unseen(training: bool) -> Iterator[None]:
+    """Around an export: raises StrategyError, with the user's line, where the forward does what a graph cannot hold."""
+    with ExitStack() as stack:
+        if training:
+            stack.enter_context(_refused(Tensor, "register_hook", "registers a hook on a gradient", HOOK))
+        stack.enter_context(_refused(torch.autograd, "_engine_run_backward", "computes a derivative", DERIVATIVE))
+        stack.enter_context(_refused(rnn, "_packed_sequence_init", "packs sequences", PACKED))
+        yield
+
+
+def check_nodes(graph: fx.Graph, training: bool) -> None:
+    """Raises StrategyError for vmap, and in training for lookups whose gradients are sparse."""
+    for node in graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith(FUNCTIONAL):
+            raise StrategyError(
+                f"The model's forward calls torch.vmap or torch.func{at(node)}, which is not captured; write it with "
+                "operators on the whole batch."
+            )
+        if training and node.op == "call_function" and op_of(node) in LOOKUPS:
+            if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):
+                raise StrategyError(
+                    f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
+                    "dense optimizer)."
+                )
+
+
+@contextmanager
+def _refused(owner: Any, name: str, what: str, why: str) -> Iterator[None]:
+    """Let the function `name` of `owner` raise meanwhile."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StrategyError(f"The model's forward {what}{_users_line()}, {why}")
+
+    before = getattr(owner, name)
+    setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _users_line() -> str:
+    """` at file:line` of the innermost frame of the user's, or nothing."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not in_library(frame.f_code.co_filename):
+            return f" at {short(frame.f_code.co_filename)}:{line}"
+    return ""

@@ -1,0 +1,1 @@
+"""Mesh, layouts, operator graph, plan, request and program: frozen values and their arithmetic."""

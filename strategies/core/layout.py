@@ -1,0 +1,83 @@
+"""How one tensor lies over the mesh: which axes slice each dim (major to minor), and over which it is a partial sum.
+
+Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor, and all
+slices have the same local shape: where a dim does not divide, slices are as long as the first one, and what the last
+one holds beyond the end of the dim is padding (zeros, or whatever operators made of zeros; gradients there are zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from strategies.core.errors import StrategyError
+from strategies.core.mesh import Mesh
+
+Block = tuple[tuple[int, int], ...]
+"""(start, stop) per dim."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dims[d]` are the axes that slice dim d; `partial` are axes over which the ranks' tensors must be added."""
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        used = [axis for dim in self.dims for axis in dim] + list(self.partial)
+        if len(set(used)) != len(used):
+            twice = sorted({axis for axis in used if used.count(axis) > 1})
+            raise StrategyError(f"Layout {self} uses mesh axis {', '.join(twice)} more than once.")
+
+    def __str__(self) -> str:
+        dims = ", ".join("*".join(dim) if dim else "-" for dim in self.dims)
+        return f"({dims})" + (f" partial over {'*'.join(sorted(self.partial))}" if self.partial else "")
+
+    @staticmethod
+    def replicated(dims: int) -> Layout:
+        return Layout(((),) * dims)
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes that slice some dim."""
+        return frozenset(axis for dim in self.dims for axis in dim)
+
+    @property
+    def whole(self) -> Layout:
+        """The same slices, nothing partial."""
+        return Layout(self.dims) if self.partial else self
+
+    def counts(self, mesh: Mesh) -> tuple[int, ...]:
+        """Slices per dim."""
+        return tuple([mesh.product(dim) if dim else 1 for dim in self.dims])
+
+    def check_even(self, shape: Sequence[int], mesh: Mesh) -> None:
+        """Raises StrategyError if a dim does not divide into equal slices."""
+        for dim, (size, count) in enumerate(zip(shape, self.counts(mesh), strict=True)):
+            if size % count:
+                raise StrategyError(
+                    f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices."
+                )
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one slice, padding included."""
+        return tuple([-(-size // count) for size, count in zip(shape, self.counts(mesh), strict=True)])
+
+    def block(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Block:
+        """The part of the tensor that `rank` holds, (start, stop) per dim, without padding."""
+        local = self.local_shape(shape, mesh)
+        starts = [mesh.index(rank, dim) * size for dim, size in zip(self.dims, local, strict=True)]
+        return tuple(
+            (min(start, whole), min(start + size, whole))
+            for start, size, whole in zip(starts, local, shape, strict=True)
+        )
+
+    def replica_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which ranks hold the same slice (or the same partial sum's terms)."""
+        return mesh.others(self.axes)
+
+    def replica_group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same slice as `rank`."""
+        return mesh.group(rank, self.replica_axes(mesh))

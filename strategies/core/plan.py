@@ -1,0 +1,111 @@
+"""The plan: for every operator which mesh axes slice which factor, for every source how it lies. Search, explanation,
+engine and checkpoints meet at this type; it is plain data, JSON in and out.
+
+Invariant: together with the operator graph it determines the program of every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from strategies.core.graph import modules_around
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+
+Origin = Literal["configured", "data_parallel", "propagated", "searched", "default", "no rule", "copies"]
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """`assignment`: factor -> axes. `outputs`: layouts in which the results are handed on, None for as they come
+    (reduced at the first use). `origin` says who chose."""
+
+    assignment: Mapping[str, tuple[str, ...]]
+    origin: Origin
+    outputs: tuple[Layout, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward instead of stored: the calls of `modules` (paths), except the operators `kept`
+    (plan names) and, with `keeps_communication`, collectives; their results are stored. With `slices_inputs` each rank
+    stores only its part of the modules' inputs that other ranks hold too."""
+
+    modules: tuple[str, ...]
+    kept: tuple[str, ...]
+    keeps_communication: bool
+    slices_inputs: bool
+
+    @cached_property
+    def _inside(self) -> frozenset[str]:
+        return frozenset(self.modules)
+
+    def region(self, path: tuple[str, ...]) -> str | None:
+        """The outermost of the modules that stands around an operator whose names of modules are `path`."""
+        return next((module for module in modules_around(path) if module in self._inside), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`operators` by plan name, `inputs` by batch entry, `tensors` (parameters, buffers, constants) by full name."""
+
+    mesh: Mesh
+    operators: Mapping[str, OperatorPlan]
+    inputs: Mapping[str, Layout]
+    tensors: Mapping[str, Layout]
+    search: Mapping[str, Any] = field(default_factory=dict)
+    recompute: Recompute | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What is needed to read the plan again; reports add what follows from it."""
+        return {
+            "mesh": dict(self.mesh.axes),
+            "assignments": {
+                name: {
+                    "assignment": {factor: list(axes) for factor, axes in plan.assignment.items()},
+                    "origin": plan.origin,
+                    "outputs": None if plan.outputs is None else [layout_to_json(layout) for layout in plan.outputs],
+                }
+                for name, plan in self.operators.items()
+            },
+            "inputs": {name: layout_to_json(layout) for name, layout in self.inputs.items()},
+            "tensors": {name: layout_to_json(layout) for name, layout in self.tensors.items()},
+            "search": dict(self.search),
+            "recompute": None if self.recompute is None else asdict(self.recompute),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        return Plan(
+            Mesh(tuple(data["mesh"].items())),
+            {
+                name: OperatorPlan(
+                    {factor: tuple(axes) for factor, axes in plan["assignment"].items()},
+                    plan["origin"],
+                    None if plan["outputs"] is None else tuple(map(layout_from_json, plan["outputs"])),
+                )
+                for name, plan in data["assignments"].items()
+            },
+            {name: layout_from_json(layout) for name, layout in data["inputs"].items()},
+            {name: layout_from_json(layout) for name, layout in data["tensors"].items()},
+            data["search"],
+            _recompute_from_json(data.get("recompute")),
+        )
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    return {"dims": [list(dim) for dim in layout.dims], "partial": sorted(layout.partial)}
+
+
+def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    return Layout(tuple(tuple(dim) for dim in data["dims"]), frozenset(data["partial"]))
+
+
+def _recompute_from_json(data: Mapping[str, Any] | None) -> Recompute | None:
+    if data is None:
+        return None
+    return Recompute(tuple(data["modules"]), tuple(data["kept"]), data["keeps_communication"], data["slices_inputs"])

@@ -1,0 +1,244 @@
+"""What every rank runs: one program, a list of local computations and redistributions.
+
+Rank programs differ only in numbers that depend on the rank (`RankValue`), so one program serves the real engine and
+the lockstep simulator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from strategies.core.graph import Ref, Source, TensorSpec, refs
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.plan import Recompute
+from strategies.resharding.redistribution import LOCAL, Chain
+
+KEY = Ref("random_key")
+"""The program's random key: a python integer that flows in beside the batch."""
+
+
+@dataclass(frozen=True)
+class RankValue:
+    """The index of a rank's slice over `axes`, times `stride`."""
+
+    axes: tuple[str, ...]
+    stride: int
+
+    def of(self, mesh: Mesh, rank: int) -> int:
+        return mesh.index(rank, self.axes) * self.stride
+
+
+class Ordinal(int):
+    """The number of a random operator among those of its graph: what differs between layers that draw alike."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Call `target` on local tensors. `operator` is the plan name that caused it, `path` its place in the tree of
+    modules; with `host` it runs on the CPU beside the device, where its operands are too."""
+
+    id: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operator: str
+    path: tuple[str, ...]
+    multiple: bool = False
+    host: bool = False
+
+    @cached_property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Carry `value` along `forward`; its gradient is multiplied by `scale` and carried along `backward`.
+
+    `operand` is the position at the operator for which it happens (-1: the operator's own result, or an output of the
+    graph).
+    """
+
+    id: str
+    value: Ref
+    forward: Chain
+    backward: Chain
+    scale: float
+    differentiable: bool
+    spec: TensorSpec
+    operator: str
+    operand: int
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Redistributions that do not depend on one another, with the same collectives over the same axes both ways: every
+    collective is called once for all of them. `Ref(id, k)` is the result of `parts[k]`."""
+
+    id: str
+    parts: tuple[Redistribute, ...]
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return tuple(part.value for part in self.parts)
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for the first of them."""
+        return self.parts[0].operator
+
+    @property
+    def differentiable(self) -> bool:
+        return self.parts[0].differentiable
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy `value` to the host, or else to the device, for `operator` (empty: an output); its gradient comes back."""
+
+    id: str
+    value: Ref
+    host: bool
+    operator: str
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin to carry out `of`; what it sends is under way until its `Wait`."""
+
+    id: str
+    of: Redistribute | Fused
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return self.of.operands
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for it."""
+        return self.of.operator
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The results of `of`, which the Start `start` has begun, under the id of `of`. Every Start has one Wait."""
+
+    id: str
+    start: str
+    of: Redistribute | Fused
+    path: tuple[str, ...]
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The values that it takes."""
+        return (Ref(self.start),)
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for it."""
+        return self.of.operator
+
+
+Instruction = Compute | Redistribute | Fused | Copy | Start | Wait
+CARRYING = (Redistribute, Fused, Start, Wait)
+"""Instructions that communicate."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs. `layouts` gives each source's layout by id; `reductions` the axes over which a trainable
+    parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
+    must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
+    instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
+    hold the same of a value, for the values whose stored copies are to be sliced; `copies` gives, for operators that
+    are there once per copy of the batch, the operator's name in the model and the number of the copy, by name."""
+
+    mesh: Mesh
+    sources: tuple[Source, ...]
+    layouts: dict[str, Layout]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Ref, ...]
+    reductions: dict[str, tuple[str, ...]]
+    parameter_order: tuple[str, ...]
+    random: bool
+    loss_axes: tuple[str, ...] = ()
+    updates: tuple[tuple[str, Ref], ...] = ()
+    recompute: Recompute | None = None
+    replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
+    copies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @cached_property
+    def redistributions(self) -> tuple[Redistribute, ...]:
+        """All of them, also those that are parts of a `Fused` or have a `Start` and a `Wait`."""
+        found: list[Redistribute] = []
+        for one in self._carried:
+            found += one.parts if isinstance(one, Fused) else [one]
+        return tuple(found)
+
+    @property
+    def _carried(self) -> Iterator[Redistribute | Fused]:
+        for step in self.instructions:
+            if isinstance(step, Redistribute | Fused):
+                yield step
+            elif isinstance(step, Wait):
+                yield step.of
+
+    @cached_property
+    def learns(self) -> tuple[str, ...]:
+        """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
+        no optimizer touches them, whatever its weight decay (as in eager torch)."""
+        reached = {ref.id for ref in self.outputs}
+        for step in reversed(self.instructions):
+            if step.id in reached and not (isinstance(step, Compute) and step.target.startswith("aten.detach")):
+                reached.update(ref.id for ref in step.operands)
+        parameters = (source for source in self.sources if source.kind == "parameter")
+        found = {source.name for source in parameters if source.trainable and source.id in reached}
+        return tuple(name for name in dict.fromkeys([*self.parameter_order, *self.reductions]) if name in found)
+
+    @cached_property
+    def calls(self) -> Counter[str]:
+        """How often a rank calls each collective for one forward and backward."""
+        found: Counter[str] = Counter()
+        for step in self._carried:
+            one = step.parts[0] if isinstance(step, Fused) else step
+            for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):
+                found.update(part.kind for part in chain if part.kind not in LOCAL)
+        return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
+    to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
+    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
+    ranks add up results below fp32 in fp32."""
+
+    exact: bool = False
+    sharded_optimizer: bool = False
+    partial_loss: bool = False
+    wide_sums: bool = True
+
+
+PLAIN = Options()

@@ -1,0 +1,176 @@
+"""What a user asks of the planner, as plain frozen data: mode, mesh, strategies by operator path, layouts, the
+dataset's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from strategies.core.errors import StrategyError, closest
+
+SEARCHES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
+Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
+
+
+@dataclass(frozen=True)
+class NamedDims:
+    """An operand sliced by the axes of a named layout: per tensor dim the axis names, major to minor."""
+
+    layout: str
+    dims: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        dims = ", ".join("None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in self.dims)
+        return f"{self.layout}({dims})"
+
+
+Operand = tuple[int, ...] | NamedDims
+"""Slices per dim, or named axes per dim."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A configured strategy: operands in the order of the operator, results; None where it is left open."""
+
+    inputs: tuple[Operand, ...] | None
+    outputs: tuple[Operand, ...] | None
+
+    def __str__(self) -> str:
+        sides = [", ".join(map(_text, side)) for side in (self.inputs, self.outputs) if side is not None]
+        if self.inputs is None:
+            return f"out ({sides[0]})"
+        return f"({sides[0]})" + (f" out ({sides[1]})" if len(sides) > 1 else "")
+
+
+def _text(operand: Operand) -> str:
+    return str(operand) if isinstance(operand, NamedDims) else f"({', '.join(map(str, operand))})"
+
+
+@dataclass(frozen=True)
+class NamedMatrix:
+    """A device matrix with a name per axis; rank = row-major coordinate."""
+
+    device_matrix: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WantedRecompute:
+    """What to compute again in backward: all operators (`full`), the cheap ones (`selective`) or some kinds, inside
+    `modules` (globs; None: every repeated layer). `communication` says whether collectives are repeated; None leaves it
+    to `operators`: with full they are, else what they returned is stored."""
+
+    operators: Literal["full", "selective"] | tuple[str, ...]
+    modules: tuple[str, ...] | None = None
+    communication: Literal["recompute", "keep"] | None = None
+    slice_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. What a
+    search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element and the bytes that
+    it has `moved` for one, whether backward hides adding gradients as far as a machine can (`overlaps`), how many
+    `turns` of a micro-batch a step takes (those for which a pipeline fills up among them), and `memory_limit`, bytes
+    per rank.
+    Without `runner_up`, an exact search of an open mesh ends with the best plan."""
+
+    mode: Mode
+    world_size: int
+    search: str = "sharding_propagation"
+    mesh: tuple[tuple[str, int], ...] | None = None
+    strategies: Mapping[str, Wanted] = field(default_factory=dict)
+    layouts: Mapping[str, NamedMatrix] = field(default_factory=dict)
+    set_data_parallel: tuple[str, ...] = ()
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
+    recompute: WantedRecompute | None = None
+    stage: int = 0
+    states: float = 2.0
+    moved: float = 28.0
+    overlaps: bool = True
+    turns: int = 1
+    memory_limit: int | None = None
+    runner_up: bool = True
+
+
+def check(request: Request) -> None:
+    """Raises StrategyError for what is wrong whatever the model is."""
+    if request.world_size < 1:
+        raise StrategyError(f"world_size = {request.world_size}; at least one device is needed.")
+    if request.mode not in ("data_parallel", "semi_auto", "auto"):
+        raise StrategyError(f"parallel.mode = {request.mode} has no plan; data_parallel, semi_auto and auto have one.")
+    if request.mode == "auto" and request.search not in SEARCHES:
+        raise StrategyError(
+            f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}"
+        )
+    configured = request.strategies or request.set_data_parallel
+    if request.mode == "auto" and request.search == "sharding_propagation" and not configured:
+        raise StrategyError(
+            "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
+            "least one entry in parallel.strategies or parallel.set_data_parallel, search without them "
+            "(parallel.search=recursive_programming), or use parallel.mode=semi_auto for defaults everywhere."
+        )
+    if request.mode == "data_parallel":
+        given = {
+            "strategies": bool(request.strategies),
+            "set_data_parallel": bool(request.set_data_parallel),
+            "mesh": request.mesh is not None,
+            "dataset_strategy": request.dataset_strategy != "data_parallel",
+        }
+        for name in (name for name, unused in given.items() if unused):
+            raise StrategyError(
+                f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto."
+            )
+    for where, operand in operands(request):
+        if isinstance(operand, NamedDims):
+            _check_names(where, operand, request)
+        elif min(operand, default=1) < 1:
+            raise StrategyError(f"{where}: {operand} has a count of {min(operand)}; a count is at least 1.")
+
+
+def operands(request: Request) -> Iterator[tuple[str, Operand]]:
+    """Every operand form with the place where it stands."""
+    for path, wanted in request.strategies.items():
+        for operand in (*(wanted.inputs or ()), *(wanted.outputs or ())):
+            yield f"parallel.strategies.{path}", operand
+    for operand in request.dataset_strategy if isinstance(request.dataset_strategy, tuple) else ():
+        yield "parallel.dataset_strategy", operand
+
+
+def without_idle_axes(request: Request) -> Request:
+    """The same request without the named axes of one device: they slice nothing."""
+
+    def operand(given: Operand) -> Operand:
+        if not isinstance(given, NamedDims):
+            return given
+        matrix = request.layouts[given.layout]
+        idle = {name for name, size in zip(matrix.axes, matrix.device_matrix, strict=False) if size == 1}
+        return NamedDims(given.layout, tuple(tuple(name for name in dim if name not in idle) for dim in given.dims))
+
+    def side(given: tuple[Operand, ...] | None) -> tuple[Operand, ...] | None:
+        return None if given is None else tuple(map(operand, given))
+
+    dataset = request.dataset_strategy
+    return replace(
+        request,
+        strategies={path: Wanted(side(w.inputs), side(w.outputs)) for path, w in request.strategies.items()},
+        dataset_strategy=tuple(map(operand, dataset)) if isinstance(dataset, tuple) else dataset,
+    )
+
+
+def _check_names(where: str, operand: NamedDims, request: Request) -> None:
+    if operand.layout not in request.layouts:
+        raise StrategyError(
+            f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}"
+        )
+    names, known = [name for dim in operand.dims for name in dim], request.layouts[operand.layout].axes
+    for name in names:
+        if name not in known:
+            raise StrategyError(
+                f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}"
+            )
+        if names.count(name) > 1:
+            raise StrategyError(
+                f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor."
+            )

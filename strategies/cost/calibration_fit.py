@@ -1,0 +1,157 @@
+"""From measured times to the constants of a described machine.
+
+Every law is linear in its constants (seconds of a call, per round, per byte, per flop), none of which is negative.
+Errors are relative, so that short calls count as much as long ones. Invariant: the law that is fitted is the one that
+`strategies.cost.collectives` prices with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.cost.cluster import Link
+from strategies.resharding.redistribution import ALL_REDUCE
+
+SEND = "send"
+Numbers = npt.NDArray[np.float64]
+REPEATS, STEP, SHORTEST = 40, 0.9, 1e-12
+"""Steps of the fit, the largest step of a logarithm, and the shortest fitted time (of no bytes and no call, say)."""
+HIDDEN = 0.1
+"""A share of the time of the largest call that cannot be told from noise."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices of `dtype`, on every rank at once."""
+
+    dtype: str
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Reading and writing `bytes` in all, on every rank at once."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective among groups of `ranks` in which each rank sends `bytes`, in all groups at once."""
+
+    kind: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far fitted times are from measured ones, relative to these."""
+
+    middle: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`flops` by dtype, `memory_bandwidth` (None: not measured), `links` by kind of collective; `errors` by what was
+    fitted."""
+
+    flops: Mapping[str, float]
+    memory_bandwidth: float | None
+    links: Mapping[str, Link]
+    errors: Mapping[str, Error]
+
+
+def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
+    """The constants of what was measured. Those of which nothing is known are left out: kinds of collectives that
+    were measured with one number of bytes, whose seconds per byte and per call cannot be told apart, too."""
+    errors: dict[str, Error] = {}
+    flops: dict[str, float] = {}
+    by_dtype: dict[str, list[Product]] = {}
+    for product in products:
+        by_dtype.setdefault(product.dtype, []).append(product)
+    for dtype, found in by_dtype.items():
+        rows, seconds = [[1.0, one.flops] for one in found], [one.seconds for one in found]
+        (_, per_flop), errors[f"matmul {dtype}"] = law(rows, seconds)
+        flops[dtype] = 1 / per_flop
+    bandwidth: float | None = None
+    if measured := list(copies):
+        rows, seconds = [[1.0, float(one.bytes)] for one in measured], [one.seconds for one in measured]
+        (_, per_byte), errors["memory"] = law(rows, seconds)
+        bandwidth = 1 / per_byte
+    links: dict[str, Link] = {}
+    by_kind: dict[str, list[Call]] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, []).append(call)
+    for kind, group in by_kind.items():
+        if len({one.bytes for one in group}) > 1:
+            rows = [[1.0, float(rounds(kind, one.ranks)), float(one.bytes)] for one in group]
+            (call_, latency, per_byte), errors[kind] = law(rows, [one.seconds for one in group])
+            links[kind] = Link(1 / per_byte, latency, call_)
+    return Fit(flops, bandwidth, links, errors)
+
+
+def rounds(kind: str, ranks: int) -> int:
+    """Rounds of messages of one collective on a machine of one level, as a ring or directly to every peer."""
+    if kind == SEND:
+        return 1
+    return (ranks - 1) * (2 if kind == ALL_REDUCE else 1)
+
+
+def law(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
+    """The constants of `nonnegative`, of which the last one, of what grows, is above zero: where it is hidden by noise,
+    it is that of the row with the highest rate. One row alone has no other constants."""
+    table, times = np.array(rows, dtype=float), np.array(seconds)
+    constants, error = nonnegative(rows, seconds)
+    highest = float((times / table[:, -1]).min())
+    if len(times) == 1:
+        constants = [*(0.0 for _ in constants[:-1]), highest]
+    elif constants[-1] < HIDDEN * highest:
+        constants = [*constants[:-1], highest]
+    else:
+        return constants, error
+    return constants, _error(table, times, np.array(constants))
+
+
+def nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], Error]:
+    """Constants, none below zero, for which rows x constants is near `seconds`, too long counting as much as too short:
+    least squares of the logarithms, each step of which is linear around what was found before. A time that is far off
+    (something else ran) pulls no harder than one that is off by a factor of 2.5."""
+    table, times = np.array(rows, dtype=float), np.array(seconds)
+    constants = _least_squares(table, times, 1 / times)
+    for _ in range(REPEATS):
+        found = np.maximum(table @ constants, SHORTEST)
+        wanted = found * (1 + np.log(times / found).clip(-STEP, STEP))
+        constants = (constants + _least_squares(table, wanted, 1 / found)) / 2
+    return [float(one) for one in constants], _error(table, times, constants)
+
+
+def _error(table: Numbers, times: Numbers, constants: Numbers) -> Error:
+    off = np.abs(table @ constants / times - 1)
+    return Error(float(np.median(off)), float(off.max()))
+
+
+def _least_squares(table: Numbers, times: Numbers, weights: Numbers) -> Numbers:
+    """The best of all choices of constants that are zero."""
+    count, best, least = table.shape[1], np.zeros(table.shape[1]), math.inf
+    weighted, wanted = table * weights[:, None], times * weights
+    scale = np.abs(weighted).max(axis=0)
+    scale[scale == 0] = 1.0
+    for used in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
+        part = weighted[:, used] / scale[used]
+        found, *_ = np.linalg.lstsq(part, wanted, rcond=None)
+        left = float(((part @ found - wanted) ** 2).sum())
+        if (found >= 0).all() and left < least * (1 - 1e-9):
+            best, least = np.zeros(count), left
+            best[used] = found / scale[used]
+    return best

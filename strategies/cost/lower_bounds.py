@@ -1,0 +1,67 @@
+"""The least that a step can take and a rank can hold, whatever the plan is: bounds that cost a walk over the graph.
+
+Invariant: both are no more than what any plan of that many ranks is priced at, because work is cut among ranks without
+a rest, nothing is sent, and only what stands from step to step is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from strategies.core.graph import OperatorGraph
+from strategies.core.mesh import Mesh
+from strategies.cost.cluster import Cluster
+from strategies.cost.roofline import operator_work
+from strategies.memory.optimizer_bytes import needed
+from strategies.memory.optimizer_step import Updating
+from strategies.rules import rule_of
+
+
+@dataclass(frozen=True)
+class Least:
+    """Of one micro-batch on one device: seconds of all operators without their launches, seconds of the launches, and
+    seconds of forward inside repeated layers; and the learning elements with their bytes."""
+
+    work: float
+    launches: float
+    repeated: float
+    elements: int
+    bytes: int
+
+    def seconds(self, stages: int, ranks: int, micro_batches: int, more: int, *, again: bool, waits: bool) -> float:
+        """Of `micro_batches` that are `more` times as small as the one that was measured, through `stages` of `ranks`
+        each. Where a stage `waits`, t seconds of all stages of one micro-batch take at least t / (1 - (1 - 1/m)**s):
+        stage k starts when those before it have passed one micro-batch, and then takes m times its own part."""
+        work = self.work + (self.repeated if again else 0.0)
+        once = work / more / ranks + self.launches
+        if not waits or stages == 1:
+            return once * micro_batches / stages
+        return once / (1 - (1 - 1 / micro_batches) ** stages)
+
+    def held(self, stages: int, ranks: int, updating: Updating, *, sliced: bool) -> float:
+        """Bytes of a rank: weights, gradients and states, cut among as many ranks as may hold parts of them. `sliced`:
+        plans may slice parameters."""
+        if updating.offload.optimizer != "none" or updating.offload.parameters != "none":
+            return 0.0
+        zero, among = updating.stage, ranks if sliced else 1
+        states = needed(updating.factory, torch.float32).kept * self.elements
+        own = self.bytes / (ranks if zero == 3 else among)
+        return (own + states / (ranks if zero else among)) / stages
+
+
+def least(graph: OperatorGraph, cluster: Cluster, layers: Collection[str]) -> Least:
+    """What the `graph` of a training step costs at least; `layers` are the paths of the repeated ones."""
+    alone, work, launches, repeated = Mesh((("alone", 1),)), 0.0, 0.0, 0.0
+    for operator in graph.operators:
+        seconds = operator_work(rule_of(operator, graph), {}, operator, graph, alone, cluster)
+        calls = min(cluster.launch + cluster.launch * bool(seconds.backward), seconds.forward + seconds.backward)
+        work += seconds.forward + seconds.backward - calls
+        launches += calls
+        if any(".".join(operator.path[: i + 1]) in layers for i in range(len(operator.path))):
+            repeated += max(seconds.forward - cluster.launch, 0.0)
+    learning = [source.spec for source in graph.of_kind("parameter") if source.trainable]
+    elements, size = sum(one.elements for one in learning), sum(one.elements * one.item_bytes for one in learning)
+    return Least(work, launches, repeated, elements, size)

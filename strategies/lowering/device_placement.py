@@ -1,0 +1,121 @@
+"""Operators on the host: which instructions run there, and the copies between.
+
+Invariant: sources, redistributions, outputs and written buffers are on the device; every operand is on the side on
+which it is used, by a copy that is an instruction of the program and is made once per value and side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.core.errors import StrategyError, closest
+from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
+from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
+from strategies.planner.addressing import in_module
+from strategies.runtime.offload import Moved, on_side
+
+
+def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True) -> frozenset[str]:
+    """Plan names of the operators that `globs` (of operators and of modules around them) mean. If `strict`, raises
+    StrategyError for a glob without any."""
+    found: set[str] = set()
+    for glob in globs:
+        names = {operator.name for operator in graph.operators if in_module(glob, _in_model(operator))}
+        if not names and strict:
+            known = [operator.module for operator in graph.operators if operator.module]
+            raise StrategyError(
+                f"parallel.place: {glob!r} matches no module and no operator of the model.{closest(glob, known)}"
+            )
+        found |= names
+    return frozenset(found)
+
+
+def _in_model(operator: Operator) -> Operator:
+    return operator if operator.share is None else replace(operator, name=operator.share.name)
+
+
+def place(program: Program, hosted: Collection[str]) -> Program:
+    """`program` with the operators of these plan names on the host."""
+    return _Placing(program, hosted).program if hosted else program
+
+
+class _Placing:
+    def __init__(self, program: Program, hosted: Collection[str]) -> None:
+        self.host: dict[str, bool] = {source.id: False for source in program.sources}
+        self.copies: dict[tuple[Ref, bool], Ref] = {}
+        self.names = {*self.host, *(instruction.id for instruction in program.instructions)}
+        self.instructions: list[Instruction] = []
+        for instruction in program.instructions:
+            host = isinstance(instruction, Compute) and instruction.operator in hosted
+            self.host[instruction.id] = host
+            self.instructions.append(self._beside(instruction, host))
+        outputs = tuple(self._on_device(ref) for ref in program.outputs)
+        updates = tuple((buffer, self._on_device(ref)) for buffer, ref in program.updates)
+        self.program = replace(program, instructions=tuple(self.instructions), outputs=outputs, updates=updates)
+
+    def _beside(self, instruction: Instruction, host: bool) -> Instruction:
+        """The instruction on its side, with its operands there."""
+
+        def local(leaf: Any) -> Any:
+            return self._copied(leaf, host, instruction.operator, instruction.path) if isinstance(leaf, Ref) else leaf
+
+        if isinstance(instruction, Compute):
+            kwargs = tuple((name, rewrite(value, local)) for name, value in instruction.kwargs)
+            return replace(instruction, args=rewrite(instruction.args, local), kwargs=kwargs, host=host)
+        assert not isinstance(instruction, Fused | Start | Wait), "operators are placed before anything is rearranged"
+        return replace(instruction, value=local(instruction.value))
+
+    def _on_device(self, ref: Ref) -> Ref:
+        return self._copied(ref, False, "", ())
+
+    def _copied(self, ref: Ref, host: bool, operator: str, path: tuple[str, ...]) -> Ref:
+        if ref == KEY or self.host[ref.id] == host:
+            return ref
+        if (ref, host) not in self.copies:
+            name = f"{ref.id}_{ref.index}" if ref.index else ref.id
+            fresh = f"{name}_on_{'host' if host else 'device'}"
+            while fresh in self.names:
+                fresh += "_"
+            self.names.add(fresh)
+            self.host[fresh] = host
+            self.instructions.append(Copy(fresh, ref, host, operator, path))
+            self.copies[ref, host] = Ref(fresh)
+        return self.copies[ref, host]
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+        ctx.device, ctx.out, ctx.moved = tensor.device, out, moved
+        return _counted(tensor, device, out, moved)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _counted(gradient, ctx.device, not ctx.out, ctx.moved), None, None, None
+
+
+def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+    if out:
+        moved.out += tensor.nbytes
+    else:
+        moved.back += tensor.nbytes
+    with on_side(out):
+        return tensor.to(device, copy=True)
+
+
+def copier(host: bool, device: torch.device, moved: Moved) -> Callable[[Tensor], Tensor]:
+    """The function that a `Copy` calls; its gradient takes the way back."""
+    target = torch.device("cpu") if host else device
+
+    def copy(tensor: Tensor) -> Tensor:
+        result: Tensor = _Copied.apply(tensor, target, host, moved)  # type: ignore[no-untyped-call]
+        return result
+
+    copy.__name__ = copy.__qualname__ = "to_host" if host else "to_device"
+    copy.__module__ = "place"
+    return copy

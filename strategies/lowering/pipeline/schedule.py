@@ -1,0 +1,174 @@
+"""In which order the ranks of a pipeline run forward and backward of their stages: plain lists, made by pure functions.
+
+`groups` of ranks share the stages: with several per group (virtual stages) they are dealt out round robin, so stage k
+is run by group k % groups. Invariant: every stage runs every micro-batch forward once and, later, backward once, in the
+order of the micro-batches, and neighbouring groups send and receive in one order, so waiting never goes in a circle.
+
+The orders of interleaved_1f1b (Narayanan et al., 2021) and zero_bubble (ZB-H1 of Qi et al., 2023, dealt out in the same
+way) are those of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from strategies.core.errors import StrategyError, closest
+
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+KINDS: tuple[str, ...] = get_args(Kind)
+DEALT = ("interleaved_1f1b", "zero_bubble")
+"""The schedules in which a group of ranks may have several stages."""
+Way = Literal["forward", "backward", "input", "weight"]
+FORWARD: Way = "forward"
+BACKWARD: Way = "backward"
+INPUT: Way = "input"
+WEIGHT: Way = "weight"
+COST = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
+"""The time of a pass, in forward passes."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One pass of one micro-batch through one stage. `backward` is both halves at once: `input`, the gradients that the
+    stage before waits for, and `weight`, those of parameters."""
+
+    way: Way
+    micro_batch: int
+    stage: int
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""The actions of every group of ranks, that of the first stage first."""
+
+
+def rounds(groups: int, micro_batches: int) -> int:
+    """In how many rounds the micro-batches of a `DEALT` schedule go through a group's stages: about `groups` at a time.
+
+    Raises StrategyError where they cannot be cut into rounds of one size.
+    """
+    count = max(1, micro_batches // groups)
+    if micro_batches % count:
+        raise StrategyError(
+            f"{micro_batches} micro-batches cannot be cut into {count} rounds of one size for {groups} stages; take a "
+            f"multiple of {groups}."
+        )
+    return count
+
+
+def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """`gpipe` runs everything forward, then everything backward; `1f1b` starts backward as soon as it can, so that
+    group g holds the activations of no more than `groups - g` micro-batches. `interleaved_1f1b` gives each group
+    `virtual` stages, which makes the pipeline faster to fill; `zero_bubble` computes the gradients of parameters while
+    it would wait. Raises StrategyError for other kinds, and for numbers that do not fit the kind."""
+    if kind not in KINDS:
+        raise StrategyError(f"There is no pipeline schedule {kind!r}.{closest(kind, KINDS)}")
+    if virtual > 1 and kind not in DEALT:
+        raise StrategyError(f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(DEALT)}.")
+    return tuple(_actions(kind, group, groups, micro_batches, virtual) for group in range(groups))
+
+
+def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: int) -> tuple[Action, ...]:
+    """Some passes forward, then one forward and one backward in turn, then backward what is left; halves for weights
+    follow `late` passes behind."""
+    size = micro_batches // rounds(groups, micro_batches) if kind in DEALT else micro_batches
+    count, behind = micro_batches * virtual, groups - 1 - group
+    ahead = {
+        "gpipe": count,
+        "1f1b": behind,
+        "interleaved_1f1b": (virtual - 1) * size + 2 * behind,
+        "zero_bubble": (virtual - 1) * size + behind,
+    }[kind]
+    ahead, late = min(ahead, count), group if kind == "zero_bubble" else 0
+
+    def action(way: Way, number: int) -> Action:
+        turn, place = divmod(number, size * virtual)
+        chunk = place // size
+        stage = (chunk if way == FORWARD else virtual - 1 - chunk) * groups + group
+        return Action(way, turn * size + place % size, stage)
+
+    found = [action(FORWARD, number) for number in range(ahead)]
+    for number in range(count):
+        if ahead + number < count:
+            found.append(action(FORWARD, ahead + number))
+        found.append(action(INPUT if late else BACKWARD, number))
+        if late and number >= late:
+            found.append(action(WEIGHT, number - late))
+    if late:
+        found += [action(WEIGHT, number) for number in range(max(count - late, 0), count)]
+    return tuple(found)
+
+
+def in_one_process(schedule: Schedule) -> tuple[Action, ...]:
+    """All actions, each after those whose results it needs. Raises ValueError if a group waits forever."""
+    found: dict[Action, None] = {}
+    done: set[Action] = set()
+    left = [list(actions) for actions in schedule]
+    last = last_stage(schedule)
+    while any(left):
+        before = len(found)
+        for actions in left:
+            while actions and done.issuperset(needed(actions[0], last)):
+                action = actions.pop(0)
+                found[action] = None
+                done.update(halves(action))
+        if len(found) == before:
+            raise ValueError(f"the stages wait for one another: {[actions[:1] for actions in left]}")
+    return tuple(found)
+
+
+def last_stage(schedule: Schedule) -> int:
+    """The number of the last stage."""
+    return max(action.stage for actions in schedule for action in actions)
+
+
+def halves(action: Action) -> tuple[Action, ...]:
+    """What an action does: `backward` does two things."""
+    if action.way != BACKWARD:
+        return (action,)
+    return Action(INPUT, action.micro_batch, action.stage), Action(WEIGHT, action.micro_batch, action.stage)
+
+
+def needed(action: Action, last: int) -> tuple[Action, ...]:
+    """What must have been done before an action, in its own stage or a neighbour, as `halves`."""
+    number, stage = action.micro_batch, action.stage
+    if action.way == FORWARD:
+        return (Action(FORWARD, number, stage - 1),) if stage else ()
+    if action.way == WEIGHT:
+        return (Action(INPUT, number, stage),)
+    own = Action(FORWARD, number, stage)
+    return (own, Action(INPUT, number, stage + 1)) if stage < last else (own,)
+
+
+def makespan(schedule: Schedule, work: Sequence[float]) -> float:
+    """When the last group is done: `work` is the time of one forward pass by stage, backward takes twice as long (each
+    half as long as forward), and sends take no time."""
+    ends: dict[Action, float] = {}
+    free, last = [0.0] * len(schedule), last_stage(schedule)
+    for action in in_one_process(schedule):
+        group = action.stage % len(schedule)
+        ready = max([free[group], *(ends[one] for one in needed(action, last))])
+        free[group] = ready + work[action.stage] * COST[action.way]
+        for half in halves(action):
+            ends[half] = free[group]
+    return max(free)
+
+
+def bubble(schedule: Schedule, work: Sequence[float]) -> float:
+    """The predicted share of the time in which a group waits, over all groups. Equal stages give
+    (s - 1) / (v m + s - 1) for m micro-batches, s groups and v stages of each, for gpipe, 1f1b and interleaved_1f1b
+    where s divides m."""
+    busy = sum(work[action.stage] * COST[action.way] for actions in schedule for action in actions)
+    return 1 - busy / (makespan(schedule, work) * len(schedule))
+
+
+def held(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
+    """The most activations that a group holds at one time: passes, or their `size` by stage added. They are held until
+    the last half of backward."""
+    now = most = 0.0
+    for action in actions:
+        one = 1.0 if size is None else size[action.stage]
+        now += {FORWARD: one, INPUT: 0.0}.get(action.way, -one)
+        most = max(most, now)
+    return most

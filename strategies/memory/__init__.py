@@ -1,0 +1,1 @@
+"""Memory of a rank: a fast additive estimate, an exact trace of the program, repeated blocks, ZeRO."""

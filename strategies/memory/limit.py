@@ -1,0 +1,59 @@
+"""A limit to the memory of a rank: whether a plan keeps it, and what to say if it does not."""
+
+from __future__ import annotations
+
+from strategies.core.errors import StrategyError
+from strategies.core.plan import Plan
+from strategies.memory.optimizer_step import Updating
+from strategies.memory.parts import Memory
+
+
+def check_limit(needed: Memory, limit: int, plan: Plan, updating: Updating) -> None:
+    """Raises StrategyError for a plan that needs more than `limit` bytes."""
+    if needed.peak > limit:
+        raise StrategyError(over(needed, limit, updating, recomputes=plan.recompute is not None))
+
+
+def over(needed: Memory, limit: int, updating: Updating, *, recomputes: bool, all_of_it: bool = False) -> str:
+    """Why a plan does not fit, and what would help first. `recomputes`: something is computed again already;
+    `all_of_it`: everything that may be."""
+    parts = {
+        "activations": needed.activations,
+        "optimizer": needed.optimizer,
+        "parameters": needed.parameters,
+        "gradients": needed.gradients,
+        "buffers": needed.buffers,
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    shown = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    what = "even with all repeated layers computed again the plan" if all_of_it else "the plan"
+    return (
+        f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "
+        f"{needed.peak_in} ({shown}). The largest part is {largest}: "
+        f"{_advice(largest, updating, recomputes or all_of_it)}, more ranks, or a higher limit."
+    )
+
+
+def _advice(part: str, updating: Updating, recomputes: bool) -> str:
+    stage, moved, found = updating.stage, updating.offload, []
+    if part == "activations":
+        found += [] if recomputes else ["parallel.recompute=auto"]
+        found += ["more train.accumulate"]
+        found += ["parallel.offload.activations.to=host"] if moved.activations == "none" else []
+    elif part == "buffers":
+        found += ["a smaller parallel.zero.options.reduce_bucket_size"]
+    else:
+        least = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
+        found += [f"parallel.zero.stage={least}"] if stage < least else []
+        name = "parameters" if part == "parameters" else "optimizer"
+        found += [f"parallel.offload.{name}=host"] if getattr(moved, name) == "none" and stage >= least else []
+        found += ["sliced weights (parallel.strategies)"]
+    return "choose " + ", ".join(found)
+
+
+def in_words(count: int) -> str:
+    """Bytes as people write them."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

@@ -1,0 +1,127 @@
+"""The bytes of the tensors that are alive, counted while a program runs.
+
+Every storage that an operator of torch takes or returns is counted once, from when it is first seen until it is
+really freed, whoever holds it. So what is counted is what an allocator would hand out, without its rounding and
+without what kernels use inside. It works the same on tensors without numbers, whose storages have sizes too: a
+prediction and a measurement that use it differ only where what they run differs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.core import result_shapes as shapes
+from strategies.lowering.recompute import tensors_in
+from strategies.runtime.offload import side
+
+DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True)
+class _Known:
+    reference: weakref.ref[torch.UntypedStorage]
+    size: int
+    host: bool
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`now` are alive in the memory of devices of type `device`, `peak` is the most since the last `restart`; `host`
+    are what stands for the host's memory where the device is a CPU: what is made there (`on_side`, `hosted`) or from
+    what is there. While `counting` is false, what is new is counted only when it is seen again. `events`, if they are
+    wanted, are all calls since the last `restart`, each with what was alive behind it. `shapes` is the mode of tensors
+    without numbers."""
+
+    def __init__(self, device: str, shapes: FakeTensorMode | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.shapes = device, shapes
+        self.now = self.peak = self.host = self.host_peak = 0
+        self.counting = True
+        self.events: list[tuple[object, int]] | None = None
+        self._known: dict[int, _Known] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks this; else the whole compiler would be imported."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:  # autograd asks for most nodes, of a tensor without numbers each time through all modes
+            return _device(args[0])
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        self.see(given)
+        results = func(*args, **kwargs) if self.shapes is None else shapes.call(func, args, kwargs, given, self.shapes)
+        if not func.is_view:
+            said = side()
+            host = any(self._on_host(tensor) for tensor in given) if said is None and self.host else bool(said)
+            self.see(tensors_in(results), host)
+        if self.events is not None:
+            self.events.append((func, self.now))
+        return results
+
+    def see(self, tensors: Iterable[Tensor], host: bool = False) -> None:
+        """Count the storages of these tensors, if they are not counted yet."""
+        for tensor in tensors if self.counting else ():
+            if _device(tensor).type == self.device:
+                self._add(tensor.untyped_storage(), host)
+
+    def hosted(self, tensors: Iterable[Tensor]) -> None:
+        """Count these as the host's."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._forget(storage._cdata)
+            self._add(storage, True)
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.host
+
+    def _add(self, storage: torch.UntypedStorage, host: bool) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._known.get(key)
+        if known is not None and known.size == size:
+            return
+        self._forget(key)  # it was given another size
+        self._known[key] = _Known(weakref.ref(storage, partial(self._gone, key)), size, host)
+        if host:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+        else:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        known = self._known.pop(key, None)
+        if known is not None and known.host:
+            self.host -= known.size
+        elif known is not None:
+            self.now -= known.size
+
+    def _gone(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in self._known and self._known[key].reference is reference:
+            self._forget(key)
+
+    def restart(self) -> None:
+        """Count the peaks anew, from now."""
+        self.peak, self.host_peak = self.now, self.host
+        if self.events is not None:
+            self.events = [(None, self.now)]
+
+
+def _device(tensor: Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the distinct storages of `tensors`."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

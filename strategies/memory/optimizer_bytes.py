@@ -1,0 +1,116 @@
+"""What an optimizer needs per element of what it updates: tried out on a small parameter.
+
+Trying takes a step of the real optimizer, so any optimizer is known whose states and temporaries grow with the number
+of elements. What the last few factories made is remembered: a decision asks for the same one for every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from strategies.memory.live_tensors import Live, bytes_of
+
+SIDE = 64
+"""Of the square matrix that is tried."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes per element: `kept` between updates; while a tensor is updated, `alone` for it and `before` for the one
+    before it, whose temporaries a loop may still hold; `together` of all tensors where one call updates them all;
+    `moved` is what its calls read and write. An update makes `calls` of operators, and `each` more per tensor."""
+
+    kept: float
+    alone: float
+    before: float
+    together: float
+    moved: float
+    calls: float
+    each: float
+
+    def during(self, sizes: Sequence[int]) -> int:
+        """Bytes that an update of tensors of so many elements, in this order, takes for a while."""
+        pairs = zip(sizes, [0, *sizes], strict=False)
+        most = max((self.alone * size + self.before * last for size, last in pairs), default=0.0)
+        return int(most + self.together * sum(sizes))
+
+
+@lru_cache(maxsize=8)
+def needed(factory: Callable[[list[dict[str, Any]]], Optimizer], dtype: torch.dtype, *, at_once: bool = False) -> Need:
+    """What the optimizer that `factory` makes from torch's parameter groups needs for parameters of `dtype`; with
+    `at_once` it may update all of them by one call, as optimizers do on a GPU."""
+    one, four = (_tried(factory, dtype, count, at_once) for count in (1, 4))
+    elements = SIDE * SIDE
+    per_tensor = (four.calls - one.calls) / 3
+    rest = one.moved / elements, one.calls - per_tensor, per_tensor
+    if four.temporary > 3 * one.temporary:
+        return Need(one.kept / elements, 0.0, 0.0, four.temporary / 4 / elements, *rest)
+    return Need(one.kept / elements, one.temporary / elements, (four.temporary - one.temporary) / elements, 0.0, *rest)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Bytes of the states, of the temporaries of a step, and of what it reads and writes; how many calls it makes."""
+
+    kept: int
+    temporary: int
+    moved: int
+    calls: int
+
+
+def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, at_once: bool) -> _Tried:
+    """A step of `count` parameters."""
+    parameters = [nn.Parameter(torch.ones(SIDE, SIDE, dtype=dtype)) for _ in range(count)]
+    optimizer = factory([{"params": parameters}])
+    for group in optimizer.param_groups:
+        if at_once and group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes the states
+    with _Counting() as counting:
+        optimizer.step()
+    states = list(_states(optimizer))
+    with Live("cpu") as live:
+        live.see([*parameters, *(one.grad for one in parameters if one.grad is not None), *states])
+        before = live.now
+        live.restart()
+        optimizer.step()
+    kept = bytes_of(tensor for tensor in states if tensor.numel() >= SIDE)  # the rest are counters
+    return _Tried(kept, live.peak - before, counting.moved, counting.calls)
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts calls, and the bytes of all that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moved = self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        given = zip(func._schema.arguments, args, strict=False)
+        changed = [one for argument, one in given if argument.alias_info is not None and argument.alias_info.is_write]
+        self.calls += 1
+        self.moved += _large((args, kwargs)) + _large((changed, found))
+        return found
+
+
+def _large(some: object) -> int:
+    """Bytes of the distinct tensors in it, without counters."""
+    return bytes_of(one for one in tree_leaves(some) if isinstance(one, Tensor) and one.numel() >= SIDE)
+
+
+def _states(optimizer: Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,32 @@
+"""How a step goes on after backward, as far as its memory asks: optimizer parallel, micro-batches, buckets, offload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from strategies.core.program import Program
+from strategies.optimizer.updates import CHOSEN, Cut, Groups, OptimizerFactory
+from strategies.runtime.offload import NOTHING, Offload
+
+
+@dataclass(frozen=True)
+class Updating:
+    """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
+    `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
+    backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number)."""
+
+    stage: int = 0
+    factory: OptimizerFactory = torch.optim.SGD
+    groups: Groups | None = None
+    accumulate: int = 1
+    cut: Cut = CHOSEN
+    overlap: bool = False
+    bucket: int | None = None
+    offload: Offload = NOTHING
+    device: str = "cpu"
+
+    def groups_for(self, program: Program) -> Groups:
+        """The groups of the optimizer, for this program."""
+        return [{"names": list(program.learns)}] if self.groups is None else self.groups

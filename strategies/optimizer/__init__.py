@@ -1,0 +1,1 @@
+"""From gradients to the next weights: replicated updates, and ZeRO."""

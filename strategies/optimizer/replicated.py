@@ -1,0 +1,264 @@
+"""Optimizer parallel of stage 0: whole gradients and optimizer states on every replica, any precision.
+
+Every gradient is added over the axes that lowering left open (`Program.reductions`), in buckets: one all-reduce per
+bucket, all of them in flight at once, with `overlap` while backward of the last micro-batch still runs. Weights of less
+than 32 bits get fp32 masters, on which the optimizer works, and their gradients are accumulated and added in fp32. The
+norm counts every slice once, so clipping is exact. In fp16 the loss is scaled, and gradients are divided by the scale
+once they are added (see `scaling`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.core.program import Program
+from strategies.lowering.naming import held
+from strategies.optimizer.buckets import buckets, sent
+from strategies.optimizer.loss_scale import LossScale
+from strategies.optimizer.reduction import Reduction
+from strategies.optimizer.state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.updates import (
+    CHOSEN,
+    Cut,
+    Groups,
+    OptimizerFactory,
+    check_optimizer,
+    layout_of,
+    learning_groups,
+    parameters,
+)
+from strategies.resharding.redistribution import ALL_REDUCE
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.flight_recorder import PLACE, here
+from strategies.runtime.offload import Moved
+from strategies.runtime.peers import Peers
+from strategies.runtime.shards import MODEL, OPTIMIZER, Pieces, of_slice, whole
+
+
+class BucketedUpdates:
+    """See `Updates`. The communicator must have the groups of `axes_needed`. In a stage of a pipeline, `peers` add what
+    other groups of ranks hold."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program,
+        communicator: Communicator,
+        optimizer_factory: OptimizerFactory,
+        groups: Groups,
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+        evaluation: nn.Module | None = None,
+        short: nn.Module | None = None,
+        cut: Cut = CHOSEN,
+        overlap: bool = False,
+        peers: Peers | None = None,
+        scale: LossScale | None = None,
+    ) -> None:
+        self.loss_scale = scale
+        self.module, self.evaluation, self._peers = module, evaluation, peers
+        self.short = module if short is None else short
+        self._program, self._communicator = program, communicator
+        self._clip, self._accumulate = clip, accumulate
+        named = held(module)
+        self._parameters = {source.name: named[source.name] for source in parameters(program)}
+        self._masters = {
+            name: nn.Parameter(self._parameters[name].detach().float())
+            for name in program.learns
+            if self._parameters[name].element_size() < 4
+        }
+        self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.learns}
+        grouped = learning_groups(program, groups)
+        self._members = [names for names, _ in grouped]
+        self._optimizer = optimizer_factory(
+            [{"params": [self._owned[name] for name in names], **options} for names, options in grouped]
+        )
+        check_optimizer(self._optimizer, program, 0)
+        self._reduction = Reduction(buckets(program, cut), self._owned, communicator, apart=overlap)
+        self._micro_batches, self._last = 0, False
+        self._hooks = [
+            self._parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
+            for name in (self._owned if overlap else ())
+        ]
+        mesh = program.mesh
+        copies = {} if peers is None else peers.copies
+        self._replicas = {
+            name: mesh.product(layout_of(program, name).replica_axes(mesh)) * copies.get(name, 1)
+            for name in self._owned
+        }
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        self._micro_batches += 1
+        self._last = self._micro_batches == self._accumulate if left is None else not left
+        if self.loss_scale is not None:
+            loss = loss.float() * self.loss_scale.value  # autograd casts what flows back to the loss's own dtype
+        if share is not None:
+            loss = loss * share
+        elif self._accumulate > 1:
+            loss = loss / self._accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.collect()
+
+    def skip(self, micro_batches: int) -> None:
+        """As behind so many of a step, with zeros for their gradients."""
+        self._micro_batches += micro_batches
+        for holder in self._owned.values():
+            holder.grad = torch.zeros_like(holder)
+
+    def collect(self) -> None:
+        for name in self._masters:
+            self._to_master(name)
+
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        """Backward has just completed the gradient of one micro-batch."""
+        if self._last:
+            self._to_master(name)
+            self._reduction.ready(name)
+
+    def _to_master(self, name: str) -> None:
+        if name in self._masters and (gradient := self._parameters[name].grad) is not None:
+            master, self._parameters[name].grad = self._masters[name], None
+            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+
+    def reduce(self) -> None:
+        self._reduction.finish()
+        if self._peers is not None:
+            self._peers.add_shared({name: self._gradient(name) for name in self._peers.copies})
+        if self.loss_scale is not None and (found := self._present()):
+            torch._foreach_div_(found, self.loss_scale.value)
+
+    def _present(self) -> list[Tensor]:
+        """The gradients that the optimizer will use, where something came back."""
+        return [gradient for holder in self._owned.values() if (gradient := holder.grad) is not None]
+
+    def _gradient(self, name: str) -> Tensor:
+        """The gradient that the optimizer will use, made of zeros where nothing came back."""
+        holder = self._owned[name]
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        return holder.grad
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._program.reductions:
+            gradient = self._owned[name].grad if name in self._owned else None
+            if gradient is not None:
+                yield name, gradient
+            else:
+                parameter = self._parameters[name]
+                yield name, torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+    def update(self, measure: bool = True) -> float | None:
+        self._micro_batches, self._last = 0, False
+        norm = self._norm() if measure or self._clip is not None or self.loss_scale is not None else None
+        if self.loss_scale is not None and norm is not None:
+            self.loss_scale.note(finite=math.isfinite(norm))  # the same on all ranks, as the norm is
+            if not math.isfinite(norm):
+                self._optimizer.zero_grad(set_to_none=True)
+                return norm
+        if self._clip is not None and norm is not None:
+            scale = self._clip / (norm + 1e-6)
+            if not scale >= 1.0:  # also where the norm is not a number, as torch does
+                torch._foreach_mul_(self._present(), scale)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._refresh()
+        return norm
+
+    def step(self, measure: bool = True) -> float | None:
+        self.reduce()
+        return self.update(measure)
+
+    def _norm(self) -> float:
+        """The 2-norm of the global gradient, the same number on every rank."""
+        names = [name for name, holder in self._owned.items() if holder.grad is not None]
+        gradients = [gradient for name in names if (gradient := self._owned[name].grad) is not None]
+        device = next(iter(self._owned.values())).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            squares = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square()
+            counts = torch.tensor([float(self._replicas[name]) for name in names], dtype=torch.float64, device=device)
+            total = (squares / counts).sum()
+        mesh = self._program.mesh
+        if self._peers is not None:
+            self._peers.add_over_all(total)
+        elif mesh.size > 1:
+            here.cells[PLACE] = here.place("the norm of the gradients")
+            self._communicator.sum(total, self._communicator.group(mesh.names))
+            self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
+        return math.sqrt(total.item()) if total >= 0 else math.nan
+
+    def weight(self, name: str) -> Tensor:
+        return self._parameters[name].detach()
+
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        found, mesh = {}, self._program.mesh
+        for source in parameters(self._program):
+            shape, name = source.spec.shape, source.name
+            if not write and self._peers is not None and name in self._peers.copies.keys() - self._peers.leads:
+                continue  # an earlier group of the pipeline saves it
+            block = self._program.layouts[source.id].block(shape, mesh, self._communicator.rank)
+            holder = self._owned.get(name, self._parameters[name])
+            found[MODEL + name] = [of_slice(shape, block, holder)]
+            for state, value in self._optimizer.state.get(holder, {}).items():
+                if not is_scalar(value, holder):
+                    fits = value.shape == holder.shape
+                    check_shape(self._optimizer, state, value, name, fits or holder.shape == shape)
+                    found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else whole(value)]
+        yield found
+
+    def plain(self) -> Plain:
+        plain = Plain(groups_of(self._optimizer, self._members))
+        for name, holder in self._owned.items():
+            state = self._optimizer.state.get(holder, {})
+            plain.scalars[name] = {key: value for key, value in state.items() if is_scalar(value, holder)}
+        if self.loss_scale is not None:
+            plain.loss_scale = asdict(self.loss_scale)
+        return plain
+
+    def begin(self, states: States, plain: Plain) -> None:
+        set_groups(self._optimizer, self._members, plain)
+        if self.loss_scale is not None and self.loss_scale.adapts and plain.loss_scale is not None:
+            self.loss_scale = LossScale(**plain.loss_scale | {"adapts": True})
+        shapes = {source.name: source.spec.shape for source in parameters(self._program)}
+        for name, holder in self._owned.items():
+            found = {key: placed(key, value, holder) for key, value in plain.scalars.get(name, {}).items()}
+            for key, entries in states.items():
+                if name in entries:
+                    stored = entries[name]
+                    size = holder.shape if stored.shape == shapes[name] else stored.shape
+                    dtype = holder.dtype if stored.like_weights else stored.dtype
+                    found[key] = torch.zeros(size, dtype=dtype, device=holder.device)
+            self._optimizer.state[holder] = found
+
+    def loaded(self) -> None:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Weights below 32 bits follow from their masters."""
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._parameters[name].copy_(master)
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        return {}
+
+    def hosted(self) -> list[Tensor]:
+        return []
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer.zero_grad(set_to_none=True)

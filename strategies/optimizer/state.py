@@ -1,0 +1,87 @@
+"""The state of a torch optimizer by parameter name, so that another plan, which groups and cuts parameters in another
+way, finds what belongs to each.
+
+Invariant: what is a tensor over a parameter is a piece (see `pieces`); all else, numbers and options, is `Plain` and
+the same on all ranks that hold the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.core.errors import StrategyError
+
+OWN = frozenset({"params", "name", "moe"})
+"""Entries of a group that depend on the plan."""
+
+
+@dataclass
+class Plain:
+    """`groups`: per parameter group its options and under "names" its parameters; `scalars`: numbers by parameter and
+    state; `loss_scale` where there is one. Plain data and tensors of one element."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss_scale: dict[str, Any] | None = None
+
+    def find(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """The group that holds one of `names`."""
+        wanted = set(names)
+        return next((group for group in self.groups if wanted & set(group["names"])), None)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint has of one optimizer state of one parameter: shape, and whether it is in the dtype of the
+    stored weights."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    like_weights: bool
+
+
+States = Mapping[str, Mapping[str, Stored]]
+"""By state and parameter."""
+
+
+def is_scalar(value: Any, holder: Tensor) -> bool:
+    """Whether a state of the parameter, or flat tensor, `holder` is no tensor over its elements."""
+    return not isinstance(value, Tensor) or value.dim() == 0 or (value.numel() == 1 and value.shape != holder.shape)
+
+
+def groups_of(optimizer: Optimizer, members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """`Plain.groups` of an optimizer whose groups have the given members."""
+    return [
+        {"names": list(names)} | {key: value for key, value in group.items() if key not in OWN}
+        for group, names in zip(optimizer.param_groups, members, strict=True)
+    ]
+
+
+def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: Plain) -> None:
+    """Take over the options, by name; those that this optimizer does not have are left out."""
+    for group, names in zip(optimizer.param_groups, members, strict=True):
+        for key, value in (plain.find(names) or {}).items():
+            if key in group and key not in OWN:
+                group[key] = value
+
+
+def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, known: bool) -> None:
+    """Raises StrategyError where it is not known to which elements of the parameter `name` a state belongs."""
+    if not known:
+        raise StrategyError(
+            f"{type(optimizer).__name__} keeps {state!r} of shape {tuple(value.shape)} for slices of {name}; "
+            "no whole state can be made from that, so no checkpoint can hold it. Use an elementwise optimizer such as "
+            "torch.optim.AdamW, or a plan that does not slice parameters."
+        )
+
+
+def placed(key: str, value: Any, holder: Tensor) -> Any:
+    """A saved scalar beside the tensor that it belongs to; counters stay where optimizers keep them, on the CPU."""
+    beside = isinstance(value, Tensor) and (value.dim() or (not holder.dim() and key != "step"))
+    return value.to(holder.device) if beside else value

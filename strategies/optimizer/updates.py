@@ -1,0 +1,267 @@
+"""What happens between a loss and the next weights, as one protocol for every optimizer parallel.
+
+Stage 0 (`gradients`) adds the gradients itself and keeps whole optimizer states; stages 1-3 (`zero`) are DeepSpeed.
+Invariant: after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices;
+after `update`, all ranks that hold the same slice hold the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.core.errors import StrategyError
+from strategies.core.graph import Source
+from strategies.core.layout import Layout
+from strategies.core.program import Program
+from strategies.optimizer.loss_scale import LossScale, scale_of
+from strategies.optimizer.state import Plain, States
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.offload import NOTHING, Moved, Offload
+from strategies.runtime.peers import Peers
+from strategies.runtime.shards import Pieces
+
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+"""The dtype of the parameters in the program."""
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups: {"names": [full name, ...], option: value, ...}."""
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+"""Parameter groups of torch ({"params": [...], option: value, ...}) -> optimizer."""
+
+BY_SHAPE = frozenset({"Adafactor", "Muon"})
+"""Optimizers whose update of an element depends on the shape of the whole parameter."""
+UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": "only takes sparse gradients"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How gradients are cut into buckets: of `size` bytes at most or one larger gradient (None: an eighth of all
+    bytes, between 1 and 25 MiB), or at the positions `at` in the order in which backward completes them."""
+
+    size: int | None = None
+    at: tuple[int, ...] | None = None
+
+
+CHOSEN = Cut()
+
+
+class Updates(Protocol):
+    """One optimizer step: forward and `backward` per micro-batch, then `reduce`, then `update`. All ranks call it
+    all."""
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """The training program; call this one."""
+
+    @property
+    def evaluation(self) -> nn.Module | None:
+        """The evaluation program on the same parameters, or a ModuleDict of several; call it under torch.no_grad()."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer that does the updates: schedulers work on it."""
+
+    @property
+    def short(self) -> Callable[..., Any]:
+        """The training program of a short last micro-batch of an epoch, where there is one."""
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        """Add the gradients of one micro-batch; its scalar `loss` is divided by the number of micro-batches here. Of a
+        step with fewer rows, `share` is the part of them that this micro-batch has, and `left` more are to come."""
+
+    def collect(self) -> None:
+        """In a pipeline, in place of `backward`: half a pass of a micro-batch through a stage, or a whole one, has
+        added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
+
+    def reduce(self) -> None:
+        """Make the gradients complete; after the last micro-batch."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """After `reduce`, before `update`: the gradient of this rank's slice of every trainable parameter, at least in
+        fp32; zeros where there is none. Collective: every rank must go through all of it."""
+
+    def update(self, measure: bool = True) -> float | None:
+        """Clip, step, forget the gradients. Returns the norm of the global gradient before clipping; None if it was not
+        needed for clipping and `measure` is false."""
+
+    def step(self, measure: bool = True) -> float | None:
+        """`reduce` and `update`."""
+
+    def weight(self, name: str) -> Tensor:
+        """This rank's slice of a parameter, not to be written. Collective over its replicas."""
+
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        """Everything of parameters and optimizer states that this rank holds, in batches: each is there until the next
+        is asked for. With `write` the views may be overwritten, after `begin` and before `loaded`."""
+
+    def plain(self) -> Plain:
+        """What is no tensor of the optimizer's state, of all parameters that this rank holds a slice of."""
+
+    def begin(self, states: States, plain: Plain) -> None:
+        """Give the optimizer the states of a checkpoint, made of zeros, and its options and scalars."""
+
+    def loaded(self) -> None:
+        """All views were overwritten: make what follows from them. Collective."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by in fp16; None in other precisions."""
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        """What was offloaded so far: `optimizer` and `parameters`, where they are."""
+
+    def hosted(self) -> list[Tensor]:
+        """What is kept in the host's memory between updates, and what gradients arrive in there."""
+
+    def close(self) -> None:
+        """Let go of hooks and buffers; the object cannot be used afterwards."""
+
+
+def make_updates(
+    stage: int,
+    module: nn.Module,
+    program: Program,
+    communicator: Communicator,
+    optimizer_factory: OptimizerFactory,
+    groups: Groups,
+    *,
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: Precision = "fp32",
+    evaluation: nn.Module | None = None,
+    short: nn.Module | None = None,
+    zero_options: Mapping[str, Any] | None = None,
+    cut: Cut = CHOSEN,
+    overlap: bool = False,
+    offload: Offload = NOTHING,
+    peers: Peers | None = None,
+    loss_scale: float | None = None,
+) -> Updates:
+    """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
+    `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
+    micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
+    backward; DeepSpeed has options of its own for both. `short` is a second program on the same parameters. `peers` are
+    the other stages of a pipeline. In fp16 the loss is multiplied by `loss_scale`, or by one that adapts.
+
+    Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
+    """
+    if stage == 0:
+        from strategies.optimizer.replicated import BucketedUpdates
+
+        return BucketedUpdates(
+            module,
+            program,
+            communicator,
+            optimizer_factory,
+            groups,
+            clip=clip,
+            accumulate=accumulate,
+            evaluation=evaluation,
+            short=short,
+            cut=cut,
+            overlap=overlap,
+            peers=peers,
+            scale=scale_of(loss_scale) if precision == "fp16" else None,
+        )
+    if peers is not None and stage > 1:
+        raise StrategyError(
+            f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
+            "way; use parallel.zero.stage=1 or 0."
+        )
+    from strategies.optimizer.zero.zero import ZeroUpdates
+
+    return ZeroUpdates(
+        module,
+        program,
+        communicator,
+        optimizer_factory,
+        groups,
+        stage=stage,
+        clip=clip,
+        accumulate=accumulate,
+        precision=precision,
+        evaluation=evaluation,
+        short=short,
+        options=zero_options or {},
+        offload=offload,
+        loss_scale=loss_scale,
+        peers=peers,
+    )
+
+
+def axes_needed(program: Program) -> list[tuple[str, ...]]:
+    """The sets of axes over which an optimizer parallel of any stage talks; for `Communicator`."""
+    mesh = program.mesh
+    needed = [mesh.sorted(mesh.names), *(mesh.sorted(axes) for axes in program.reductions.values())]
+    for source in parameters(program):
+        replicas = program.layouts[source.id].replica_axes(mesh)
+        needed += [replicas, mesh.others(replicas)]
+    return [axes for axes in dict.fromkeys(needed) if axes]
+
+
+def parameters(program: Program) -> tuple[Source, ...]:
+    return tuple(source for source in program.sources if source.kind == "parameter")
+
+
+def layout_of(program: Program, name: str) -> Layout:
+    return program.layouts[next(source.id for source in program.sources if source.name == name)]
+
+
+def local_elements(program: Program, source: Source) -> int:
+    return math.prod(program.layouts[source.id].local_shape(source.spec.shape, program.mesh))
+
+
+def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
+    """`groups` without what does not learn and without empty groups: (names, options).
+
+    Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.
+    """
+    names = program.learns
+    given = [name for group in groups for name in group["names"]]
+    odd = [name for name in names if given.count(name) != 1]
+    if odd:
+        raise StrategyError(
+            f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one."
+        )
+    kept = [
+        (
+            [name for name in group["names"] if name in names],
+            {key: value for key, value in group.items() if key != "names"},
+        )
+        for group in groups
+    ]
+    if not names:
+        raise StrategyError(
+            "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train."
+        )
+    return [(members, options) for members, options in kept if members]
+
+
+def check_kind(optimizer: Optimizer) -> None:
+    """Raises StrategyError for an optimizer that no plan can use."""
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in UNFIT), "")
+    if kind:
+        raise StrategyError(
+            f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices."
+        )
+
+
+def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
+    """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
+    check_kind(optimizer)
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE), "")
+    if kind:
+        what = f"ZeRO stage {stage} flattens" if stage else "this plan slices"
+        sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
+        if stage or sliced:
+            raise StrategyError(
+                f"Optimizer {kind} treats every parameter as a whole matrix, but {what} "
+                f"{'them' if stage else sliced[0]}: the updates would differ from training on one device. "
+                "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0."
+            )

@@ -1,0 +1,1 @@
+"""ZeRO stages 1-3 by DeepSpeed."""

@@ -1,0 +1,167 @@
+"""How DeepSpeed is started, with all that it wants to be told by private ways. Only this file imports it.
+
+Invariant: what is replaced in the package for a start is put back after it; the package is imported when a rank needs
+it, never before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from strategies.core.errors import StrategyError
+from strategies.core.program import Program
+from strategies.optimizer.updates import parameters
+from strategies.optimizer.zero.pipeline import Group
+from strategies.optimizer.zero.swap_files import SwapFiles
+from strategies.runtime.communicator import Communicator
+
+
+def known_options() -> Any:
+    """The class whose fields are the options of ZeRO."""
+    return importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+
+
+def backend() -> Any:
+    """The object through which all its collectives pass."""
+    return importlib.import_module("deepspeed.comm.comm").cdb
+
+
+@contextmanager
+def swapping_to(files: SwapFiles | None) -> Iterator[None]:
+    """Let DeepSpeed write to `files` where it would compile its own writer."""
+    if files is None:
+        yield
+        return
+    names = ("partitioned_optimizer_swapper", "partitioned_param_swapper")
+    modules: list[Any] = [importlib.import_module(f"deepspeed.runtime.swap_tensor.{name}") for name in names]
+    builders = [module.AsyncIOBuilder for module in modules]
+    for module in modules:
+        module.AsyncIOBuilder = files.builder
+    try:
+        yield
+    finally:
+        for module, builder in zip(modules, builders, strict=True):
+            module.AsyncIOBuilder = builder
+
+
+def deepspeed_for(device: torch.device) -> Any:
+    """The package, quiet, for the kind of device at hand, with what this rank's launcher may not have set."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    count, rank, local = str(dist.get_world_size()), str(dist.get_rank()), str(device.index or 0)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", local), ("LOCAL_SIZE", count)):
+        os.environ.setdefault(name, value)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("deepspeed")
+        # Else it is compiled, for half a minute, and training never uses it.
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+        with _without_compiler():  # else each rank imports torch's whole compiler, for seconds
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    if device.type == "cpu":
+        # It asks whether the processor has fast fp16 products (AVX512-FP16). Without, it refuses fp16, which torch
+        # computes on every processor, and stage 3 turns fp32 parameters on a disk into bf16.
+        module.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"deepspeed(\.|$)")
+    # Its calls of older names of torch, which are then blamed on torch itself.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    return module
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Leave functions that are decorated with torch.compile as they are. They are Muon's, which cannot be used here."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **_: function or (lambda one: one)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+def replica_groups(
+    found: Mapping[str, nn.Parameter], program: Program, communicator: Communicator, stage: int
+) -> dict[str, str]:
+    """Tell DeepSpeed which ranks hold the same slice of each parameter. Parameter -> its group, "" for the world.
+
+    DeepSpeed's words for it: the slices are experts. The name must begin with ep_size_NUMBER.
+    """
+    groups = importlib.import_module("deepspeed.utils.groups")
+    mesh, names, alone = program.mesh, {}, None
+    for source in parameters(program):
+        replicas = program.layouts[source.id].replica_axes(mesh)
+        slices = mesh.others(replicas)
+        if not slices:
+            names[source.name] = ""
+            continue
+        if not replicas and alone is None:
+            alone = dist.new_group([communicator.world_rank], use_local_synchronization=True)
+        copies = communicator.group(replicas) if replicas else alone
+        name = f"ep_size_{mesh.product(slices)}_{'_'.join(slices)}"
+        groups._EXPERT_DATA_PARALLEL_GROUP[name] = copies
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(copies)
+        groups._EXPERT_PARALLEL_GROUP[name] = communicator.group(slices)
+        groups._EXPERT_PARALLEL_GROUP_RANKS[name] = dist.get_process_group_ranks(communicator.group(slices))
+        parameter: Any = found[source.name]
+        parameter.allreduce, parameter.group_name = False, name
+        if stage == 3:
+            parameter.ds_zero_placement_family = "autoep_expert"
+            parameter.ds_zero_partition_group_name = name
+            parameter.ds_zero_partition_process_group = copies
+        names[source.name] = name
+    return names
+
+
+def marker() -> nn.Module:
+    """A module without parameters by which DeepSpeed sees, at stages 1 and 2, that there are replica groups."""
+    mixture: Any = importlib.import_module("deepspeed.moe.layer").MoE
+
+    class Marker(mixture):  # type: ignore[misc]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = 1
+
+        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
+            """The groups exist already."""
+
+    return Marker()
+
+
+@contextmanager
+def unrecognised(optimizer: Optimizer) -> Iterator[None]:
+    """Keep Adagrad from being seen as such: DeepSpeed would replace it by a fresh one which has lost the groups."""
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        optimizer.__class__ = type(kind.__name__, (Optimizer,), members)
+    try:
+        yield
+    finally:
+        optimizer.__class__ = kind
+
+
+def initialize(
+    deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], group: Group | None
+) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, mpu=group, dist_init_required=False
+            )
+        except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
+            text = " ".join(str(error).split())
+            raise StrategyError(f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error
+    return engine

@@ -1,0 +1,210 @@
+"""The fp32 weights and optimizer states under ZeRO, which DeepSpeed keeps in flat tensors, as pieces of parameters.
+
+Invariant: of every parameter that learns a rank's pieces are the ranges of `zero_parts`, found in its flat tensors
+without communication; replicas never hold the same element. Flat tensors on a disk are fetched one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.core.errors import StrategyError
+from strategies.core.program import Program
+from strategies.optimizer.state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.updates import local_elements, parameters
+from strategies.optimizer.zero.partition import Range, part_of_flat, part_of_one, ranges_of_each, ranges_of_flat
+from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces, of_range, of_slice
+
+
+class ZeroState:
+    """`zero` is DeepSpeed's optimizer, `members` are the parameters of every group of torch's. `follows` names
+    parameters that an earlier group of a pipeline saves; with `on_disk` large flat tensors are swapped."""
+
+    def __init__(
+        self,
+        zero: Any,
+        stage: int,
+        program: Program,
+        rank: int,
+        found: Mapping[str, nn.Parameter],
+        members: Sequence[Sequence[str]],
+        *,
+        follows: frozenset[str] = frozenset(),
+        on_disk: bool = False,
+    ) -> None:
+        self._zero, self._stage, self._program, self._rank = zero, stage, program, rank
+        self._found, self._members, self._follows, self._on_disk = found, members, follows, on_disk
+        self._sources = {source.name: source for source in parameters(program)}
+        self._shapes = {name: program.layouts[one.id].local_shape(one.spec.shape, program.mesh)
+                        for name, one in self._sources.items()}  # fmt: skip
+        self._learning = {name for names in members for name in names}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        found: Optimizer = self._zero.optimizer
+        return found
+
+    def masters(self) -> list[Tensor]:
+        """The flat fp32 tensors on which the optimizer works: this rank's part of every group."""
+        found: list[Tensor] = (
+            self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        )
+        return found
+
+    def group_of(self, index: int) -> int:
+        """The torch group of a flat tensor; stage 3 may cut a group into several."""
+        return int(self._zero.sub_group_to_group_id[index]) if self._stage == 3 else index
+
+    def swapped(self, index: int) -> bool:
+        """Whether a flat tensor and its states are on the disk between updates."""
+        return self._on_disk and bool(self._zero._swappable_optimizer_subgroup(index))
+
+    @contextmanager
+    def fetched(self, index: int, *, write: bool) -> Iterator[None]:
+        """A flat tensor and its states, in buffers that may be used again afterwards."""
+        if not self.swapped(index):
+            yield
+            return
+        self._zero._optimizer_states_and_gradient_swap_in(index)
+        yield
+        (self._zero._optimizer_states_and_gradient_swap_out if write else self._zero._release_swap_buffers)(index)
+
+    def names(self, index: int) -> list[str]:
+        """The parameters of a flat tensor, in its order."""
+        lists = self._zero.fp16_groups if self._stage == 3 else self._zero.round_robin_bit16_groups
+        by_id = {id(parameter): name for name, parameter in self._found.items()}
+        return [by_id[id(parameter)] for parameter in lists[index]]
+
+    def ranges(self, index: int) -> list[tuple[str, Range]]:
+        """What a flat tensor holds. Raises StrategyError where DeepSpeed has cut in another way."""
+        names, flat = self.names(index), self.masters()[index]
+        found, size = parts(self._program, self._rank, self._stage, names)
+        if size != flat.numel():
+            raise StrategyError(
+                f"DeepSpeed keeps {flat.numel()} elements of {names[0]} and others on rank {self._rank}, not {size}; "
+                "its options cut parameters in a way that checkpoints do not know."
+            )
+        return found
+
+    def pieces(self, write: bool) -> Iterator[Pieces]:
+        """See `Updates.pieces`. At stage 3 what does not learn is in pieces too."""
+        for index, flat in enumerate(self.masters()):
+            with self.fetched(index, write=write):
+                found: dict[str, list[Piece]] = {}
+                held = {MODEL: flat} | {f"{OPTIMIZER}{state}/": value for state, value in self._states(flat)}
+                for name, part in self.ranges(index):
+                    if write or name not in self._follows:
+                        for prefix, value in held.items():
+                            piece = value[part.position : part.position + part.count]
+                            made = of_range(*self._place(name), part.first, piece)
+                            found[prefix + name] = [replace(one, lasting=not self.swapped(index)) for one in made]
+                yield found
+        for name in self._found:
+            if name not in self._learning:
+                yield from self._frozen(name, write)
+
+    def _states(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for state, value in self.optimizer.state.get(flat, {}).items():
+            if not is_scalar(value, flat):
+                check_shape(self.optimizer, state, value, "the parameters", value.shape == flat.shape)
+                yield state, value
+
+    def _frozen(self, name: str, write: bool) -> Iterator[Pieces]:
+        """A parameter that does not learn, and so is in no flat tensor."""
+        parameter: Any = self._found[name]
+        shape, block, local = self._place(name)
+        if self._stage < 3:
+            yield {MODEL + name: [of_slice(shape, block, parameter.view(local))]}
+            return
+        part = parameter.ds_tensor
+        first = parameter.ds_zero_partition_rank * part.ds_numel
+        count = max(min(part.ds_numel, parameter.ds_numel - first), 0)
+        with _located(parameter, write):
+            made = of_range(shape, block, local, first, part.data.view(-1)[:count])
+            yield {MODEL + name: [replace(one, lasting=part.final_location != "nvme") for one in made]}
+
+    def plain(self) -> Plain:
+        """See `Updates.plain`."""
+        plain = Plain(groups_of(self.optimizer, self._members))
+        for index, flat in enumerate(self.masters()):
+            state = self.optimizer.state.get(flat, {})
+            scalars = {key: value for key, value in state.items() if is_scalar(value, flat)}
+            plain.scalars.update({name: scalars for name in self.names(index)})
+        return plain
+
+    def begin(self, states: States, plain: Plain) -> None:
+        """See `Updates.begin`."""
+        set_groups(self.optimizer, self._members, plain)
+        for index, flat in enumerate(self.masters()):
+            names = self.names(index)
+            known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
+            with self.fetched(index, write=True):
+                found = {key: placed(key, value, flat) for key, value in known.items()}
+                for key, entries in states.items():
+                    stored = [entries[name] for name in names if name in entries]
+                    if stored:
+                        dtype = flat.dtype if stored[0].like_weights else stored[0].dtype
+                        found[key] = torch.zeros_like(flat, dtype=dtype)
+                self.optimizer.state[flat] = found
+                if self.swapped(index):
+                    self._announce_states(flat)
+
+    def loaded(self) -> None:
+        """See `Updates.loaded`."""
+        if self._stage < 3:
+            self._zero.update_lp_params()
+            return
+        for index, flat in enumerate(self.masters()):
+            with self.fetched(index, write=False):
+                for name, part in self.ranges(index):
+                    parameter: Any = self._found[name]
+                    with _located(parameter, True):
+                        held = flat.detach()[part.position : part.position + part.count]
+                        parameter.ds_tensor.data.view(-1)[: part.count].copy_(held)
+        gathered: list[Any] = [one for one in self._found.values() if one.numel() == one.ds_numel]  # type: ignore[attr-defined]
+        if gathered:  # kept so by the user's option, or after an evaluation
+            gathered[0].partition(param_list=gathered, has_been_updated=False)
+            gathered[0].all_gather(gathered)
+
+    def _announce_states(self, flat: Any) -> None:
+        """The swapper notices new states of a flat tensor if it believes that there were none."""
+        info = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]
+        info.tensors, info.has_state_tensors = info.tensors[:1], False
+
+    def _place(self, name: str) -> tuple[tuple[int, ...], Any, tuple[int, ...]]:
+        """Whole shape, this rank's block, and the shape of its slice with padding."""
+        source = self._sources[name]
+        block = self._program.layouts[source.id].block(source.spec.shape, self._program.mesh, self._rank)
+        return source.spec.shape, block, self._shapes[name]
+
+
+def parts(program: Program, rank: int, stage: int, names: Sequence[str]) -> tuple[list[tuple[str, Range]], int]:
+    """What `rank` keeps in fp32 of the slices of parameters that have one replica group, and the size of the flat
+    tensor for it, padding included. Pure."""
+    mesh, by_name = program.mesh, {source.name: source for source in parameters(program)}
+    replicas = program.layouts[by_name[names[0]].id].replica_axes(mesh)
+    count, index = mesh.product(replicas), mesh.index(rank, replicas)
+    sizes = [local_elements(program, by_name[name]) for name in names]
+    ranges = ranges_of_each(sizes, count, index) if stage == 3 else ranges_of_flat(sizes, count, index)
+    total = sum(part_of_one(size, count) for size in sizes) if stage == 3 else part_of_flat(sizes, count)
+    return [(names[one.member], one) for one in ranges], total
+
+
+@contextmanager
+def _located(parameter: Any, write: bool) -> Iterator[None]:
+    """This rank's part of a parameter, in memory."""
+    on_disk = parameter.ds_tensor.final_location == "nvme"
+    if on_disk:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    yield
+    if on_disk and write:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
+    elif on_disk:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])

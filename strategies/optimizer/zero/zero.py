@@ -1,0 +1,367 @@
+"""Optimizer parallel of stages 1-3: DeepSpeed's ZeRO with a replica group per parameter.
+
+DeepSpeed averages over the world but adds only over the ranks that hold the same slice, which it knows as an expert's
+data-parallel group; lowering with `sharded_optimizer` multiplies what flows into each parameter by the factor that this
+needs. The program must be a tree of modules: stage 3 gathers parameters module by module. What is used of DeepSpeed
+beyond its public face is written once, here and in `zero_start`, and each convention has a regression test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.core.errors import StrategyError
+from strategies.core.program import Program
+from strategies.lowering.naming import attach, held, private
+from strategies.optimizer.loss_scale import LossScale
+from strategies.optimizer.state import Plain, States
+from strategies.optimizer.updates import (
+    Groups,
+    OptimizerFactory,
+    Precision,
+    check_optimizer,
+    learning_groups,
+    parameters,
+)
+from strategies.optimizer.zero.counters import count_on
+from strategies.optimizer.zero.deepspeed_config import (
+    SMALLEST_ON_DISK,
+    check_parameters,
+    engine_config,
+    offload_section,
+    sizes_of,
+    zero_section,
+)
+from strategies.optimizer.zero.deepspeed_start import (
+    backend,
+    deepspeed_for,
+    initialize,
+    known_options,
+    marker,
+    replica_groups,
+    swapping_to,
+    unrecognised,
+)
+from strategies.optimizer.zero.pipeline import Group, norm_over_groups
+from strategies.optimizer.zero.state import ZeroState
+from strategies.optimizer.zero.swap_files import SwapFiles, keep_gradients
+from strategies.runtime.activation_offload import look_up_parameters
+from strategies.runtime.communicator import Communicator
+from strategies.runtime.disk import Disk
+from strategies.runtime.offload import NOTHING, Moved, Offload
+from strategies.runtime.peers import Peers
+from strategies.runtime.shards import Pieces
+
+MARKER = "_replica_groups"
+EVALUATION = "_evaluation"
+SHORT = "_short"
+
+
+class ZeroUpdates:
+    """See `Updates`. The communicator must have the groups of `axes_needed`; capture and lower before.
+
+    Weights below fp32 (bf16, fp16) have fp32 masters; gradients are added in fp32. At stage 3 `module` and
+    `evaluation` hold their parameters only while they run, by hooks that are placed here. In a pipeline, `peers` add at
+    stage 1 what other groups of ranks hold; the module's stages are run without DeepSpeed, which then only updates.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program,
+        communicator: Communicator,
+        optimizer_factory: OptimizerFactory,
+        groups: Groups,
+        *,
+        stage: int,
+        clip: float | None = None,
+        accumulate: int = 1,
+        precision: Precision = "fp32",
+        evaluation: nn.Module | None = None,
+        short: nn.Module | None = None,
+        options: Mapping[str, Any] | None = None,
+        offload: Offload = NOTHING,
+        loss_scale: float | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self._scaled = precision == "fp16"
+        self._adapts = loss_scale is None
+        self.evaluation, self._offload, self._peers = evaluation, offload, peers
+        accumulate = accumulate if peers is None else 1
+        self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
+        self._sums: dict[str, Tensor] = {}
+        self._attached: list[str] = []
+        named = held(module)
+        self._parameters = {source.name: named[source.name] for source in parameters(program)}
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            if not parameter.dim():  # which DeepSpeed cannot hold; see `reuse.scalars`
+                parameter.data = parameter.data.view(1)
+        self._learning, self._waiting = frozenset(program.learns), 0
+        check_parameters(self._parameters, self._learning, stage, precision)
+        torch_groups = learning_groups(program, groups)
+        device = next(iter(self._parameters.values())).device
+        self._deepspeed = deepspeed_for(device)
+        elements = sum(parameter.numel() for parameter in self._parameters.values())
+        on_disk = "disk" in (offload.optimizer, offload.parameters)
+        self._files = SwapFiles(Disk(offload.place)) if on_disk else None
+        self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
+        moving = offload_section(offload, *sizes_of(module, program, self._parameters))
+        zero = zero_section(stage, elements, options or {}, known_options(), moving)
+        config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
+        if stage == 3:
+            look_up_parameters(module)
+            if short is not None:
+                look_up_parameters(short)
+        names = replica_groups(self._parameters, program, communicator, stage)
+        cut = [one for members, values in torch_groups for one in self._by_replicas(members, values, names)]
+        optimizer = optimizer_factory([options for _, options in cut])
+        check_optimizer(optimizer, program, stage)
+        if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
+            raise StrategyError(
+                "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
+                "can write them; use parallel.offload.optimizer=host or another optimizer."
+            )
+        self._short = short
+        if stage == 3 and short is not None:
+            self._attach(SHORT, short)
+        if stage == 3 and evaluation is not None:
+            self._attach(EVALUATION, evaluation)
+        elif stage < 3 and any(names[name] for name in self._learning):
+            self._attach(MARKER, marker())
+        group = None if peers is None else Group(communicator)
+        with unrecognised(optimizer), swapping_to(self._files):
+            self.module = self._engine = initialize(self._deepspeed, module, optimizer, config, group)
+        self._zero = self._engine.optimizer
+        follows = frozenset() if peers is None else frozenset(peers.copies.keys() - peers.leads)
+        self._state = ZeroState(
+            self._zero,
+            stage,
+            program,
+            communicator.rank,
+            self._parameters,
+            [members for members, _ in cut],
+            follows=follows,
+            on_disk=offload.optimizer == "disk",
+        )
+        self._stop_counting = count_on(backend(), communicator)
+        if peers is not None:
+            self._zero.scaled_global_norm = partial(norm_over_groups, self._zero, self._state, peers, follows)
+        self._check_swapped()
+        if offload.optimizer == "disk":
+            swapper = self._zero.optimizer_swapper
+            swapper._swap_out_gradients = partial(keep_gradients, swapper)
+        if isinstance(optimizer, torch.optim.Adagrad):
+            self._begin_adagrad(optimizer)
+        if stage == 3 and evaluation is not None:
+            for program_module in evaluation.children() if isinstance(evaluation, nn.ModuleDict) else (evaluation,):
+                program_module.register_forward_pre_hook(self._start_of_pass, prepend=True)
+        if stage == 3 and short is not None:
+            short.register_forward_pre_hook(self._start_of_pass, prepend=True)
+
+    def _attach(self, name: str, module: nn.Module) -> None:
+        """Give the root a child for DeepSpeed to find, beside the user's."""
+        self._attached.append(private(name, self._root._modules))
+        attach(self._root, self._attached[-1], module)
+
+    def _by_replicas(
+        self, members: list[str], options: dict[str, Any], names: dict[str, str]
+    ) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """One torch group per replica group, with its members: DeepSpeed keeps one flat tensor for each."""
+        for group in dict.fromkeys(names[name] for name in members):
+            mine = [name for name in members if names[name] == group]
+            found = [self._parameters[name] for name in mine]
+            yield mine, {**options, "params": found, **({"name": group, "moe": True} if group else {"name": "dense"})}
+
+    def _begin_adagrad(self, optimizer: torch.optim.Adagrad) -> None:
+        """Adagrad makes its states when it is made, for the parameters; make them for the flat tensors instead."""
+        optimizer.state.clear()
+        for index, flat in enumerate(self._state.masters()):
+            group = optimizer.param_groups[self._state.group_of(index)]
+            initial = torch.full_like(flat, group["initial_accumulator_value"])
+            optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32), "sum": initial}
+
+    def _check_swapped(self) -> None:
+        """DeepSpeed would keep everything in memory without a word."""
+        located: list[Any] = list(self._parameters.values())
+        found = {
+            "optimizer": any(self._state.swapped(index) for index in range(len(self._state.masters()))),
+            "parameters": any(parameter.ds_tensor.final_location == "nvme" for parameter in located)
+            if self._offload.parameters == "disk"
+            else False,
+        }
+        for name, written in found.items():
+            if getattr(self._offload, name) == "disk" and not written:
+                raise StrategyError(
+                    f"parallel.offload.{name} = 'disk': DeepSpeed never writes pieces below {SMALLEST_ON_DISK // 2**20}"
+                    f" MiB, and all that this rank holds of the {name} are smaller. Use parallel.offload.{name}=host, "
+                    "a larger model, or fewer ranks."
+                )
+
+    def _start_of_pass(self, *_: Any) -> None:
+        """DeepSpeed learns the order of the modules in one pass for the next. Another program is a pass of its own."""
+        self._zero.parameter_offload.get_param_coordinator().reset_step()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        found: Optimizer = self._zero.optimizer
+        return found
+
+    def short(self, *args: Any) -> Any:
+        """DeepSpeed's forward, around another module."""
+        self._engine.module = self._short or self._root
+        try:
+            return self._engine(*args)
+        finally:
+            self._engine.module = self._root
+
+    def backward(self, loss: Tensor, share: float | None = None, left: int | None = None) -> None:
+        if share is not None and left is not None:
+            loss = loss * (share * self._accumulate)
+            missing = self._accumulate - 1 - left - self._waiting
+            self._engine.micro_steps += missing  # by which it knows the last one
+            self._waiting += missing
+        self._engine.backward(loss)
+        self._waiting += 1
+        if self._waiting < self._accumulate:
+            self._engine.step()  # only counts the micro-batch
+
+    def collect(self) -> None:
+        """Gradients below fp32 are added up in fp32; torch adds up the others."""
+        for name in self._learning:
+            parameter = self._parameters[name]
+            if parameter.grad is not None and parameter.element_size() < 4:
+                gradient, parameter.grad = parameter.grad.float(), None
+                self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient
+
+    def reduce(self) -> None:
+        """In a pipeline only; else DeepSpeed reduces during backward."""
+        if self._peers is None:
+            return
+        sums = {name: self._sum(name) for name in self._learning}
+        self._peers.add_shared(sums)
+        for name, total in sums.items():
+            self._parameters[name].grad = total.to(self._parameters[name].dtype)
+        self._sums = {}
+        self._engine.allreduce_gradients()
+
+    def _sum(self, name: str) -> Tensor:
+        """The gradient of a step, of zeros where nothing came back."""
+        found = self._sums.get(name, self._parameters[name].grad)
+        return torch.zeros_like(self._parameters[name], dtype=torch.float32) if found is None else found
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        scale = self.loss_scale
+        for name in self._program.reductions:
+            parameter = self._parameters[name]
+            found = self._deepspeed.utils.safe_get_full_grad(parameter) if name in self._learning else None
+            if found is None:
+                found = torch.zeros(self._shapes[name], device=parameter.device)
+            yield name, found.detach().view(self._shapes[name]).float() / (1.0 if scale is None else scale.value)
+
+    def update(self, measure: bool = True) -> float | None:
+        self._engine.step()
+        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded in other ways
+            self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
+        self._waiting = 0
+        self._count()
+        # the norm is at hand anyway; a step whose norm is not a number is left out by DeepSpeed
+        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.nan
+
+    def step(self, measure: bool = True) -> float | None:
+        return self.update(measure)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        if not self._scaled:
+            return None
+        scaler = self._zero.loss_scaler
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1 if self._adapts else 0
+        return LossScale(float(scaler.cur_scale), self._adapts, good, int(self._engine.skipped_steps))
+
+    def weight(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        if self._stage < 3:
+            return parameter.detach().view(self._shapes[name])
+        with self._deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone().view(self._shapes[name])
+
+    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+        return self._state.pieces(write)
+
+    def plain(self) -> Plain:
+        plain = self._state.plain()
+        if (scale := self.loss_scale) is not None:
+            plain.loss_scale = asdict(scale)
+        return plain
+
+    def begin(self, states: States, plain: Plain) -> None:
+        if self._scaled and self._adapts and plain.loss_scale is not None:
+            saved, scaler = LossScale(**plain.loss_scale), self._zero.loss_scaler
+            scaler.cur_scale, scaler.cur_iter = saved.value, scaler.last_overflow_iter + 1 + saved.good
+            self._engine.skipped_steps = saved.skipped
+        self._state.begin(states, plain)
+
+    def loaded(self) -> None:
+        self._state.loaded()
+
+    @property
+    def moved(self) -> Mapping[str, Moved]:
+        held = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
+        if self._offload.optimizer == "host":
+            states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]
+            tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
+            held["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
+        if self._offload.parameters == "host":
+            held["parameters"].held = sum(self._pieces())
+        return held
+
+    def hosted(self) -> list[Tensor]:
+        found: list[Any] = []
+        if self._offload.optimizer == "host":
+            zero = self._zero
+            found += self._state.masters()
+            found += [zero.grad_partitions_flat_buffer] if self._stage == 3 else [zero.temp_grad_buffer_for_cpu_offload]
+            if self._stage < 3:
+                found += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
+        if self._offload.optimizer == "disk":
+            found += [self._zero.grad_partitions_flat_buffer]
+        if self._offload.parameters == "host":
+            found += [
+                parameter.ds_tensor  # type: ignore[attr-defined]
+                for parameter in self._parameters.values()
+            ]
+        return [one for tensor in found for one in (tensor, tensor.grad) if one is not None]
+
+    def _pieces(self) -> list[int]:
+        """Bytes of this rank's part of every parameter, at stage 3."""
+        found: list[Any] = [parameter for parameter in self._parameters.values()]
+        return [parameter.ds_tensor.nbytes for parameter in found]
+
+    def _count(self) -> None:
+        """What DeepSpeed has carried between host and device for one step: gradients out and weights back; parameters
+        in for forward and backward of every micro-batch, and out when they are new."""
+        if self._offload.optimizer == "host":
+            elements, moved = sum(flat.numel() for flat in self._state.masters()), self._moved["optimizer"]
+            moved.out += 4 * elements * (1 if self._stage == 3 else self._accumulate)
+            moved.back += elements * next(iter(self._parameters.values())).element_size()
+        if self._offload.parameters == "host":
+            moved = self._moved["parameters"]
+            moved.out += sum(self._pieces())
+            moved.back += 2 * self._accumulate * sum(self._pieces())
+
+    def close(self) -> None:
+        self._stop_counting()
+        self._engine.destroy()
+        if self._files is not None:
+            self._files.disk.close()
+        for name in self._attached:
+            self._root._modules.pop(name)

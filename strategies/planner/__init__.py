@@ -1,0 +1,1 @@
+"""From an operator graph and a request to a plan."""

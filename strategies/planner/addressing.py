@@ -1,0 +1,174 @@
+"""Which operators a path in the config means, and what its strategy says about their factors.
+
+An operator answers to its plan name `module.path[.op][@k]`, to `module.path.op` in any case, and to both without `@k`
+(then all of them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k], w
+[k, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from strategies.core.errors import StrategyError, closest
+from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.request import NamedDims, Operand, Wanted
+from strategies.rules.sharding import Sharding
+
+Slicing = int | tuple[str, tuple[str, ...]]
+"""Of one factor: the number of slices, or (layout name, its axes)."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A user's strategy on one operator. `factors` in the order in which the operands name them."""
+
+    path: str
+    wanted: Wanted
+    factors: Mapping[str, Slicing]
+
+
+def addresses(operator: Operator) -> tuple[str, ...]:
+    """Every name that means this operator, without `@k`."""
+    plain = operator.name.partition("@")[0]
+    full = f"{operator.module}.{operator.op}" if operator.module else operator.op
+    product = (f"{operator.module}.matmul",) if operator.op == "linear" and operator.module else ()
+    return tuple(dict.fromkeys((plain, full, *product)))
+
+
+def matches(pattern: str, operator: Operator) -> str | None:
+    """The address by which `pattern` (globs per segment) means `operator`, or None."""
+    number = operator.name.partition("@")[2]
+    for address in addresses(operator):
+        for name in (address, f"{address}@{number}") if number else (address,):
+            if segments_match(pattern, name):
+                return address
+    return None
+
+
+def segments_match(pattern: str, name: str) -> bool:
+    globs, words = pattern.split("."), name.split(".")
+    return len(globs) == len(words) and all(fnmatchcase(word, glob) for glob, word in zip(globs, words, strict=True))
+
+
+def in_module(pattern: str, operator: Operator) -> bool:
+    """Whether `pattern` means the operator or a module around it."""
+    return matches(pattern, operator) is not None or inside(pattern, operator.module)
+
+
+def inside(pattern: str, path: str) -> bool:
+    """Whether `pattern` means the module at `path` or one around it."""
+    words = path.split(".") if path else []
+    around = [".".join(words[: i + 1]) for i in range(len(words))]
+    return any(segments_match(pattern, module) for module in around)
+
+
+def configured(
+    graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]
+) -> dict[str, Configured]:
+    """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob
+    before an earlier one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for
+    a strategy that does not fit.
+    """
+    found: dict[str, tuple[int, str, str]] = {}
+    for path in strategies:
+        rank = 0 if any(mark in path for mark in "*?[") else 2 if "@" in path else 1
+        hits = [(operator, address) for operator in graph.operators if (address := matches(path, operator))]
+        if not hits:
+            names = [operator.name for operator in graph.operators]
+            names += [address for operator in graph.operators for address in addresses(operator)]
+            raise StrategyError(f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}")
+        for operator, address in hits:
+            before = found.get(operator.id, (0, "", ""))
+            if rank and rank == before[0] and (strategies[path], address) != (strategies[before[1]], before[2]):
+                raise StrategyError(
+                    f"parallel.strategies.{before[1]} and parallel.strategies.{path} both configure {operator.where}; "
+                    "keep one of them."
+                )
+            if rank >= before[0]:
+                found[operator.id] = (rank, path, address)
+    return {
+        operator.id: _read(graph, operator, shardings[operator.id], path, address, strategies[path])
+        for operator in graph.operators
+        if operator.id in found
+        for _, path, address in (found[operator.id],)
+    }
+
+
+def _read(
+    graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: Wanted
+) -> Configured:
+    """Slices per factor. Every operand's dims are compared with the shape and with what other operands say of the
+    same factor."""
+    where = f"parallel.strategies.{path}: {wanted} on {operator.where}"
+    if wanted.inputs is None:
+        return Configured(path, wanted, {})
+    if not sharding.known and any(_sliced(operand) for operand in wanted.inputs):
+        raise StrategyError(
+            f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy."
+        )
+    product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
+    factors: dict[str, Slicing] = {}
+    named: dict[str, str] = {}
+    shapes = [spec.shape for spec in graph.operand_specs(operator)]
+    if len(wanted.inputs) > len(shapes):
+        raise StrategyError(
+            f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes "
+            f"{_shapes(shapes)})."
+        )
+    for position, operand in enumerate(wanted.inputs):
+        dims, shape = sharding.operands[position], shapes[position]
+        if product_order and position == 1:
+            dims, shape = dims[::-1], shape[::-1]
+        entries: Sequence[int | tuple[str, ...]] = operand.dims if isinstance(operand, NamedDims) else operand
+        if len(entries) != len(shape):
+            raise StrategyError(
+                f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives "
+                f"{len(entries)}."
+            )
+        for dim, (factor, entry) in enumerate(zip(dims, entries, strict=True)):
+            slicing: Slicing = entry if isinstance(entry, int) else (operand.layout, entry)  # type: ignore[union-attr]
+            place = f"dim {dim} of operand {position} (shape {tuple(shape)})"
+            if isinstance(slicing, int) and slicing < 1:
+                raise StrategyError(f"{where}: {place} is given {slicing} slices; a count is at least 1.")
+            if factor is None:
+                if _many(slicing):
+                    raise StrategyError(f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there.")
+                continue
+            if isinstance(slicing, int) and not sharding.fits(factor, slicing):
+                fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.fits(factor, n)]
+                shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
+                raise StrategyError(
+                    f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
+                )
+            if factor in factors and factors[factor] != slicing and (_many(slicing) or _many(factors[factor])):
+                raise StrategyError(
+                    f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices."
+                )
+            factors.setdefault(factor, slicing)
+            named.setdefault(factor, place)
+    missing = [
+        position
+        for position in range(len(wanted.inputs), len(shapes))
+        if len(shapes[position]) >= len(shapes[0])  # not a bias or a scale, whose slices follow from the others
+        or any(factor is not None and factor not in factors for factor in sharding.operands[position])
+    ]
+    if missing:
+        raise StrategyError(
+            f"{where}: operand {missing[0]} (shape {tuple(shapes[missing[0]])}) has no entry; give one per operand."
+        )
+    return Configured(path, wanted, factors)
+
+
+def _many(slicing: Slicing) -> bool:
+    return slicing > 1 if isinstance(slicing, int) else bool(slicing[1])
+
+
+def _sliced(operand: Operand) -> bool:
+    entries = operand.dims if isinstance(operand, NamedDims) else operand
+    return any(entry if isinstance(operand, NamedDims) else entry != 1 for entry in entries)
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes))

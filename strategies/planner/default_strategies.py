@@ -1,0 +1,54 @@
+"""The strategy of operators that nobody configured: the dim that carries the batch over all devices, or over as
+many as fit. A view lies as what it shows, where that sends less."""
+
+from __future__ import annotations
+
+from strategies.core.graph import Operator
+from strategies.core.layout import Layout
+from strategies.planner.mesh_refinement import Meshing
+from strategies.resharding.redistribution import chain, elements
+from strategies.rules.sharding import Assignment
+from strategies.search.problem import Problem
+
+VIEWS = frozenset(
+    """
+_unsafe_view flatten mT moveaxis movedim numpy_T permute reshape squeeze swapaxes swapdims t transpose unflatten
+unsqueeze view
+""".split()
+)
+"""Operators that show the elements of their first operand in another shape."""
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor, smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def largest_fit(size: int, world_size: int) -> int:
+    """The largest divisor of `world_size` that divides `size`."""
+    return max(n for n in divisors(world_size) if size % n == 0)
+
+
+def batch_parallel(problem: Problem, meshing: Meshing, operator: Operator) -> Assignment:
+    """The default of one operator; without a dim that carries the batch it runs on whole tensors."""
+    factor = problem.batch_factors.get(operator.id)
+    if factor is None:
+        return {}
+    count = largest_fit(problem.shardings[operator.id].sizes[factor], problem.mesh.size)
+    (axes,) = meshing.place([count], where=operator.where)
+    return {factor: axes} if axes else {}
+
+
+def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assignment) -> Assignment:
+    """The assignment of a view of a value that lies like `have`: its slices, if that sends less than `default`."""
+    sharding, spec = problem.shardings[operator.id], problem.graph.specs[operator.operands[0]]
+    dims = list(zip(sharding.operands[0], have.dims, strict=True))
+    assignment = {factor: axes for factor, axes in dims if factor is not None and axes}
+    kept = all(factor is not None or not axes for factor, axes in dims)
+    if not kept or any(sharding.sizes[f] % problem.mesh.product(axes) for f, axes in assignment.items()):
+        return default
+    mine, other = (
+        elements(chain(have, sharding.operand_layouts(a)[0], spec.shape, problem.mesh), problem.mesh)
+        for a in (assignment, default)
+    )
+    return assignment if mine < other else default

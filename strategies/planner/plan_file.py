@@ -1,0 +1,205 @@
+"""A plan read back from plan.json, instead of searched.
+
+Invariant: what is read fits the graph: the same operators on the same shapes, as many ranks, every slicing legal. The
+first difference is told by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph
+from strategies.core.layout import Layout
+from strategies.core.plan import Origin, Plan
+from strategies.rules import rule_of
+
+
+class _Form(BaseModel):
+    """A part of plan.json as far as it is read again; what reports have added may be anything."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _Layout(_Form):
+    dims: list[list[str]]
+    partial: list[str]
+
+
+class _Assignment(_Form):
+    assignment: dict[str, list[str]]
+    origin: Origin
+    outputs: list[_Layout] | None
+
+
+class _Choice(_Form):
+    stages: Size
+    zero: Annotated[int, Field(ge=0, le=3)]
+    micro_batches: Size
+    recompute: str
+    seconds: float
+    modules: list[str] | None = None
+
+
+class _Decided(_Choice):
+    tried: Count
+    pruned: Count
+    over: Count
+    refused: Count
+    runner_up: _Choice | None
+
+
+class _Search(_Form):
+    algorithm: str
+    seconds: float
+    cost: float | None
+    lower_bound: float | None
+    gap: float | None = None
+    bytes: float | None = None
+    decided: _Decided | None = None
+
+
+class _Recompute(_Form):
+    modules: list[str]
+    kept: list[str]
+    keeps_communication: bool
+    slices_inputs: bool
+
+
+class _Operator(_Form):
+    name: str
+    op: str
+    shapes: list[list[int]]
+
+
+class _Parameter(_Form):
+    shape: list[int]
+
+
+class _Plan(_Form):
+    mesh: dict[str, Size]
+    assignments: dict[str, _Assignment]
+    inputs: dict[str, _Layout]
+    tensors: dict[str, _Layout]
+    search: _Search
+    recompute: _Recompute | None
+    operators: list[_Operator]
+    parameters: dict[str, _Parameter]
+
+
+def check_form(content: Any, name: str) -> None:
+    """Raises StrategyError, with the place in the file, where `content` does not have the form of a plan.json."""
+    try:
+        _Plan.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        given = repr(first["input"])
+        shown = f", not {given if len(given) <= 60 else f'{given[:57]}...'}" if first["type"] != "missing" else ""
+        told = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
+        raise StrategyError(f"{name} is not a plan.json ({told}).") from None
+
+
+def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
+    """The plan of `graph` on a mesh of `ranks` in the content of a plan.json that is known to the user as `name`.
+
+    Raises StrategyError for content that is no plan.json, and where it belongs to another model, other shapes or
+    another number of ranks.
+    """
+    check_form(content, name)
+    try:
+        plan = Plan.from_json(content)
+        told = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
+        parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
+    except (StrategyError, ValueError) as error:
+        raise StrategyError(f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
+    if plan.mesh.size != ranks:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
+        raise StrategyError(
+            f"{name} is for a mesh of {plan.mesh.size} ranks ({mesh}), but this one has {ranks}; set world_size (and "
+            "parallel.pipeline.stages) as in the run that made the plan, or plan anew."
+        )
+    _check_operators(plan, told, parameters, graph, name)
+    _check_slices(plan, graph, name)
+    _check_layouts(plan, graph, name)
+    return plan
+
+
+def _check_operators(
+    plan: Plan,
+    told: Mapping[str, tuple[str, list[list[int]]]],
+    parameters: Mapping[str, tuple[int, ...]],
+    graph: OperatorGraph,
+    name: str,
+) -> None:
+    other = "so it belongs to another model; plan anew."
+    for operator in graph.operators:
+        if operator.name not in plan.operators or operator.name not in told:
+            raise StrategyError(f"{name} has no operator {operator.where}, {other}")
+        op, shapes = told[operator.name]
+        if op != operator.op:
+            raise StrategyError(f"{name}: operator {operator.name} is {op} there and {operator.op} here, {other}")
+        own = [list(spec.shape) for spec in graph.operand_specs(operator)]
+        if shapes != own:
+            raise StrategyError(
+                f"{name}: operator {operator.where} works on shapes {_text(shapes)} there and {_text(own)} here; plan "
+                "anew, or choose the sizes of model and batch as in the run that made the plan."
+            )
+    for extra in sorted(plan.operators.keys() - graph.by_name.keys()):
+        raise StrategyError(f"{name} has an operator {extra} that this model lacks, {other}")
+    for source in graph.sources:
+        layouts = plan.inputs if source.kind == "input" else plan.tensors
+        if source.name not in layouts or len(layouts[source.name].dims) != len(source.spec.shape):
+            raise StrategyError(
+                f"{name} does not say how {source.kind} {source.name} {source.spec.shape} lies, {other}"
+            )
+        if source.kind == "parameter" and parameters.get(source.name) != source.spec.shape:
+            raise StrategyError(
+                f"{name}: parameter {source.name} is {parameters.get(source.name)} there and {source.spec.shape} here, "
+                f"{other}"
+            )
+
+
+def _check_slices(plan: Plan, graph: OperatorGraph, name: str) -> None:
+    for operator in graph.operators:
+        assignment, sharding = plan.operators[operator.name].assignment, rule_of(operator, graph)
+        axes = [axis for used in assignment.values() for axis in used]
+        known = set(axes) <= set(plan.mesh.names) and len(set(axes)) == len(axes)
+        if not known or not sharding.legal(assignment, plan.mesh):
+            raise StrategyError(
+                f"{name} slices {operator.where} as {dict(assignment)}, which its rule does not allow on the mesh "
+                f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew."
+            )
+
+
+def _check_layouts(plan: Plan, graph: OperatorGraph, name: str) -> None:
+    """That layouts are of tensors with as many dims, on the mesh, and those of sources without partial sums."""
+    found: list[tuple[str, Layout, int, bool]] = []
+    for source in graph.sources:
+        layout = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
+        found.append((f"{source.kind} {source.name}", layout, len(source.spec.shape), False))
+    for operator in graph.operators:
+        outputs = plan.operators[operator.name].outputs
+        if outputs is not None and len(outputs) != len(operator.results):
+            raise StrategyError(
+                f"{name} has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew."
+            )
+        for layout, result in zip(outputs or (), operator.results, strict=False):
+            found.append((f"an output of {operator.where}", layout, len(result.shape), True))
+    for where, layout, dims, may_be_partial in found:
+        unknown = sorted((layout.axes | layout.partial) - set(plan.mesh.names))
+        if unknown:
+            raise StrategyError(f"{name}: the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks.")
+        if len(layout.dims) != dims or (layout.partial and not may_be_partial):
+            raise StrategyError(f"{name}: the layout of {where} is {layout}, which does not fit it; plan anew.")
+
+
+def _text(shapes: list[list[int]]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "()" for shape in shapes)

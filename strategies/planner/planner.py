@@ -1,0 +1,478 @@
+"""From an operator graph and a request to a plan: rules, configured strategies, mesh, search, parameter layouts,
+checks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from strategies.core.errors import StrategyError, closest
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.plan import OperatorPlan, Origin, Plan
+from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
+from strategies.cost.cluster import Cluster, one_level
+from strategies.planner.addressing import Configured, configured, in_module
+from strategies.planner.default_strategies import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.planner.mesh_refinement import Axes, Meshing, merged, meshing
+from strategies.planner.recompute_request import recomputed
+from strategies.rules import rule_of
+from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.cheapest import Priced, StepPrice, certificate, cheapest, least_seconds, of_meshes
+from strategies.search.kept import plan_bytes
+from strategies.search.problem import Problem
+from strategies.search.repricing import propagated
+from strategies.search.solving import SOLVERS, Solved, Solving
+
+EXACT = "dynamic_programming"
+"""The search that bounds what it finds."""
+
+
+def make_plan(
+    graph: OperatorGraph, request: Request, cluster: Cluster | None = None, price: StepPrice | None = None
+) -> Plan:
+    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Of what
+    they find the cheapest by `price` is taken; without one their own sum of seconds decides. Raises StrategyError for
+    strategies that do not fit the mode, the model, the mesh or one another."""
+    planning = Planning(graph, request, cluster or one_level(request.world_size), price)
+    return planning.plan(request.stage, request.memory_limit, proven=True)
+
+
+class Planning:
+    """Plans of one graph, as one request wants them, for one stage of ZeRO and limit of memory after another."""
+
+    def __init__(
+        self, graph: OperatorGraph, request: Request, cluster: Cluster, price: StepPrice | None = None
+    ) -> None:
+        check(request)
+        request = without_idle_axes(request)
+        self.graph, self.request, self.cluster, self.price = graph, request, cluster, price
+        self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
+        self.configured = configured(graph, self.shardings, request.strategies)
+        self.marked = self._marked()
+        self.meshing = self._meshing()
+        self.mesh = self.meshing.mesh
+        self.inputs = self._inputs()
+        self.solving: dict[int, Solving] = {}
+        """By stage of ZeRO."""
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is fixed beforehand, and what is to be decided."""
+        fixed: dict[str, Assignment] = {}
+        for id, entry in self.configured.items():
+            if entry.wanted.inputs is not None:
+                fixed[id] = self._fixed(self._operator(id), entry, fixed)
+        bare = Problem(self.graph, self.mesh, self.shardings, self.inputs, fixed, {})
+        for operator in self.marked:
+            fixed.setdefault(operator.id, batch_parallel(bare, self.meshing, operator))
+        outputs = {
+            id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
+        }
+        asked = self.request
+        return replace(
+            bare, states=asked.states, moved=asked.moved, overlaps=asked.overlaps, turns=asked.turns,
+            fixed=fixed, outputs=outputs,
+        )  # fmt: skip
+
+    def _at(self, stage: int) -> Problem:
+        return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))
+
+    def _solve(self, stage: int, memory: float | None) -> Solved:
+        if stage not in self.solving:
+            self.solving[stage] = SOLVERS[self.request.search](self._at(stage), self.cluster, self._axes())
+        return self.solving[stage](memory)
+
+    def plan(self, stage: int, memory: float | None, *, proven: bool = False) -> Plan:
+        """The plan at this stage of ZeRO within so many bytes of a rank; `proven` with the best bound that can be had.
+        Raises StrategyError as `make_plan` does."""
+        started = time.perf_counter()
+        problem = self._at(stage).within(memory)
+        told: dict[str, Any] = {"cost": None, "lower_bound": None}
+        reached: Collection[str] = ()
+        if self.request.mode == "auto" and self.request.search in SOLVERS:
+            solved = self._solve(stage, memory)
+            if self.price is not None:
+                solved = self._repriced(problem, solved, self.price)
+            told |= solved.proven() if proven and solved.proven is not None else solved.told
+            reached = solved.assignments
+        elif self.request.mode == "auto":
+            pricer = None if self.price is None else lambda found: self._seconds(problem, Solved(found))
+            found = propagated(problem, self.meshing, self.cluster, pricer)
+            solved = Solved({id: assignment for id, (assignment, _) in found.found.items()})
+            reached = [id for id, (_, arrived) in found.found.items() if arrived]
+            told |= {"propagation": found.to_json()}
+        else:
+            solved = Solved(self._defaults(problem))
+        algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
+        told = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **told}
+        return replace(self._made(problem, solved, reached), search=told)
+
+    def _made(self, problem: Problem, solved: Solved, reached: Collection[str] = ()) -> Plan:
+        """The plan of assignments; `reached` are the operators that a search decided."""
+        operators = {
+            operator.name: OperatorPlan(
+                solved.assignments[operator.id],
+                self._origin(operator, operator.id in reached),
+                problem.outputs.get(operator.id),
+            )
+            for operator in self.graph.operators
+        }
+        tensors = self._tensors(operators)
+        tensors |= {
+            source.name: solved.tensors[ref]
+            for source in self.graph.sources
+            if (ref := Ref(source.id)) in solved.tensors
+        }
+        wanted = self.request.recompute
+        recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
+        plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
+        return replace(plan, recompute=recompute)
+
+    def _seconds(self, problem: Problem, solved: Solved) -> float:
+        """Of a step as it runs; infinite where it cannot, such as for rows that its copies do not divide."""
+        assert self.price is not None
+        try:
+            return self.price.seconds(self._made(problem, solved))
+        except StrategyError:
+            return math.inf
+
+    def _repriced(self, problem: Problem, found: Solved, price: StepPrice) -> Solved:
+        """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
+        no dearer one than the other searches have."""
+        exact = self.request.search == EXACT
+        axes = self.meshing.fixed if self.meshing.named else None
+
+        def fits(one: Solved) -> bool:
+            return problem.memory is None or plan_bytes(problem, one.assignments) <= problem.memory
+
+        def more() -> Iterator[Solved]:
+            if found.second is not None:
+                yield found.second
+            for other in self._others(problem, axes) if exact else ():
+                if fits(other):
+                    yield other
+
+        def bounds() -> Iterator[tuple[float, Solved | None]]:
+            if price.floor:
+                yield price.floor, None
+            if price.running is not None:
+                for bound, one in least_seconds(problem, self.cluster, axes, price.running):
+                    yield bound, one if one is not None and fits(one) else None
+
+        first = Priced(found, self._seconds(problem, found))
+        every, bound = cheapest(first, bounds() if exact else iter(()), more(), partial(self._seconds, problem))
+        best = every[0]
+        if math.isinf(best.seconds):
+            price.seconds(self._made(problem, found))  # raises the reason
+        told = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
+        told["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
+        if "mesh" in told:
+            told |= of_meshes(problem, every)
+        return replace(best.solved, told=told, proven=None)
+
+    def _others(self, problem: Problem, axes: tuple[Axes, ...] | None) -> Iterator[Solved]:
+        """What the other searches find."""
+        for name, solver in SOLVERS.items():
+            if name != self.request.search:
+                try:
+                    found = solver(problem, self.cluster, axes)(problem.memory)
+                except StrategyError:
+                    continue  # it found nothing that keeps the memory
+                yield found
+                if found.second is not None:
+                    yield found.second
+        if problem.fixed:
+            yield from map(Solved, propagated(problem, self.meshing, self.cluster).both)
+
+    def _operator(self, id: str) -> Operator:
+        node = self.graph.by_id[id]
+        assert isinstance(node, Operator)
+        return node
+
+    def _marked(self) -> list[Operator]:
+        for pattern in self.request.set_data_parallel:
+            if not any(in_module(pattern, operator) for operator in self.graph.operators):
+                modules = {operator.module for operator in self.graph.operators if operator.module}
+                raise StrategyError(
+                    f"parallel.set_data_parallel: {pattern!r} matches no module of the "
+                    f"model.{closest(pattern, sorted(modules))}"
+                )
+        return [
+            o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)
+        ]
+
+    def _meshing(self) -> Meshing:
+        """The mesh with every device matrix that counts ask for; configured ones first, then those of defaults."""
+        world = self.request.world_size
+        matrices = []
+        for id, entry in self.configured.items():
+            counts = [count for count in entry.factors.values() if isinstance(count, int)]
+            asked = math.prod(counts)
+            if world % asked:
+                raise StrategyError(
+                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} "
+                    "slices, "
+                    f"which do not divide the {world} devices."
+                )
+            if len(counts) == len(entry.factors) and asked > 1:
+                matrices.append(counts)
+        dataset = self.request.dataset_strategy
+        for operand in dataset if isinstance(dataset, tuple) else ():
+            if not isinstance(operand, NamedDims):
+                matrices.append(list(operand))
+        if self.request.mode == "auto":
+            matrices += [[units] for units in self.cluster.units(world)]
+        sizes = {size for sharding in self.shardings.values() for size in sharding.sizes.values()}
+        matrices += [[largest_fit(size, world)] for size in sorted(sizes, reverse=True)]
+        used = {operand.layout for _, operand in operands(self.request) if isinstance(operand, NamedDims)}
+        layouts = {name: matrix for name, matrix in self.request.layouts.items() if name in used}
+        spare = "dp" if self.request.mode == "data_parallel" else "d"
+        return meshing(
+            world, self.request.mesh, layouts, [matrix for matrix in matrices if world % math.prod(matrix) == 0], spare
+        )
+
+    def _fixed(self, operator: Operator, entry: Configured, fixed: Mapping[str, Assignment]) -> Assignment:
+        """The axes of a configured operator's factors."""
+        where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
+        named = {f: self._named(s[0], s[1]) for f, s in entry.factors.items() if not isinstance(s, int)}
+        taken = [axis for axes in named.values() for axis in axes]
+        if len(set(taken)) != len(taken):
+            raise StrategyError(f"{where}: a mesh axis slices two different loops of the operator.")
+        counted = {factor: slicing for factor, slicing in entry.factors.items() if isinstance(slicing, int)}
+        named |= self._as_stored(operator, counted, taken, fixed)
+        rest = {factor: count for factor, count in counted.items() if factor not in named}
+        taken = [axis for axes in named.values() for axis in axes]
+        placed = dict(zip(rest, self.meshing.place(list(rest.values()), taken, where), strict=True))
+        assignment = {factor: (named | placed)[factor] for factor in entry.factors if (named | placed)[factor]}
+        sharding = self.shardings[operator.id]
+        for factor, axes in assignment.items():
+            if not sharding.fits(factor, self.mesh.product(axes)):
+                fitting = [str(n) for n in divisors(self.mesh.size) if sharding.fits(factor, n)]
+                raise StrategyError(
+                    f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} "
+                    f"equal slices; {', '.join(fitting)} would fit."
+                )
+        return assignment
+
+    def _as_stored(
+        self, operator: Operator, counted: Mapping[str, int], taken: Sequence[str], fixed: Mapping[str, Assignment]
+    ) -> dict[str, Axes]:
+        """Counts do not say which ranks: a parameter that an operator configured before slices into as many pieces
+        keeps its axes."""
+        found: dict[str, Axes] = {}
+        for position, ref in enumerate(operator.operands):
+            source = self.graph.by_id[ref.id]
+            if not isinstance(source, Source) or source.kind != "parameter":
+                continue
+            for user, at in self.graph.users[ref]:
+                if user.id in fixed:
+                    stored = self.shardings[user.id].operand_layouts(fixed[user.id])[at].dims
+                    pairs = zip(self.shardings[operator.id].operands[position], stored, strict=True)
+                    same = {factor: axes for factor, axes in pairs if factor is not None and axes}
+                    wanted = {factor: self.mesh.product(axes) for factor, axes in same.items()}
+                    if all(counted.get(factor) == count for factor, count in wanted.items()) and not _flat(same) & {
+                        *taken,
+                        *_flat(found),
+                    }:
+                        found |= same
+                    break
+        return found
+
+    def _named(self, layout: str, names: tuple[str, ...]) -> Axes:
+        return tuple(axis for name in names for axis in self.meshing.named[layout][name])
+
+    def _layout(self, operand: Operand, spec: TensorSpec, where: str, natural: Layout | None = None) -> Layout:
+        """The layout that an operand form asks for; counts first keep the axes of `natural`."""
+        entries = operand.dims if isinstance(operand, NamedDims) else operand
+        if len(entries) != len(spec.shape):
+            raise StrategyError(
+                f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has "
+                f"{len(spec.shape)} dims."
+            )
+        if isinstance(operand, NamedDims):
+            layout = Layout(tuple(self._named(operand.layout, dim) for dim in operand.dims))
+        elif natural is None:
+            layout = Layout(self.meshing.place(list(operand), where=where))
+        else:
+            layout = self._keeping(operand, natural, where)
+        for dim, (size, count) in enumerate(zip(spec.shape, layout.counts(self.mesh), strict=True)):
+            if size % count:
+                raise StrategyError(
+                    f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices."
+                )
+        return layout
+
+    def _keeping(self, counts: tuple[int, ...], natural: Layout, where: str) -> Layout:
+        """Counts of a result: a dim keeps its axes as far as the count goes, and takes more from those that are
+        partial, else from those that are free."""
+        dims = []
+        for have, count in zip(natural.dims, counts, strict=True):
+            keep = next(have[:end] for end in range(len(have), -1, -1) if count % self.mesh.product(have[:end]) == 0)
+            dims.append(keep)
+        for dim, count in enumerate(counts):
+            used = {axis for axes in dims for axis in axes}
+            more = count // self.mesh.product(dims[dim])
+            axes = self.meshing.run(more, set(self.mesh.names) - natural.partial | used) or self.meshing.run(more, used)
+            if axes is None:
+                raise StrategyError(
+                    f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim "
+                    f"{dim} of the result."
+                )
+            dims[dim] += axes
+        return Layout(tuple(dims))
+
+    def _inputs(self) -> dict[str, Layout]:
+        sources, wanted = self.graph.of_kind("input"), self.request.dataset_strategy
+        if isinstance(wanted, tuple):
+            if len(wanted) != len(sources):
+                names = ", ".join(source.name for source in sources)
+                raise StrategyError(
+                    f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names})."
+                )
+            return {
+                s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}")
+                for s, o in zip(sources, wanted, strict=True)
+            }
+        found = {}
+        for source in sources:
+            rank = len(source.spec.shape)
+            if wanted == "full_batch" or rank == 0:
+                found[source.name] = Layout.replicated(rank)
+                continue
+            count = largest_fit(source.spec.shape[0], self.request.world_size)
+            if self.request.mode == "data_parallel" and count != self.request.world_size:
+                raise StrategyError(
+                    f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a "
+                    "micro-batch has "
+                    f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
+                    f"{self.request.world_size}."
+                )
+            (axes,) = self.meshing.place([count])
+            found[source.name] = Layout((axes,) + ((),) * (rank - 1))
+        return found
+
+    def _outputs(self, id: str, entry: Configured, fixed: Mapping[str, Assignment]) -> tuple[Layout, ...] | None:
+        if entry.wanted.outputs is None:
+            return None
+        operator, sharding = self._operator(id), self.shardings[id]
+        where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
+        if len(entry.wanted.outputs) != len(operator.results):
+            raise StrategyError(
+                f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}."
+            )
+        if id not in fixed:
+            raise StrategyError(f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...).")
+        carried = {factor for dims in sharding.operands for factor in dims} - sharding.sums
+        if {None, *carried}.issuperset(factor for dims in sharding.results for factor in dims) and not sharding.sums:
+            raise StrategyError(
+                f"{where}: the slices of the result of {operator.op} follow from its operands, so there is no output "
+                "strategy to choose; give the slices to the operators that use the result."
+            )
+        natural = sharding.result_layouts(fixed[id])
+        return tuple(
+            self._layout(operand, spec, where, layout)
+            for operand, spec, layout in zip(entry.wanted.outputs, operator.results, natural, strict=True)
+        )
+
+    def _defaults(self, problem: Problem) -> dict[str, Assignment]:
+        found: dict[str, Assignment] = {}
+        for operator in self.graph.operators:
+            assignment = problem.fixed.get(operator.id)
+            if assignment is None:
+                assignment = batch_parallel(problem, self.meshing, operator)
+                shown = self.graph.by_id[operator.operands[0].id] if operator.op in VIEWS else None
+                if isinstance(shown, Operator):
+                    have = problem.result_layout(operator.operands[0], found[shown.id])
+                    assignment = as_shown(problem, operator, have, assignment)
+            found[operator.id] = assignment
+        return found
+
+    def _axes(self) -> tuple[Axes, ...] | None:
+        """The axes that a user named; None where the mesh is to be chosen, with its runner-up."""
+        certain = self.request.search == EXACT and not self.request.runner_up
+        return self.meshing.fixed if self.meshing.named or certain else None
+
+    def _origin(self, operator: Operator, reached: bool) -> Origin:
+        if not self.shardings[operator.id].known:
+            return "no rule"
+        if operator.id in self.configured:
+            return "configured"
+        if operator in self.marked:
+            return "data_parallel"
+        found: Origin = "propagated" if self.request.search == "sharding_propagation" else "searched"
+        return found if reached else "default"
+
+    def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
+        """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError
+        where configured users disagree. Buffers and constants are held whole."""
+        found = {}
+        for source in self.graph.sources:
+            if source.kind == "input":
+                continue
+            rank = len(source.spec.shape)
+            found[source.name] = Layout.replicated(rank)
+            if source.kind != "parameter":
+                continue
+            uses = [(o, self._operand(o, i, operators)) for o, i in self.graph.users[Ref(source.id)]]
+            asked = [
+                (o, layout)
+                for o, layout in uses
+                if o.id in self.configured and self.configured[o.id].wanted.inputs is not None
+            ]
+            for operator, layout in asked[1:]:
+                first, wanted = asked[0]
+                if layout != wanted:
+                    texts = [layout.counts(self.mesh) for layout in (wanted, layout)]
+                    needs = texts if texts[0] != texts[1] else (wanted, layout)  # as many slices, on other ranks
+                    raise StrategyError(
+                        f"Parameter {source.name} is used by two operators whose strategies slice it differently: "
+                        f"{first.where} has "
+                        f"{self.configured[first.id].wanted} and needs {needs[0]}, {operator.where} has "
+                        f"{self.configured[operator.id].wanted} and needs {needs[1]}. Give both the same slices of it, "
+                        "or leave one of "
+                        "them without a strategy."
+                    )
+            if asked or uses:
+                found[source.name] = (asked or uses)[0][1]
+        return found
+
+    def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:
+        sharding: Sharding = self.shardings[operator.id]
+        return sharding.operand_layouts(operators[operator.name].assignment)[position]
+
+
+def _flat(dims: Mapping[str, Axes]) -> set[str]:
+    return {axis for axes in dims.values() for axis in axes}
+
+
+def follow(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it
+    is legal, others slice nothing; parameters lie as in `plan`; batch entries as in `plan` where they divide, else
+    whole."""
+    operators, shardings = {}, {operator.name: rule_of(operator, graph) for operator in graph.operators}
+    for operator in graph.operators:
+        sharding = shardings[operator.name]
+        # a module that counts its batches in training holds one operator more there, so names are longer
+        model = plan.operators.get(operator.name) or plan.operators.get(f"{operator.module}.{operator.op}")
+        legal = model is not None and sharding.legal(model.assignment, plan.mesh)
+        operators[operator.name] = (
+            replace(model, outputs=None) if model is not None and legal else OperatorPlan({}, "default")
+        )
+    inputs = {}
+    for source in graph.of_kind("input"):
+        layout = plan.inputs.get(source.name, Layout.replicated(len(source.spec.shape)))
+        fits = len(layout.dims) == len(source.spec.shape) and all(
+            size % count == 0 for size, count in zip(source.spec.shape, layout.counts(plan.mesh), strict=True)
+        )
+        inputs[source.name] = layout if fits else Layout.replicated(len(source.spec.shape))
+    tensors = {
+        source.name: plan.tensors.get(source.name, Layout.replicated(len(source.spec.shape)))
+        for source in graph.sources
+        if source.kind != "input"
+    }
+    return Plan(plan.mesh, operators, inputs, tensors, plan.search)

@@ -1,0 +1,84 @@
+"""Which operators a plan computes again in backward: from what a user asks to paths of modules and names of operators.
+
+A repeated layer is a module whose path ends in a number and that holds several operators. Modules inside a recomputed
+module are recomputed with it. An operator is cheap if it does no more than a few floating-point operations per element
+that it reads or writes: products, convolutions and attention are not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from strategies.core.errors import StrategyError, closest
+from strategies.core.graph import Operator, OperatorGraph, modules_around
+from strategies.core.plan import Recompute
+from strategies.core.request import WantedRecompute
+from strategies.planner.addressing import segments_match
+from strategies.rules.sharding import Sharding
+
+
+def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: WantedRecompute) -> Recompute:
+    """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
+    modules = set(layers(graph, wanted.modules))
+    inside = [operator for operator in graph.operators if not modules.isdisjoint(around(operator))]
+    if wanted.operators == "full":
+        kept: tuple[str, ...] = ()
+    elif wanted.operators == "selective":
+        kept = tuple(operator.name for operator in inside if not _cheap(graph, operator, shardings[operator.id]))
+    else:
+        kinds = {operator.op for operator in inside}
+        for kind in wanted.operators:
+            if kind not in kinds:
+                raise StrategyError(
+                    f"parallel.recompute.operators: no operator of kind {kind!r} is in the recomputed modules "
+                    f"(parallel.recompute.modules).{closest(kind, sorted(kinds))}"
+                )
+        kept = tuple(operator.name for operator in inside if operator.op not in wanted.operators)
+    keeps = wanted.communication == "keep" or (wanted.communication is None and wanted.operators != "full")
+    paths = dict.fromkeys(path for operator in inside for path in around(operator) if path in modules)
+    return Recompute(tuple(paths), kept, keeps, wanted.slice_inputs)
+
+
+def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The outermost modules that are meant, by path, in the order in which they run. Raises StrategyError for globs
+    that match nothing."""
+    held = Counter(path for operator in graph.operators for path in around(operator))
+    if patterns is None:
+        found = {path for path, count in held.items() if count > 1 and path.rpartition(".")[2].isdigit()}
+        if not found:
+            raise StrategyError(
+                "parallel.recompute: the model has no repeated layers (modules of several operators whose path ends in "
+                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(held))}"
+            )
+    else:
+        found = set()
+        for pattern in patterns:
+            matched = {path for path in held if segments_match(pattern, path)}
+            if not matched:
+                raise StrategyError(
+                    f"parallel.recompute.modules: {pattern!r} matches no module of the "
+                    f"model.{closest(pattern, sorted(held))}"
+                )
+            found |= matched
+    return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))
+
+
+def repeated_layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """`layers`; of a model that has no repeated ones, none."""
+    numbered = any(path.rpartition(".")[2].isdigit() for operator in graph.operators for path in around(operator))
+    return layers(graph, patterns) if numbered or patterns is not None else ()
+
+
+def _outermost(operator: Operator, found: set[str]) -> list[str]:
+    return [path for path in around(operator) if path in found][:1]
+
+
+def around(operator: Operator) -> tuple[str, ...]:
+    """The paths of the modules around an operator, outermost first."""
+    return modules_around(operator.path)
+
+
+def _cheap(graph: OperatorGraph, operator: Operator, sharding: Sharding) -> bool:
+    elements = max((spec.elements for spec in (*graph.operand_specs(operator), *operator.results)), default=0)
+    return sharding.known and sharding.flops <= elements

@@ -1,0 +1,256 @@
+"""What autograd keeps between forward and backward, on the host or on a disk instead.
+
+Hooks around the modules that are meant take every kept tensor away by its storage, so that views of one storage travel
+once, and rebuild it with its strides: backward computes the same bits. A parameter is not taken away but looked up
+again in backward (at ZeRO stage 3 it is gathered anew by then). Of a module that is computed again the same is done
+with what it stores: its inputs and kept results. On a GPU copies run beside the computation on a stream
+of their own; when one comes back from the host, the one that was kept before it is fetched ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from strategies.lowering.recompute import in_region
+from strategies.planner.addressing import inside
+from strategies.runtime.disk import Extent
+from strategies.runtime.module_tree import MODULE
+from strategies.runtime.offload import Moved, on_side
+
+
+class Space(Protocol):
+    """What `Disk` offers for it."""
+
+    def put(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Extent: ...
+
+    def wait(self, extent: Extent) -> None: ...
+
+    def get(self, extent: Extent, into: Tensor) -> None: ...
+
+    def free(self, extent: Extent) -> None: ...
+
+
+class Activations:
+    """Takes storages of at least `larger_than` bytes to `disk`, or to the host without one, and counts them.
+    `moved.held` is the most that was away at once. On a GPU copies run beside the computation if they are `beside`."""
+
+    def __init__(
+        self, device: torch.device, larger_than: int = 0, disk: Space | None = None, *, beside: bool = True
+    ) -> None:
+        self.device, self.larger_than, self.disk = device, max(larger_than, 1), disk
+        self.moved, self.away = Moved(), 0
+        self.writing: Extent | None = None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and beside:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._known: weakref.WeakValueDictionary[tuple[int, int], _Away] = weakref.WeakValueDictionary()
+        self._last: weakref.ref[_Away] | None = None
+
+    def attach(self, modules: Iterable[nn.Module], staying: Sequence[Tensor]) -> None:
+        """Take away what is kept while one of `modules` runs. `staying` are tensors that live on anyway."""
+        for module in modules:
+            module.forward = _through(partial(self._run, module, module.forward, staying))
+
+    def _run(
+        self, module: nn.Module, forward: Callable[..., Any], staying: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not torch.is_grad_enabled() or in_region():
+            return forward(*args, **kwargs)
+        with saved_tensors_hooks(partial(self._take, _own(module), {_address(one): one for one in staying}), _bring):
+            return forward(*args, **kwargs)
+
+    def _take(self, own: dict[int, nn.Parameter], staying: dict[int, Tensor], tensor: Tensor) -> _Kept | Tensor:
+        address, storage = _address(tensor), tensor.untyped_storage()
+        if (parameter := _still(own, address)) is not None:
+            return _kept_of(parameter, tensor)
+        if _still(staying, address) is not None or storage.nbytes() < self.larger_than or tensor.device != self.device:
+            return tensor.detach()
+        key = address, tensor._version
+        away = self._known.get(key)
+        if away is None:
+            away = self._known[key] = _Away(self, storage, self._last)
+            self._last = weakref.ref(away)
+        return _Kept(away, tensor, int(tensor.storage_offset()))
+
+    def forget(self, size: int, extent: Extent | None) -> None:
+        """Backward needs a storage no more."""
+        self.away -= size
+        if extent is not None and self.disk is not None:
+            self.disk.free(extent)
+
+
+def look_up_parameters(module: nn.Module) -> None:
+    """Let what autograd keeps of the parameters of `module` be looked up in backward: views that it keeps would hold
+    what stage 3 has gathered for forward until then."""
+    for unit in module.modules():
+        if any(parameter is not None for parameter in unit._parameters.values()):
+            unit.forward = _through(partial(_looking_up, unit, unit.forward))
+
+
+def _looking_up(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or in_region():
+        return forward(*args, **kwargs)
+    own = _own(unit)
+
+    def take(tensor: Tensor) -> _Kept | Tensor:
+        parameter = _still(own, _address(tensor))
+        return tensor if parameter is None else _kept_of(parameter, tensor)
+
+    with saved_tensors_hooks(take, _bring):
+        return forward(*args, **kwargs)
+
+
+def _through(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as a function: the compiler asks the modules of a program for the code of theirs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return run
+
+
+Held = TypeVar("Held", bound=Tensor)
+
+
+def _own(module: nn.Module) -> dict[int, nn.Parameter]:
+    return {_address(parameter): parameter for parameter in module._parameters.values() if parameter is not None}
+
+
+def _still(found: dict[int, Held], address: int) -> Held | None:
+    """What had its storage at `address`, if it has it there still: stage 3 lets go of storages in between, and others
+    come to lie where they were."""
+    tensor = found.get(address)
+    return tensor if tensor is not None and _address(tensor) == address else None
+
+
+def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:
+    return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
+
+
+def meant(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    """Everything inside `module` that runs and belongs to what `globs` (of the user's modules; none: all) mean."""
+    found = []
+    for name, unit in module.named_modules():
+        path = unit.meta.get(MODULE, name) if isinstance(unit, fx.GraphModule) else name
+        runs = type(unit).forward is not nn.Module.forward
+        if runs and (not globs or any(inside(glob, path) for glob in globs)):
+            found.append(unit)
+    return found
+
+
+class _Away:
+    """A storage that is elsewhere. While this lives, the storage's address means no other one."""
+
+    def __init__(self, home: Activations, storage: torch.UntypedStorage, before: weakref.ref[_Away] | None) -> None:
+        self.home, self.size, self.before = home, storage.nbytes(), before
+        self.original = _weak(storage)
+        self.returned: StorageWeakRef | None = None
+        home.moved.out += self.size
+        home.away += self.size
+        home.moved.held = max(home.moved.held, home.away)
+        self.ahead: Tensor | None = None
+        self.host: Tensor | None = None
+        self.extent: Extent | None = None
+        content, done = _flat(storage, home.device), None
+        if home.disk is None or home.stream is not None:
+            content, done = self._to_host(content)
+        if home.disk is None:
+            self.host = content
+        else:
+            if home.writing is not None:  # no more than one storage waits in memory for the disk
+                home.disk.wait(home.writing)
+            self.extent = home.writing = home.disk.put(content, after=None if done is None else done.synchronize)
+        weakref.finalize(self, home.forget, self.size, self.extent).atexit = False
+
+    def _to_host(self, content: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        stream = self.home.stream
+        with on_side(True):
+            host = torch.empty(self.size, dtype=torch.uint8, pin_memory=stream is not None)
+        if stream is None:
+            return host.copy_(content), None
+        stream.wait_stream(torch.cuda.current_stream(self.home.device))
+        with torch.cuda.stream(stream):
+            host.copy_(content, non_blocking=True)
+        content.record_stream(stream)
+        return host, stream.record_event()
+
+    def storage(self) -> torch.UntypedStorage:
+        """It, back on the device; the same one as long as somebody still uses it."""
+        if self.returned is not None and not self.returned.expired():  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage._new_with_weak_ptr(self.returned.cdata)
+        content = self._fetched() if self.ahead is None else self.ahead
+        self.ahead = None
+        stream = self.home.stream
+        if stream is not None:
+            here = torch.cuda.current_stream(self.home.device)
+            here.wait_stream(stream)
+            content.record_stream(here)
+            before = None if self.before is None else self.before()
+            if before is not None and before.host is not None and before.ahead is None and before.returned is None:
+                before.ahead = before._fetched()
+        storage = content.untyped_storage()
+        self.returned = _weak(storage)
+        return storage
+
+    def _fetched(self) -> Tensor:
+        home, host = self.home, self.host
+        home.moved.back += self.size
+        if host is None:
+            assert home.disk is not None and self.extent is not None
+            host = torch.empty(self.size, dtype=torch.uint8, pin_memory=home.stream is not None)
+            home.disk.get(self.extent, host)
+            if home.device.type == "cpu":
+                return host
+        with torch.cuda.stream(home.stream), on_side(False):
+            return torch.empty(self.size, dtype=torch.uint8, device=home.device).copy_(host, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Kept:
+    """What autograd holds in place of a tensor: where its storage is, and how it lies there."""
+
+    def __init__(self, holder: _Away | nn.Parameter, tensor: Tensor, offset: int) -> None:
+        self.holder = holder
+        self.form = _Form(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+
+
+def _bring(kept: _Kept | Tensor) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    holder, form = kept.holder, kept.form
+    if isinstance(holder, _Away):
+        empty = torch.empty(0, dtype=form.dtype, device=holder.home.device)
+        return empty.set_(holder.storage(), form.offset, form.shape, form.stride)
+    if not holder.numel():
+        raise RuntimeError("Backward needs a parameter that stage 3 has not gathered.")
+    return holder.detach().as_strided(form.shape, form.stride, form.offset + int(holder.storage_offset()))
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _address(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))

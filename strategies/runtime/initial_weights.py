@@ -1,0 +1,59 @@
+"""Initial weights: the parent builds the model once and writes every tensor to one file, or where it is stored already
+(pretrained weights); ranks map the files and copy only their slices.
+
+So every parallel run starts from exactly the weights of the single-process run with the same seed, whatever order
+constructors draw in, and no rank ever holds a whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from strategies.core.program import Program
+from strategies.runtime.slices import cut, filled
+from strategies.runtime.tensor_files import Reader, Stored
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored] | None = None) -> None:
+    """Write whole tensors by name, and where those in `stored`, which count before `tensors`, lie in other files."""
+    places = dict(stored or {})
+    own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in places}
+    torch.save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)
+
+
+def read_whole(path: Path) -> dict[str, Tensor]:
+    """Every tensor by name. Those in other files come in the dtype in which they are stored; those in this one are
+    mapped: nothing is read before it is used."""
+    tensors, stored = _read(path)
+    reader = Reader()
+    return tensors | {name: reader.whole(one) for name, one in stored.items()}
+
+
+def read_slices(
+    path: Path, program: Program, rank: int, device: torch.device | str, *, pretrained: bool = False
+) -> dict[str, Tensor]:
+    """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name; with
+    `pretrained` only of those that lie in other files."""
+    (tensors, stored), reader, found = _read(path), Reader(), {}
+    for source in program.sources:
+        if source.kind == "input" or (pretrained and source.name not in stored):
+            continue
+        layout, mesh = program.layouts[source.id], program.mesh
+        if source.name in stored:
+            one = stored[source.name]
+            piece = reader.block(one, layout.block(one.shape, mesh, rank)).to(getattr(torch, source.spec.dtype))
+            piece = filled(piece, layout.local_shape(one.shape, mesh)).to(device)
+        else:
+            piece = cut(tensors[source.name], layout, mesh, rank).to(device)
+        found[source.name] = nn.Parameter(piece, source.trainable) if source.kind == "parameter" else piece
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Stored]]:
+    content = torch.load(path, mmap=True, weights_only=True)
+    return content["tensors"], {name: Stored(*one) for name, one in content["stored"].items()}

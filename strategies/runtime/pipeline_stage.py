@@ -1,0 +1,170 @@
+"""One rank's part of a pipeline: it runs its stages as the schedule says, and talks to its peers in the other groups.
+
+Peers are the ranks of the same number in each group's mesh; they hold the same slices. Values go to the next stage and
+gradients come back in the order of the schedule, each way and each link over a process group of its own, so that none
+can block another: sends never wait, and receives wait in the order in which their neighbour sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strategies.core.graph import Source
+from strategies.core.program import Program
+from strategies.lowering.pipeline.cutting import Stage
+from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, INPUT, Action
+from strategies.optimizer.loss_scale import LossScale
+from strategies.runtime.peers import Peers
+from strategies.runtime.split_backward import Later, backward_to
+
+
+class Gradients(Protocol):
+    """What the optimizer parallel offers to a pipeline."""
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by, if it is."""
+
+    def collect(self) -> None:
+        """Half a backward pass has ended, or a whole one: take what it added to `grad` of the parameters."""
+
+
+Load = Callable[[int], tuple[Sequence[Tensor], int]]
+"""Number of the micro-batch -> its local entries and its random key."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stage as this rank runs it: `run` takes the batch's entries and what is received, and the random key."""
+
+    stage: Stage
+    program: Program
+    run: Callable[[Sequence[Tensor], int], Any]
+    learning: tuple[Tensor, ...] = ()
+    """The parameters that may get a gradient here."""
+
+    @property
+    def received(self) -> list[tuple[Source, tuple[int, ...]]]:
+        """What earlier stages send, with its local shape."""
+        by_id = {source.id: source for source in self.program.sources}
+        layouts, mesh = self.program.layouts, self.program.mesh
+        return [(by_id[id], layouts[id].local_shape(by_id[id].spec.shape, mesh)) for id in self.stage.receives]
+
+    def outputs(self, entries: Sequence[Tensor], received: Sequence[Tensor], key: int) -> list[Tensor]:
+        found = self.run([*entries, *received], key)
+        return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+class StageRunner:
+    """Runs the `actions` of one group on real ranks. `units` are its stages in training, `evaluations` by rows those of
+    evaluation, `short` those of a short last micro-batch of an epoch; `parts` is the number of micro-batches of an
+    optimizer step."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        units: Sequence[Unit],
+        actions: Sequence[Action],
+        parts: int,
+        device: torch.device | str,
+        evaluations: dict[int, list[Unit]],
+        short: Sequence[Unit] = (),
+    ) -> None:
+        self.peers, self.actions, self.parts, self.device = peers, actions, parts, device
+        self.units = {unit.stage.number: unit for unit in units}
+        self.evaluations = evaluations
+        self.short = {unit.stage.number: unit for unit in short}
+
+    def step(self, load: Load, updates: Gradients) -> Tensor:
+        """All micro-batches both ways. Returns the sum of this rank's losses in double, zero without the last stage."""
+        return self._run(self.actions, self.units, load, updates, 1 / self.parts)
+
+    def one(self, load: Load, updates: Gradients, share: float, *, short: bool) -> Tensor:
+        """As `step`, with one micro-batch alone, which has this share of the step's rows."""
+        units = self.short if short else self.units
+        actions = [Action(FORWARD, 0, stage) for stage in sorted(units)]
+        actions += [Action(BACKWARD, 0, stage) for stage in sorted(units, reverse=True)]
+        return self._run(actions, units, load, updates, share)
+
+    def _run(
+        self, actions: Sequence[Action], units: Mapping[int, Unit], load: Load, updates: Gradients, share: float
+    ) -> Tensor:
+        received: dict[tuple[int, int], list[Tensor]] = {}
+        made: dict[tuple[int, int], list[Tensor]] = {}
+        later: dict[tuple[int, int], Later] = {}
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        scale = updates.loss_scale
+        weight = (1.0 if scale is None else scale.value) * share
+        for action in actions:
+            at, unit = (action.stage, action.micro_batch), units[action.stage]
+            if action.way == FORWARD:
+                received[at] = self._values(unit)
+                entries, key = load(action.micro_batch)
+                made[at] = unit.outputs(entries, received[at], key)
+                if self._last(unit):
+                    total += made[at][0].detach().double()
+                else:
+                    self._send_on(made[at])
+            elif action.way in (BACKWARD, INPUT):
+                inputs = received.pop(at)
+                halves = self._backward(unit, inputs, made.pop(at), weight, whole=action.way == BACKWARD)
+                if halves is not None:
+                    later[at] = halves
+                updates.collect()
+                for value in inputs:
+                    if value.requires_grad:
+                        gradient = torch.zeros_like(value) if value.grad is None else value.grad
+                        self.peers.send(gradient, ahead=False)
+            else:
+                later.pop(at)()
+                updates.collect()
+        self.peers.finish()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, rows: int, entries: Sequence[Tensor], key: int) -> list[Tensor]:
+        """The results of the evaluation graph for a batch of `rows`, where the last stage is; elsewhere nothing."""
+        found: list[Tensor] = []
+        for unit in self.evaluations[rows]:
+            made = unit.outputs(entries, self._values(unit), key)
+            if self._last(unit):
+                found = made
+            else:
+                self._send_on(made)
+        self.peers.finish()
+        return found
+
+    def _last(self, unit: Unit) -> bool:
+        return not unit.stage.sends
+
+    def _send_on(self, values: Sequence[Tensor]) -> None:
+        for value in values:
+            self.peers.send(value, ahead=True)
+
+    def _values(self, unit: Unit) -> list[Tensor]:
+        found = []
+        for source, shape in unit.received:
+            empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
+            value = self.peers.receive(empty, ahead=True)
+            found.append(value.requires_grad_(source.trainable and torch.is_grad_enabled()))
+        return found
+
+    def _backward(
+        self, unit: Unit, inputs: Sequence[Tensor], made: Sequence[Tensor], weight: float, whole: bool
+    ) -> Later | None:
+        """From the loss times `weight`, or from the gradients of what the stage handed on."""
+        outputs = [output for output in made if output.requires_grad]
+        if self._last(unit):
+            gradients = [torch.full_like(output, weight) for output in outputs]
+        else:
+            empty = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+            gradients = [self.peers.receive(one, ahead=False) for one in empty]
+        if whole:
+            torch.autograd.backward(outputs, gradients)
+            return None
+        return backward_to([value for value in inputs if value.requires_grad], unit.learning, outputs, gradients)

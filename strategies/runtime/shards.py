@@ -1,0 +1,86 @@
+"""What a rank holds of a tensor, as views of its own memory: blocks of the whole tensor, however its slice is cut up.
+
+Invariant: the views of all ranks together cover every element, and no view reaches into padding. A range of a slice
+that is stored row by row, which is what ZeRO gives a rank, is at most 2 n - 1 blocks in n dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strategies.core.layout import Block
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`view` is the part `block` of a tensor of the given whole `shape`; `shared` if every rank with the same slice of
+    the tensor holds the same; not `lasting` where the memory will soon hold something else."""
+
+    shape: tuple[int, ...]
+    block: Block
+    view: Tensor
+    shared: bool = True
+    lasting: bool = True
+
+
+Pieces = Mapping[str, Sequence[Piece]]
+"""By key: `model/NAME` (the weights on which the optimizer works) or `optimizer/STATE/NAME`."""
+
+
+def whole(tensor: Tensor) -> Piece:
+    """All of a tensor that every rank holds."""
+    return Piece(tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor.detach())
+
+
+def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Piece:
+    """A rank's slice `block` of a tensor of `shape`; `local` may be longer by padding."""
+    inside = tuple(slice(stop - start) for start, stop in block)
+    return Piece(tuple(shape), block, local.detach()[inside])
+
+
+def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Piece]:
+    """The elements from `first` on of a slice `block`, which has `local_shape` with padding and is counted row by row:
+    `flat`, in a 1-D tensor."""
+    found, sizes = [], [stop - start for start, stop in block]
+    for box, at in boxes(local_shape, first, first + flat.numel()):
+        lengths = [stop - start for start, stop in box]
+        inside = [max(min(stop, size) - start, 0) for (start, stop), size in zip(box, sizes, strict=True)]
+        if all(inside):
+            view = flat.detach()[at : at + math.prod(lengths)].view(lengths)[tuple(slice(size) for size in inside)]
+            corner = [base + start for (base, _), (start, _) in zip(block, box, strict=True)]
+            part = tuple((start, start + size) for start, size in zip(corner, inside, strict=True))
+            found.append(Piece(tuple(shape), part, view, shared=False))
+    return found
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[Block, int]]:
+    """The elements `first` to `last` (without it) of a tensor, counted row by row, as blocks: (block, its first element
+    counted from `first`)."""
+    if first >= last:
+        return
+    if not shape:
+        yield (), 0
+        return
+    row = math.prod(shape[1:])
+    start, stop = -(-first // row), last // row  # whole rows
+    if start > stop:  # within one row
+        yield from _in_row(shape, stop, first, last, 0)
+        return
+    if first < start * row:
+        yield from _in_row(shape, start - 1, first, start * row, 0)
+    if start < stop:
+        yield ((start, stop), *((0, size) for size in shape[1:])), start * row - first
+    if stop * row < last:
+        yield from _in_row(shape, stop, stop * row, last, stop * row - first)
+
+
+def _in_row(shape: Sequence[int], row: int, first: int, last: int, at: int) -> Iterator[tuple[Block, int]]:
+    begin = row * math.prod(shape[1:])
+    for block, offset in boxes(shape[1:], first - begin, last - begin):
+        yield ((row, row + 1), *block), at + offset

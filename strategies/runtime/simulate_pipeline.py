@@ -1,0 +1,122 @@
+"""All stages of a pipeline in one process: a simulation per stage, chained as the schedule says.
+
+It runs the stages' programs on the values that real stages would send, so parity here is parity there. Stages of one
+group of ranks share the slices of their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from strategies.core.graph import Ref
+from strategies.core.program import PLAIN, Options
+from strategies.lowering.pipeline.cutting import Stage
+from strategies.lowering.pipeline.programs import stage_programs
+from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
+from strategies.runtime.simulate import Simulation, shard
+from strategies.runtime.split_backward import Later, backward_to
+
+Pieces = list[list[Tensor]]
+"""Values, each as one tensor per rank."""
+
+
+class Lockstep:
+    """Runs `stages`, dealt out to `groups`, on simulated ranks. `tensors` are parameters, buffers and constants by
+    name; `batches` the micro-batches, each its entries by name."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        tensors: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
+        options: Options = PLAIN,
+        *,
+        groups: int = 0,
+    ) -> None:
+        self.stages, self.batches, self.groups = stages, batches, groups or len(stages)
+        self.simulations: list[Simulation] = []
+        for stage, program in zip(stages, stage_programs(stages, self.groups, options), strict=True):
+            empty = {
+                source.name: torch.zeros(source.spec.shape, dtype=getattr(torch, source.spec.dtype))
+                for source in program.sources
+                if source.id in stage.receives
+            }
+            simulation = Simulation(program, {**tensors, **batches[0], **empty})
+            for other in self.simulations[stage.number % self.groups :: self.groups]:
+                for source in program.sources:
+                    if source.kind != "input" and Ref(source.id) in other.slices:
+                        simulation.slices[Ref(source.id)] = other.slices[Ref(source.id)]
+            self.simulations.append(simulation)
+
+    def step(self, schedule: Schedule, keys: Sequence[int]) -> float:
+        """One training step over all micro-batches, with a random key each; returns the mean loss. `gradients` has the
+        gradients afterwards."""
+        self.received: dict[tuple[int, int], Pieces] = {}
+        self.made: dict[tuple[int, int], Pieces] = {}
+        later: dict[tuple[int, int], Later] = {}
+        total, last = 0.0, len(self.stages) - 1
+        for action in in_one_process(schedule):
+            at = action.stage, action.micro_batch
+            if action.way == FORWARD:
+                self._forward(*at, keys[action.micro_batch])
+                if action.stage == last:
+                    total += self.made[at][0][0].item()
+            elif action.way == WEIGHT:
+                later.pop(at)()
+            else:
+                outputs, gradients = self._returned(*at)
+                if action.way == BACKWARD:
+                    torch.autograd.backward(outputs, gradients)
+                else:
+                    inputs = [piece for pieces in self.received[at] for piece in pieces if piece.requires_grad]
+                    later[at] = backward_to(inputs, self._parameters(action.stage), outputs, gradients)
+        return total / len(self.batches)
+
+    def _forward(self, number: int, micro_batch: int, key: int) -> None:
+        stage, simulation = self.stages[number], self.simulations[number]
+        for source in simulation.program.sources:
+            if source.kind == "input" and source.id not in stage.receives:
+                whole = self.batches[micro_batch][source.name]
+                layout = simulation.program.layouts[source.id]
+                simulation.slices[Ref(source.id)] = shard(whole, layout, simulation.mesh)
+        inputs = [[piece.detach() for piece in pieces] for pieces in self.made.get((number - 1, micro_batch), [])]
+        for id, pieces, trains in zip(stage.receives, inputs, stage.trainable, strict=True):
+            simulation.slices[Ref(id)] = [piece.requires_grad_(trains) for piece in pieces]
+        self.received[number, micro_batch] = inputs
+        self.made[number, micro_batch] = simulation.run(key)
+
+    def _returned(self, number: int, micro_batch: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a stage to which gradients come back, and these."""
+        made = self.made[number, micro_batch]
+        if number == len(self.stages) - 1:
+            return made[0], [torch.full_like(loss, 1 / len(self.batches)) for loss in made[0]]
+        pairs = [
+            (output, torch.zeros_like(piece) if piece.grad is None else piece.grad)
+            for outputs, pieces in zip(made, self.received[number + 1, micro_batch], strict=True)
+            for output, piece in zip(outputs, pieces, strict=True)
+            if piece.requires_grad
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _parameters(self, number: int) -> list[Tensor]:
+        simulation = self.simulations[number]
+        sources = [s for s in simulation.program.sources if s.trainable and s.kind == "parameter"]
+        return [piece for source in sources for piece in simulation.slices[Ref(source.id)]]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients; those of a parameter that several groups use are added."""
+        found: dict[str, Tensor] = {}
+        for group in range(self.groups):
+            own: dict[str, Tensor] = {}
+            for simulation in self.simulations[group :: self.groups]:
+                own |= simulation.gradients()
+            for name, gradient in own.items():
+                found[name] = found[name] + gradient if name in found else gradient
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Every buffer, whole, by name."""
+        return {name: value for simulation in self.simulations for name, value in simulation.buffers().items()}
