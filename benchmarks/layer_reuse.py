@@ -26,9 +26,9 @@ from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
 from strategies.core.program import Options, Program
 from strategies.core.request import Request, Wanted
+from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from strategies.resharding.redistribution import LOCAL
 from strategies.runtime import compiled
 from strategies.runtime import shared_code as reuse
 from strategies.runtime.communicator import Communicator

@@ -30,12 +30,12 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.capture import Objective, capture
     from strategies.core.program import Options
     from strategies.core.request import Request, Wanted
+    from strategies.core.steps import LOCAL
     from strategies.cost.roofline import flops_of
     from strategies.lowering.batch_splits import in_copies
     from strategies.lowering.lowering import lower
     from strategies.lowering.overlap import overlap
     from strategies.planner.planner import make_plan
-    from strategies.resharding.redistribution import LOCAL
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
     from strategies.runtime.simulate import shard

@@ -31,8 +31,8 @@ from models.vit import ViT
 from models.vocabulary import VocabularyFFN
 from runner.planning.clusters import described, shipped
 from strategies.core.graph import OperatorGraph
+from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster
-from strategies.planner.mesh_refinement import meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import Found, search
 from strategies.search.prices import Pricing

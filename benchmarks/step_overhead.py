@@ -38,10 +38,10 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     from strategies.capture import Objective, capture
     from strategies.core.program import Options
     from strategies.core.request import Request, Wanted
+    from strategies.core.steps import LOCAL
     from strategies.lowering.lowering import lower
     from strategies.optimizer.updates import axes_needed, make_updates
     from strategies.planner.planner import make_plan
-    from strategies.resharding.redistribution import LOCAL
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
 

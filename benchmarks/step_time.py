@@ -135,7 +135,7 @@ def factory(groups: Any) -> Any:
 
 
 def updating(task: Task) -> Any:
-    from strategies.memory.optimizer_step import Updating
+    from strategies.optimizer.settings import Updating
 
     return Updating(task.stage, factory, overlap=True)
 
@@ -146,8 +146,8 @@ class Built:
     def __init__(self, task: Task, rank: int) -> None:
         from torch import nn
 
+        from strategies.core.steps import LOCAL
         from strategies.optimizer.updates import axes_needed, make_updates
-        from strategies.resharding.redistribution import LOCAL
         from strategies.runtime.communicator import Communicator
         from strategies.runtime.module_tree import build
         from strategies.runtime.simulate import shard

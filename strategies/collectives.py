@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from strategies.core.errors import StrategyError, closest
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PAD, REDUCE_SCATTER, SLICE, Step
 from strategies.runtime.communicator import Communicator
 
 Axes = str | tuple[str, ...]

@@ -21,7 +21,7 @@ from runner.build import annotated
 from runner.build.targets import call, describe, resolve
 from runner.errors import ConfigError
 from runner.config.schema import Optimizer, Scheduler
-from strategies.memory.optimizer_bytes import Need, needed
+from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.updates import OptimizerFactory, check_kind
 from strategies.core.errors import closest
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from runner.launch.worker import RankContext
 from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.runtime.communicator import all_gather, reduce_scatter
 
 PRODUCTS = {"float32": (768, 64, 256, 512, 128), "float64": (384, 128), "bfloat16": (384, 128)}

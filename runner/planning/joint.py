@@ -56,11 +56,11 @@ from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import least
 from strategies.lowering.device_placement import on_host
-from strategies.memory.optimizer_step import Updating
+from strategies.lowering.recompute_request import repeated_layers
 from strategies.memory.repeated_blocks import Traces
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner import plan_cache
-from strategies.planner.recompute_request import repeated_layers
 from strategies.runtime import compiled
 from strategies.search.cheapest import priced_at
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide

@@ -17,12 +17,12 @@ from strategies.core.program import Program
 from strategies.core.request import Request, WantedRecompute
 from strategies.lowering.pipeline.schedule import Schedule
 from strategies.memory.limit import check_limit
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import memory
 from strategies.memory.pipeline import group_memory
 from strategies.memory.recompute_selection import Fitting
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import trace
+from strategies.optimizer.settings import Updating
 
 
 def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:

@@ -18,8 +18,8 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
 from strategies.core.request import Request, WantedRecompute
 from strategies.cost.cluster import Cluster
+from strategies.lowering.recompute_request import recomputed
 from strategies.planner.planner import Planning
-from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
 from strategies.rules.sharding import Sharding
 from strategies.search.kept import plan_bytes

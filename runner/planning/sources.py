@@ -19,10 +19,10 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
+from strategies.lowering.recompute_request import recomputed
 from strategies.planner import plan_cache
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
-from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
 from strategies.search.cheapest import StepPrice, priced_at
 

@@ -8,12 +8,12 @@ from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
 from runner.report.layer_table import shown_bytes, shown_seconds
 from runner.report.layers import layer_of
+from strategies.core.addressing import addresses, matches
 from strategies.core.errors import closest
 from strategies.core.graph import Operator
 from strategies.core.plan import Plan
-from strategies.planner.addressing import addresses, matches
+from strategies.core.steps import LOCAL, Chain
 from strategies.planner.alternatives import Alternative, Neighbourhood
-from strategies.resharding.redistribution import LOCAL, Chain
 
 REASONS = {
     "data_parallel": "in a module of parallel.set_data_parallel",

@@ -21,11 +21,11 @@ from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.roofline import backward_work
 from strategies.cost.step import step_cost
-from strategies.memory.optimizer_step import Updating
+from strategies.lowering.recompute_request import recomputed
 from strategies.memory.parts import memory
 from strategies.memory.trace import trace
+from strategies.optimizer.settings import Updating
 from strategies.planner.description import in_model, told_operators
-from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
 
 ATTENTION = 2.0

@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from runner.errors import ConfigError
 from runner.planning.pipeline import groups_of
 from runner.planning.prepare import Prepared
+from strategies.core.addressing import addresses
 from strategies.core.errors import closest
 from strategies.core.graph import OperatorGraph, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
-from strategies.planner.addressing import addresses
 from strategies.rules import rule_of
 
 

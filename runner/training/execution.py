@@ -36,9 +36,10 @@ from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Block, Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
+from strategies.core.steps import LOCAL, Chain
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.programs import joined
-from strategies.resharding.redistribution import LOCAL, Chain, chain
+from strategies.resharding.redistribution import chain
 from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights

@@ -1,6 +1,6 @@
 """What a rank's tensors take during training, measured: the most in each phase of a step, and what stays between steps.
 
-On a CPU every storage that an operator sees is counted (`strategies.memory.live_tensors`), on a GPU torch's allocator
+On a CPU every storage that an operator sees is counted (`strategies.runtime.live_tensors`), on a GPU torch's allocator
 is asked.
 Invariant: measuring changes no number of the training.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.memory.live_tensors import Live, bytes_of
+from strategies.runtime.live_tensors import Live, bytes_of
 
 
 class Meter:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
+from strategies.core.addressing import inside
 from strategies.core.errors import closest
-from strategies.planner.addressing import inside
 from strategies.runtime.activation_offload import Activations, meant
 from strategies.runtime.disk import Disk
 from strategies.runtime.offload import Moved, Offload

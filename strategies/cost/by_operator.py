@@ -15,13 +15,13 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
 from strategies.cost.roofline import VIEWS, operator_work, shares
 from strategies.cost.step import repeated, step_cost
-from strategies.memory.optimizer_step import Updating
 from strategies.optimizer.buckets import LARGEST
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
+from strategies.optimizer.settings import Updating
 from strategies.rules import rule_of
 
 GRADIENTS = {

@@ -15,8 +15,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from strategies.core.steps import ALL_REDUCE
 from strategies.cost.cluster import Link
-from strategies.resharding.redistribution import ALL_REDUCE
 
 SEND = "send"
 Numbers = npt.NDArray[np.float64]

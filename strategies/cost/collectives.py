@@ -20,8 +20,8 @@ import math
 from collections.abc import Sequence
 
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, Chain, Step
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
-from strategies.resharding.redistribution import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, Chain, Step
 
 Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute, Start, Wait
+from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import joined_seconds
 from strategies.cost.roofline import Work
-from strategies.resharding.redistribution import LOCAL
 
 COPIES = "copies"
 """The kind of steps that send nothing."""

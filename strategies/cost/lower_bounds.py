@@ -15,8 +15,8 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import operator_work
-from strategies.memory.optimizer_bytes import needed
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.bytes_per_element import needed
+from strategies.optimizer.settings import Updating
 from strategies.rules import rule_of
 
 

@@ -15,16 +15,16 @@ from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.exposed_communication import added_seconds
 from strategies.cost.roofline import Work, operator_work
-from strategies.memory.optimizer_bytes import Need, needed
-from strategies.memory.optimizer_step import Updating
 from strategies.optimizer.buckets import Bucket, buckets, sent
+from strategies.optimizer.bytes_per_element import Need, needed
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import local_elements, parameters
 from strategies.optimizer.zero import traffic as zero_traffic
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE
 from strategies.rules import rule_of
 
 HOST_PER_STEP, HOST_PER_GRADIENT, HOST_PER_GATHER = 240, 15, 120

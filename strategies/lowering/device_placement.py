@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
-from strategies.planner.addressing import in_module
 from strategies.runtime.offload import Moved, on_side
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from strategies.core.graph import Ref, rewrite
 from strategies.core.mesh import Mesh
 from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Step
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Step
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """The collectives that can be joined."""

@@ -11,7 +11,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
-from strategies.resharding.redistribution import Chain
+from strategies.core.steps import Chain
 from strategies.rules import rule_of
 
 

@@ -20,8 +20,9 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import PLAIN, Compute, Instruction, Options, Program, Redistribute
+from strategies.core.steps import Chain
 from strategies.lowering.emitter import Emitter
-from strategies.resharding.redistribution import Chain, chain
+from strategies.resharding.redistribution import chain
 from strategies.rules import rule_of
 from strategies.rules.random import draws
 

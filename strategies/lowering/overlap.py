@@ -17,8 +17,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from strategies.core.program import Compute, Fused, Instruction, Program, Redistribute, Start, Wait
+from strategies.core.steps import LOCAL
 from strategies.lowering.recompute import parts_of, region_of
-from strategies.resharding.redistribution import LOCAL
 
 AHEAD = 8
 """How many instructions before its use a parameter is asked for."""

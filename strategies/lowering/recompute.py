@@ -22,7 +22,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.core.layout import Layout
 from strategies.core.program import KEY, Compute, Copy, Instruction, Program, Redistribute, Start, Wait
-from strategies.resharding.redistribution import LOCAL, chain
+from strategies.core.steps import LOCAL
+from strategies.resharding.redistribution import chain
 from strategies.runtime.communicator import Carrier, Communicator
 
 _running = threading.local()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import Memory
+from strategies.optimizer.settings import Updating
 
 
 def check_limit(needed: Memory, limit: int, plan: Plan, updating: Updating) -> None:

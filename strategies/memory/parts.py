@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.trace import Traced
+from strategies.optimizer.settings import Updating
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from strategies.lowering.pipeline.schedule import Action, held
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import Memory, memory
 from strategies.memory.trace import Traced
+from strategies.optimizer.settings import Updating
 
 
 def group_memory(

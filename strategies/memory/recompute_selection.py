@@ -21,11 +21,11 @@ from strategies.core.program import Program
 from strategies.core.request import WantedRecompute
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
+from strategies.lowering.recompute_request import layers, recomputed
 from strategies.memory.limit import over
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import Memory, memory
 from strategies.memory.trace import stored_in, trace
-from strategies.planner.recompute_request import layers, recomputed
+from strategies.optimizer.settings import Updating
 from strategies.rules import rule_of
 
 Way = Literal["full", "selective"]

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
-from strategies.memory.live_tensors import Live
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.trace import (
     Trace,
     Traced,
@@ -38,7 +36,9 @@ from strategies.memory.truncation import Repeated, form, repeated_part, shortene
 from strategies.memory.zero import Group, Sharded, groups_of
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import Cut
+from strategies.runtime.live_tensors import Live
 
 FEW = (2, 3)
 """Repetitions that are traced, and one more; where traces of the first do not bear it out, the second: what follows the

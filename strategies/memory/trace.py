@@ -26,17 +26,17 @@ from torch._subclasses.fake_tensor import (
 from strategies.core.graph import Source
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
-from strategies.memory.live_tensors import Live
-from strategies.memory.optimizer_bytes import Need, needed
-from strategies.memory.optimizer_step import Updating
+from strategies.core.steps import Step
 from strategies.memory.zero import Group, Sharded, Standing, groups_of
 from strategies.memory.zero_gathering import Gathered, gather_late
+from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import Cut
-from strategies.resharding.redistribution import Step
 from strategies.runtime.activation_offload import Activations, look_up_parameters, meant
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Extent
+from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import MODULE, build
 
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.program import Program
-from strategies.memory.optimizer_bytes import Need
+from strategies.optimizer.bytes_per_element import Need
 from strategies.optimizer.updates import Groups, layout_of, learning_groups, parameters
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
 from strategies.runtime.offload import NOTHING, Offload

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from strategies.core.errors import StrategyError
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
+from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.updates import CHOSEN, Cut, local_elements, parameters
-from strategies.resharding.redistribution import ALL_REDUCE
 
 SMALLEST, LARGEST = 2**20, 25 * 2**20
 """Bytes between which a bucket is chosen: below the first a call costs the same however little it carries."""

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import Bucket, sent
-from strategies.resharding.redistribution import ALL_REDUCE
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, here
 

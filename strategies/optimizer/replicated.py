@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.core.program import Program
+from strategies.core.steps import ALL_REDUCE
 from strategies.lowering.naming import held
 from strategies.optimizer.buckets import buckets, sent
 from strategies.optimizer.loss_scale import LossScale
@@ -34,7 +35,6 @@ from strategies.optimizer.updates import (
     learning_groups,
     parameters,
 )
-from strategies.resharding.redistribution import ALL_REDUCE
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, here
 from strategies.runtime.offload import Moved

@@ -19,12 +19,12 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Options, Program, Redistribute
+from strategies.core.steps import ALL_REDUCE
 from strategies.cost.by_operator import GRADIENTS, marginal_seconds
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import lower
-from strategies.resharding.redistribution import ALL_REDUCE
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 

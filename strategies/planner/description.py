@@ -10,14 +10,14 @@ from typing import Any
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program, Redistribute
+from strategies.core.steps import ALL_REDUCE, LOCAL, Chain
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import memory
 from strategies.memory.trace import Traced, trace
 from strategies.optimizer.buckets import predicted
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.zero import traffic as zero_traffic
-from strategies.resharding.redistribution import ALL_REDUCE, LOCAL, Chain
 from strategies.rules import rule_of
 
 

@@ -10,19 +10,20 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
+from strategies.core.mesh_refinement import Axes, Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
-from strategies.planner.addressing import Configured, configured, in_module
-from strategies.planner.default_strategies import VIEWS, as_shown, batch_parallel, divisors, largest_fit
-from strategies.planner.mesh_refinement import Axes, Meshing, merged, meshing
-from strategies.planner.recompute_request import recomputed
+from strategies.lowering.recompute_request import recomputed
+from strategies.planner.configured_strategies import Configured, configured
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.cheapest import Priced, StepPrice, certificate, cheapest, least_seconds, of_meshes
+from strategies.search.default_strategies import VIEWS, as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.repricing import propagated

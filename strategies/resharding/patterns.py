@@ -16,27 +16,22 @@ from functools import cache
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from strategies.core.errors import StrategyError
-
-SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
-    "slice",
-    "pad",
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
-    "all_to_all",
-    "exchange",
+from strategies.core.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    PAD,
+    REDUCE_SCATTER,
+    SLICE,
+    Axes,
+    Dims,
+    common,
+    exchanged_share,
 )
-LOCAL = (SLICE, PAD)
-"""Steps that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
 
-Axes = tuple[str, ...]
-Dims = tuple[Axes, ...]
 State = tuple[Dims, frozenset[str]]
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Pattern:
 
 
 class Move(NamedTuple):
-    """One step of a pattern: as `redistribution.Step`, with what it leaves behind."""
+    """One step of a pattern: as `Step`, with what it leaves behind."""
 
     kind: str
     axes: Axes
@@ -61,14 +56,6 @@ class Move(NamedTuple):
     source: int
     dims: Dims
     partial: frozenset[str]
-
-
-def common(x: Axes, y: Axes) -> int:
-    """How many axes two dims have in common at their beginning."""
-    for position, (a, b) in enumerate(zip(x, y, strict=False)):
-        if a != b:
-            return position
-    return min(len(x), len(y))
 
 
 @cache
@@ -236,69 +223,3 @@ class _Search:
                 ):
                     moved = (*more[:other], left, *more[other + 1 :])
                     yield Move(ALL_TO_ALL, added, dim, other, moved, partial), local // n * (n - 1)
-
-
-def exchanged_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims) -> tuple[int, int]:
-    """What the busiest rank sends in an exchange between even layouts: so many elements of so many. Dims that nothing
-    cuts, and the order of the others, do not matter."""
-    pairs = tuple(sorted([pair for pair in zip(before, after, strict=True) if any(pair)]))
-    used = {axis for pair in pairs for dim in pair for axis in dim}
-    return _exchanged_share(tuple([one for one in mesh if one[0] in used]), pairs)
-
-
-@cache
-def _exchanged_share(mesh: tuple[tuple[str, int], ...], pairs: tuple[tuple[Axes, Axes], ...]) -> tuple[int, int]:
-    length = math.prod(size for _, size in mesh)
-    same = {axis for x, y in pairs for axis in x[: common(x, y)]}
-    axes = tuple([axis for axis, _ in mesh if axis not in same])
-    before, after = zip(*pairs, strict=True)
-    sent = exchange_elements(mesh, before, after, (length,) * len(pairs), axes)
-    return sent, length ** len(pairs)
-
-
-def exchange_elements(
-    mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims, shape: tuple[int, ...], axes: Axes
-) -> int:
-    """Elements that the busiest rank sends to others in an exchange among the ranks that differ along `axes`.
-
-    A rank serves the ranks at its own position along the axes that do not slice the tensor before. The overlap of its
-    slice with all of theirs is a product over dims, each a sum over the positions that only this dim depends on.
-    """
-    sizes, rank = dict(mesh), len(axes)
-    own: dict[str, Integers] = {}  # every rank's position along an axis, one array dim per axis of the group
-    for place, axis in enumerate(axes):
-        own[axis] = np.arange(sizes[axis]).reshape([-1 if i == place else 1 for i in range(rank)])
-    senders = {axis for dim in before for axis in dim}
-    elsewhere = math.prod(sizes[axis] for axis in axes if axis in senders and not any(axis in dim for dim in after))
-    total: Integers = np.full((1,) * rank, elsewhere, dtype=np.int64)
-    kept: Integers = np.ones((1,) * rank, dtype=np.int64)
-    for size, have, want in zip(shape, before, after, strict=True):
-        held = _weighted(have, sizes, own)
-        length = -(-size // math.prod(sizes[axis] for axis in have))
-        starts = np.minimum(held * length, size)
-        stops = np.minimum(starts + length, size)
-        length = -(-size // math.prod(sizes[axis] for axis in want))
-        free: Integers = np.zeros(1, dtype=np.int64)
-        weight = 1
-        for axis in reversed(want):
-            if axis in own and axis in senders:
-                free = (np.arange(sizes[axis])[:, None] * weight + free).ravel()
-            weight *= sizes[axis]
-        fixed = _weighted(want, sizes, {axis: place for axis, place in own.items() if axis not in senders})
-        begin = np.minimum((fixed[..., None] + free) * length, size)
-        total = total * _overlap(starts[..., None], stops[..., None], begin, np.minimum(begin + length, size)).sum(-1)
-        begin = np.minimum(_weighted(want, sizes, own) * length, size)
-        kept = kept * _overlap(starts, stops, begin, np.minimum(begin + length, size))
-    return int((total - kept).max())
-
-
-def _weighted(dim: Axes, sizes: dict[str, int], own: dict[str, Integers]) -> Integers:
-    """Every rank's position among the slices that `dim` makes; axes without an entry in `own` count as position 0."""
-    position: Integers = np.zeros((1,) * next(iter(own.values())).ndim if own else (), dtype=np.int64)
-    for axis in dim:
-        position = position * sizes[axis] + own.get(axis, 0)
-    return position
-
-
-def _overlap(starts: Integers, stops: Integers, begin: Integers, end: Integers) -> Integers:
-    return np.asarray(np.maximum(np.minimum(stops, end) - np.maximum(starts, begin), 0))

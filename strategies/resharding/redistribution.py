@@ -16,155 +16,28 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import count, product
+from itertools import count
 
 from strategies.core.errors import StrategyError
-from strategies.core.layout import Block, Layout
+from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.resharding.patterns import ALL_GATHER as ALL_GATHER
-from strategies.resharding.patterns import ALL_REDUCE as ALL_REDUCE
-from strategies.resharding.patterns import ALL_TO_ALL as ALL_TO_ALL
-from strategies.resharding.patterns import EXCHANGE as EXCHANGE
-from strategies.resharding.patterns import LOCAL as LOCAL
-from strategies.resharding.patterns import PAD as PAD
-from strategies.resharding.patterns import REDUCE_SCATTER as REDUCE_SCATTER
-from strategies.resharding.patterns import SLICE as SLICE
-from strategies.resharding.patterns import Pattern, common, exchange_elements, exchanged_share, pattern_chain
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a chain.
-
-    `dim` is the tensor dim that changes (the one that gets sliced, for `all_to_all`); `source` is the dim that
-    `all_to_all` gathers; `axes` are the mesh axes, major to minor; `before` and `after` are the layouts on both sides,
-    `shape` is the global shape.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    dim: int
-    source: int
-    before: Layout
-    after: Layout
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        axes = "*".join(self.axes)
-        if self.kind == EXCHANGE:
-            return f"exchange {self.before} -> {self.after}"
-        if self.kind == ALL_REDUCE:
-            return f"all_reduce over {axes}"
-        if self.kind == ALL_TO_ALL:
-            return f"all_to_all from dim {self.source} to dim {self.dim} over {axes}"
-        return f"{self.kind} dim {self.dim} over {axes}"
-
-    def cut_length(self, mesh: Mesh) -> int | None:
-        """How long dim `dim` is when it is cut, padding included; None where the shape is not known."""
-        return self.after.local_shape(self.shape, mesh)[self.dim] * mesh.product(self.axes) if self.shape else None
-
-    def joined_length(self, mesh: Mesh, dim: int) -> int | None:
-        """How long `dim` is once joined and without padding that ends there; None where the shape is not known."""
-        return self.after.local_shape(self.shape, mesh)[dim] if self.shape else None
-
-    def group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The ranks that take part, in the order of the slices; this rank alone for local steps."""
-        return (rank,) if self.kind in LOCAL else mesh.group(rank, self.axes)
-
-    def elements(self, mesh: Mesh, rank: int = 0) -> int:
-        """Elements that `rank` sends to others."""
-        if self.kind in LOCAL:
-            return 0
-        n = mesh.product(self.axes)
-        if self.kind == EXCHANGE:
-            return sum(size_of(block) for peer, block in sends(self, mesh, rank) if peer != rank)
-        local = math.prod(self.before.local_shape(self.shape, mesh))
-        if self.kind == ALL_GATHER:
-            return local * (n - 1)
-        if self.kind == ALL_REDUCE:
-            return -(-2 * local * (n - 1) // n)
-        if self.kind == ALL_TO_ALL:  # what is cut may be padded first; the joined dim is not yet
-            local = local // (self.before.local_shape(self.shape, mesh)[self.dim] or 1) * (self.cut_length(mesh) or 0)
-            return local * (n - 1) // n
-        return math.prod(self.after.local_shape(self.shape, mesh)) * (n - 1)
-
-    def busiest(self, mesh: Mesh) -> int:
-        """Elements that the rank which sends most sends to others."""
-        if self.kind == EXCHANGE:
-            return _exchange_elements(self.before, self.after, self.shape, mesh)
-        return self.elements(mesh)
-
-
-Chain = tuple[Step, ...]
-
-
-def size_of(block: Block) -> int:
-    return math.prod(stop - start for start, stop in block)
-
-
-def intersect(a: Block, b: Block) -> Block:
-    return tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
-
-
-def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
-    """For an exchange: what `rank` needs and who has it, as (peer, block of the global tensor), by increasing peer.
-
-    Along axes that do not slice the tensor before the step, the source sits at the receiver's own coordinate: every
-    replica serves itself, and a rank keeps what it has.
-    """
-    wanted = step.after.block(step.shape, mesh, rank)
-    local = step.before.local_shape(step.shape, mesh)
-    slices = [
-        range(start // size, -(-stop // size)) if size else range(0)
-        for (start, stop), size in zip(wanted, local, strict=True)
-    ]
-    found = []
-    for position in product(*slices):
-        peer = rank
-        for dim, index in zip(step.before.dims, position, strict=True):
-            for axis in reversed(dim):
-                index, coordinate = divmod(index, mesh.sizes[axis])
-                peer += (coordinate - mesh.coordinate(rank, axis)) * mesh.strides[axis]
-        held = tuple((i * size, (i + 1) * size) for i, size in zip(position, local, strict=True))
-        found.append((peer, intersect(held, wanted)))
-    return sorted(found)
-
-
-def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
-    """For an exchange: what `rank` sends and to whom (itself included), by increasing peer."""
-    return [
-        (peer, block)
-        for peer in sorted(mesh.group(rank, step.axes))
-        for source, block in receives(step, mesh, peer)
-        if source == rank
-    ]
-
-
-@cache
-def _exchange_elements(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
-    """What the busiest rank sends in an exchange."""
-    if not any(
-        _padded(size, dim, mesh) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
-    ):
-        sent, of = exchanged_share(mesh.axes, before.dims, after.dims)
-        return sent * math.prod(shape) // of
-    axes = _exchange(before, after, shape, mesh).axes
-    return exchange_elements(mesh.axes, before.dims, after.dims, shape, axes)
-
-
-def _exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Step:
-    """One all-to-all with uneven splits, among ranks that differ along an axis that the layouts place differently."""
-    same = {
-        axis
-        for size, x, y in zip(shape, before.dims, after.dims, strict=True)
-        if x == y or not (_padded(size, x, mesh) or _padded(size, y, mesh))
-        for axis in x[: common(x, y)]
-    }
-    axes = mesh.sorted((before.axes | after.axes) - same)
-    return Step(EXCHANGE, axes, 0, 0, before, after, shape)
+from strategies.core.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    PAD,
+    REDUCE_SCATTER,
+    SLICE,
+    Chain,
+    Step,
+    common,
+    exchange_step,
+    is_padded,
+)
+from strategies.resharding.patterns import Pattern, pattern_chain
 
 
 def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
@@ -193,7 +66,7 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
     for dim, (size, have, want) in enumerate(zip(shape, now.dims, target.dims, strict=True)):
         if have == want:
             continue
-        same, padded, pads = common(have, want), _padded(size, have, mesh), _padded(size, want, mesh)
+        same, padded, pads = common(have, want), is_padded(size, have, mesh), is_padded(size, want, mesh)
         for cut in (0,) if padded else range(0 if pads else same, len(have)):
             keep, tail = have[:cut], have[cut:]
             yield step(ALL_GATHER, tail, dim, {dim: keep}, now.partial)
@@ -215,16 +88,11 @@ def _moves(now: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> I
                         other != dim
                         and axes[-len(added) :] == added
                         and common(axes, target.dims[other]) <= len(left)
-                        and not (left and _padded(shape[other], axes, mesh))
+                        and not (left and is_padded(shape[other], axes, mesh))
                     ):
                         yield step(ALL_TO_ALL, added, dim, grown | {other: left}, now.partial, other)
     if now.partial == target.partial and now.axes | target.axes and not (now.partial & target.axes):
-        yield _exchange(now, target, shape, mesh)
-
-
-def _padded(size: int, axes: Sequence[str], mesh: Mesh) -> bool:
-    """Whether a dim of this size sliced over these axes has padding."""
-    return size % mesh.product(axes) != 0
+        yield exchange_step(now, target, shape, mesh)
 
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from strategies.core.addressing import inside
 from strategies.lowering.recompute import in_region
-from strategies.planner.addressing import inside
 from strategies.runtime.disk import Extent
 from strategies.runtime.module_tree import MODULE
 from strategies.runtime.offload import Moved, on_side

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.mesh import Mesh
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Step
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Step
 from strategies.runtime.slices import resized
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from strategies.core.layout import Block
 from strategies.core.mesh import Mesh
-from strategies.resharding.redistribution import (
+from strategies.core.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

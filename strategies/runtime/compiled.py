@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
-from strategies.resharding.redistribution import LOCAL, Chain
+from strategies.core.steps import LOCAL, Chain
 from strategies.runtime.communicator import Carrier, CarrierOfAll
 
 LARGEST = 2000

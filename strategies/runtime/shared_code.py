@@ -29,9 +29,9 @@ from strategies.core.program import (
     Start,
     Wait,
 )
+from strategies.core.steps import Chain
 from strategies.lowering.naming import attach, register
 from strategies.lowering.recompute import Part
-from strategies.resharding.redistribution import Chain
 from strategies.runtime.flight_recorder import here
 from strategies.runtime.units import use_of
 

@@ -17,7 +17,7 @@ from strategies.core.graph import Ref, rewrite
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import KEY, Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
-from strategies.resharding.redistribution import (
+from strategies.core.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.resharding.patterns import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.search.patterns import Booleans, Rows
 from strategies.search.patterns import Integers as Integers
 from strategies.search.patterns import Seconds as Seconds

@@ -14,10 +14,10 @@ from typing import Any
 
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref
+from strategies.core.mesh_refinement import Axes
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import operator_work
-from strategies.planner.mesh_refinement import Axes
 from strategies.search.finding import Found
 from strategies.search.joining import least
 from strategies.search.meshes import finest, told_apart

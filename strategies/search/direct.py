@@ -13,18 +13,9 @@ from functools import cache
 
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE, Chain, Step
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, copied_elements
-from strategies.resharding.redistribution import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    EXCHANGE,
-    REDUCE_SCATTER,
-    SLICE,
-    Chain,
-    Step,
-)
 
 
 def direct_chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:

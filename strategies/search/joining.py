@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import operator_seconds
-from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.finding import Found
 from strategies.search.meshes import Factors, factorisations

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise, product
 
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
-from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes
 from strategies.search.prices import Pricing

@@ -15,13 +15,13 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan
 from strategies.core.program import PLAIN, Instruction, Options, Redistribute
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
 from strategies.cost.exposed_communication import main_calls
 from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.lowering.emitter import Emitter
 from strategies.optimizer.buckets import LARGEST, PARTS, SMALLEST
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.problem import Problem
 

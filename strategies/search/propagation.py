@@ -20,11 +20,12 @@ from typing import Any
 from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Meshing
+from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
-from strategies.planner.default_strategies import batch_parallel
-from strategies.planner.mesh_refinement import Meshing
-from strategies.resharding.redistribution import LOCAL, chain
+from strategies.resharding.redistribution import chain
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.default_strategies import batch_parallel
 from strategies.search.direct import shares
 from strategies.search.problem import Problem
 

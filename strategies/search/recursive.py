@@ -24,8 +24,8 @@ from itertools import chain
 
 from strategies.core.gc_paused import uncollected
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
-from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import Classes, classes
 from strategies.search.direct import direct_seconds

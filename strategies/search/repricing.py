@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.graph import Operator
+from strategies.core.mesh_refinement import Meshing
 from strategies.cost.cluster import Cluster
-from strategies.planner.mesh_refinement import Meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.classes import classes, repeats
 from strategies.search.kept import plan_bytes

@@ -18,7 +18,7 @@ import numpy as np
 
 from strategies.core.graph import Ref, Source, TensorSpec
 from strategies.core.layout import Layout
-from strategies.planner.mesh_refinement import Axes
+from strategies.core.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.classes import Classes, Edge
 from strategies.search.kept import operator_bytes

@@ -13,8 +13,8 @@ from typing import Any
 from strategies.core.gc_paused import uncollected
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
+from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
-from strategies.planner.mesh_refinement import Axes
 from strategies.rules.sharding import Assignment
 from strategies.search.choosing import Answer, Exactly, Halving, choose, searchable
 from strategies.search.exact import Exact, on_mesh, proven

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.resharding.patterns import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE
 from strategies.search.bounds import Integers, Seconds
 
 Counts = tuple[int, ...]

@@ -17,9 +17,10 @@ import numpy as np
 from strategies.core.graph import TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import copied_elements, moved_seconds
-from strategies.resharding.redistribution import LARGE, LOCAL, chain
+from strategies.resharding.redistribution import LARGE, chain
 from strategies.search.bounds import Bounds
 from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
 from strategies.search.patterns import Integers as Integers

@@ -17,9 +17,9 @@ from itertools import groupby
 import numpy as np
 
 from strategies.core.mesh import Mesh
+from strategies.core.steps import EXCHANGE
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
-from strategies.resharding.patterns import EXCHANGE
 from strategies.search.bounds import Integers, Seconds
 from strategies.search.steps import Steps
 

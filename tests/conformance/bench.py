@@ -17,7 +17,7 @@ from strategies.core.request import SEARCHES, Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import need_of, step_cost
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate import Simulation
 from strategies.search.cheapest import StepPrice

@@ -12,8 +12,8 @@ from strategies.core.graph import Operator, Ref
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, REDUCE_SCATTER
 from strategies.planner.planner import make_plan
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, REDUCE_SCATTER
 from strategies.rules import rule_of
 from tests.conformance.bench import Bench, Differs
 from tests.conformance.forms import Form, NotMapped, wanted

@@ -15,7 +15,8 @@ import torch
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh, accumulate, common_refinement, differences
-from strategies.resharding.redistribution import chain, elements, intersect, size_of
+from strategies.core.steps import intersect, size_of
+from strategies.resharding.redistribution import chain, elements
 from strategies.runtime.simulate import carry, shard
 
 CASES = json.loads((Path(__file__).parent / "algebra.json").read_text(encoding="utf-8"))

@@ -20,9 +20,9 @@ from runner.data.loader import flatten_batch, whole_batch
 from runner.planning.prepare import datasets, request_of
 from strategies.capture import capture, loss_in
 from strategies.core.program import Options, Program
+from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from strategies.resharding.redistribution import LOCAL
 from strategies.runtime.simulate import Simulation
 
 TEXT = ("gpt", "llama", "moe", "megatron_tp", "megatron_sp", "mesh_3d", "vocab_ffn", "gpt_padded")

@@ -13,11 +13,11 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.program import Options
 from strategies.core.request import WantedRecompute
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.lowering.recompute_request import recomputed, repeated_layers
 from strategies.memory.saved_bytes import least_stored
 from strategies.memory.trace import trace
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
-from strategies.planner.recompute_request import recomputed, repeated_layers
 from strategies.rules import rule_of
 
 RECIPES = ("ffn_auto", "gpt", "llama", "mae_784", "megatron_sp", "megatron_tp", "moe", "resnet", "vit")

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Options
+from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
-from strategies.resharding.redistribution import LOCAL
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator

@@ -15,11 +15,11 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Options, Program
+from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.optimizer.updates import axes_needed, make_updates
-from strategies.resharding.redistribution import LOCAL
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build

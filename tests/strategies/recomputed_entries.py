@@ -12,10 +12,10 @@ from torch import Tensor
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Options
+from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.trace import saved_tensors, trace
-from strategies.resharding.redistribution import LOCAL
+from strategies.optimizer.settings import Updating
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build

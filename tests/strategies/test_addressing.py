@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.capture import Objective, capture
+from strategies.core.addressing import addresses, in_module
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.request import Operand, Wanted
-from strategies.planner.addressing import addresses, configured, in_module
+from strategies.planner.configured_strategies import configured
 from strategies.rules import rule_of
 
 

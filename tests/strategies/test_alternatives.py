@@ -19,7 +19,7 @@ from strategies.core.request import Request, Wanted
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.settings import Updating
 from strategies.planner.alternatives import Alternative, Neighbourhood, legal_assignments
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from strategies.core.plan import Plan
 from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
-from strategies.resharding.redistribution import LOCAL
 from strategies.rules import rule_of
 from tests.strategies.whole_model import TOLERANCE, Model
 

@@ -17,8 +17,8 @@ from strategies.core.plan import Plan
 from strategies.core.program import Options
 from strategies.core.request import Request, Wanted
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
 from strategies.optimizer.buckets import predicted as predicted_gradients
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.description import communication, describe
 from strategies.planner.planner import make_plan

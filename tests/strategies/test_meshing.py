@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import NamedMatrix
-from strategies.planner.mesh_refinement import Meshing, merged, meshing
 
 CUBE = NamedMatrix((2, 2, 2), ("dp", "sp", "mp"))
 LINE = NamedMatrix((8,), ("tp",))

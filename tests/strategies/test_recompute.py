@@ -25,8 +25,8 @@ from strategies.core.plan import Plan
 from strategies.core.program import Options
 from strategies.core.request import Request, Wanted, WantedRecompute
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.trace import saved_tensors, trace
+from strategies.optimizer.settings import Updating
 from strategies.planner.description import describe
 from strategies.planner.planner import make_plan
 from strategies.runtime import initial_weights as weights

@@ -14,7 +14,7 @@ from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Redistribute
-from strategies.resharding.redistribution import (
+from strategies.core.steps import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -24,12 +24,11 @@ from strategies.resharding.redistribution import (
     REDUCE_SCATTER,
     SLICE,
     Step,
-    chain,
-    elements,
     receives,
     sends,
     size_of,
 )
+from strategies.resharding.redistribution import chain, elements
 from strategies.runtime.simulate import assemble, carry, redistribute, shard
 
 SIZES = [(2, 2), (4, 2), (3, 2), (2, 2, 2), (2, 3, 2), (2, 1, 4)]

@@ -16,7 +16,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.settings import Updating
 from strategies.planner.description import describe
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan

@@ -13,8 +13,8 @@ from runner.report.layers import Kind, Row
 from runner.report.page.markup import Markup, element, joined
 from runner.report.page.shell import drawing
 from runner.report.page.style import COLOURS
+from strategies.core.steps import LOCAL
 from strategies.cost.roofline import VIEWS
-from strategies.resharding.redistribution import LOCAL
 
 BAR = 960
 CELL, GAP, MOST = 30, 10, 8

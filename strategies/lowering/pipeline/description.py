@@ -12,14 +12,14 @@ from typing import Any
 
 from strategies.core.plan import Plan
 from strategies.core.program import Program
+from strategies.core.steps import ALL_REDUCE
 from strategies.cost.cluster import Cluster
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.schedule import Schedule, bubble, held, makespan
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.pipeline import group_memory
 from strategies.memory.repeated_blocks import Traces
+from strategies.optimizer.settings import Updating
 from strategies.planner.description import describe
-from strategies.resharding.redistribution import ALL_REDUCE
 from strategies.runtime.peers import BROADCAST, SEND
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import sent
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, here
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from strategies.core.graph import Source
 from strategies.core.program import Program
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import sent
 from strategies.optimizer.updates import Groups, local_elements, parameters
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.runtime.units import units
 
 REDUCED = 4

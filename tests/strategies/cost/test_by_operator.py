@@ -15,7 +15,7 @@ from strategies.core.request import Request, Wanted, WantedRecompute
 from strategies.cost.by_operator import operator_costs
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 

@@ -8,9 +8,10 @@ import pytest
 
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Level, Link
 from strategies.cost.collectives import chain_seconds, collective_seconds, step_seconds
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, chain
+from strategies.resharding.redistribution import chain
 from tests.strategies.machines import GPU, NODE, cluster
 
 MESH = Mesh((("dp", 4), ("tp", 8)))

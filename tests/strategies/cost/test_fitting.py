@@ -18,9 +18,9 @@ from strategies.core.request import Request, WantedRecompute
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.memory.limit import over
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import Memory
 from strategies.memory.recompute_selection import Choice, Fitting, Way, choices, together
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 

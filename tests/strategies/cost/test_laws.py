@@ -7,10 +7,10 @@ import random
 import pytest
 
 from strategies.core.mesh import Mesh
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product, fit, nonnegative
 from strategies.cost.cluster import RING, Cluster, Level, Link
 from strategies.cost.collectives import collective_seconds
-from strategies.resharding.redistribution import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 
 MESH = Mesh((("a", 2), ("b", 2), ("c", 2)))
 LINKS = {

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from strategies.memory.live_tensors import Live
-from strategies.memory.optimizer_bytes import Need, needed
+from strategies.optimizer.bytes_per_element import Need, needed
+from strategies.runtime.live_tensors import Live
 from strategies.runtime.offload import on_side
 
 MIB = 2**20

@@ -18,16 +18,16 @@ from strategies.core.request import Request, WantedRecompute
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.schedule import Action
-from strategies.memory.live_tensors import Live
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import memory
 from strategies.memory.pipeline import group_memory
 from strategies.memory.trace import trace
 from strategies.memory.zero import Group
 from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
 from strategies.runtime.activation_offload import Activations, meant
 from strategies.runtime.communicator import Communicator
+from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
 from strategies.runtime.offload import Offload
 

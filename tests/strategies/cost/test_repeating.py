@@ -23,18 +23,18 @@ from strategies.lowering.overlap import overlap
 from strategies.lowering.pipeline.cutting import cut
 from strategies.lowering.pipeline.programs import stage_programs
 from strategies.lowering.pipeline.stage_assignment import in_stages
+from strategies.lowering.recompute_request import recomputed
 from strategies.memory import repeated_blocks as repeating
-from strategies.memory.live_tensors import Live
-from strategies.memory.optimizer_step import Updating
 from strategies.memory.parts import memory
 from strategies.memory.repeated_blocks import SLACK, Traces, trace_repeated
 from strategies.memory.trace import trace
 from strategies.memory.truncation import form, repeated_part, shortened
 from strategies.optimizer.buckets import buckets
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import Cut
 from strategies.planner.planner import make_plan
-from strategies.planner.recompute_request import recomputed
 from strategies.rules import rule_of
+from strategies.runtime.live_tensors import Live
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64, device="meta")
 DEPTH = {"llama": 7, "gpt": 8}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from strategies.core import result_shapes as shapes
-from strategies.memory.live_tensors import Live
+from strategies.runtime.live_tensors import Live
 
 CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda a, b: a @ b.t(),

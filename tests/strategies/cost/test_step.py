@@ -13,7 +13,7 @@ from strategies.core.program import Options
 from strategies.core.request import Request, Wanted, WantedRecompute
 from strategies.cost.step import StepCost, step_cost
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import Cut
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.planner import make_plan

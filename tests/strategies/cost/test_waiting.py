@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program, Redistribute, Start, Wait
 from strategies.core.request import Request, Wanted
+from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
 from strategies.cost.exposed_communication import COPIES, added_seconds
 from strategies.cost.roofline import Work
@@ -20,7 +21,6 @@ from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.planner.planner import make_plan
-from strategies.resharding.redistribution import LOCAL
 from tests.strategies.machines import cluster
 from tests.strategies.whole_model import Model
 

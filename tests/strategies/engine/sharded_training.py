@@ -25,11 +25,11 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Compute, Options, Program
+from strategies.core.steps import LOCAL
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted
 from strategies.optimizer.updates import CHOSEN, Cut, Updates, axes_needed, make_updates
-from strategies.resharding.redistribution import LOCAL
 from strategies.rules import rule_of
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import COPIED, build

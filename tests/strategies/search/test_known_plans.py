@@ -17,8 +17,8 @@ from models.moe import MoE
 from models.resnet import resnet_digits
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.planner.mesh_refinement import meshing
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import search
 from strategies.search.kept import plan_bytes

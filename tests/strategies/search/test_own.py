@@ -14,8 +14,8 @@ from strategies.core.program import Options
 from strategies.core.request import Request
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
-from strategies.memory.optimizer_bytes import needed
-from strategies.memory.optimizer_step import Updating
+from strategies.optimizer.bytes_per_element import needed
+from strategies.optimizer.settings import Updating
 from strategies.planner.planner import make_plan
 from strategies.search.own import Own
 from strategies.search.problem import Problem

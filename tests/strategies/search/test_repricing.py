@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from models.quickstart import Net
+from strategies.core.mesh_refinement import meshing
 from strategies.core.request import Request, Wanted
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.planner.mesh_refinement import meshing
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
 from strategies.search.exact import search

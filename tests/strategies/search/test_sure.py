@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.mesh_refinement import merged
 from strategies.core.plan import Plan
 from strategies.core.program import Options
 from strategies.cost.cluster import Cluster, Level, Link
@@ -20,8 +21,7 @@ from strategies.cost.step import calling_seconds, need_of, norm_seconds, step_co
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
-from strategies.memory.optimizer_step import Updating
-from strategies.planner.mesh_refinement import merged
+from strategies.optimizer.settings import Updating
 from strategies.search.cheapest import least_seconds
 from strategies.search.options import Menu
 from strategies.search.problem import Problem

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strategies.memory.live_tensors import Live, bytes_of
+from strategies.runtime.live_tensors import Live, bytes_of
 
 SIDE = 64
 """Of the square matrix that is tried."""

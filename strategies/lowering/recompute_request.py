@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from strategies.core.addressing import segments_match
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, modules_around
 from strategies.core.plan import Recompute
 from strategies.core.request import WantedRecompute
-from strategies.planner.addressing import segments_match
 from strategies.rules.sharding import Sharding
 
 

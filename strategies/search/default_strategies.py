@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from strategies.core.graph import Operator
 from strategies.core.layout import Layout
-from strategies.planner.mesh_refinement import Meshing
+from strategies.core.mesh_refinement import Meshing
 from strategies.resharding.redistribution import chain, elements
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem

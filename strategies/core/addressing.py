@@ -1,0 +1,47 @@
+"""The names by which a config means operators and modules, with globs per dotted segment.
+
+An operator answers to its plan name `module.path[.op][@k]`, to `module.path.op` in any case, and to both without `@k`
+(then all of them are meant). `dense1.matmul` is the product of a linear operator as MindSpore writes it: x [m, k], w
+[k, n].
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from strategies.core.graph import Operator
+
+
+def addresses(operator: Operator) -> tuple[str, ...]:
+    """Every name that means this operator, without `@k`."""
+    plain = operator.name.partition("@")[0]
+    full = f"{operator.module}.{operator.op}" if operator.module else operator.op
+    product = (f"{operator.module}.matmul",) if operator.op == "linear" and operator.module else ()
+    return tuple(dict.fromkeys((plain, full, *product)))
+
+
+def matches(pattern: str, operator: Operator) -> str | None:
+    """The address by which `pattern` (globs per segment) means `operator`, or None."""
+    number = operator.name.partition("@")[2]
+    for address in addresses(operator):
+        for name in (address, f"{address}@{number}") if number else (address,):
+            if segments_match(pattern, name):
+                return address
+    return None
+
+
+def segments_match(pattern: str, name: str) -> bool:
+    globs, words = pattern.split("."), name.split(".")
+    return len(globs) == len(words) and all(fnmatchcase(word, glob) for glob, word in zip(globs, words, strict=True))
+
+
+def in_module(pattern: str, operator: Operator) -> bool:
+    """Whether `pattern` means the operator or a module around it."""
+    return matches(pattern, operator) is not None or inside(pattern, operator.module)
+
+
+def inside(pattern: str, path: str) -> bool:
+    """Whether `pattern` means the module at `path` or one around it."""
+    words = path.split(".") if path else []
+    around = [".".join(words[: i + 1]) for i in range(len(words))]
+    return any(segments_match(pattern, module) for module in around)
