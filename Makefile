@@ -1,31 +1,34 @@
 # make run         install into .venv and train the recipe ffn_auto on 8 local processes (ARGS="KEY=VALUE ..." to change it)
-# make test        install, check style and types, run the tests
-# make test-slow   the same with the tests that take long
-# make lint        style and types only
+# make test        install and run a sample of the tests with every kind of proof: five minutes
+# make test-all    all other tests, style, types and imports; TAIL=no leaves out the tests that take long
+# make lint        style, types and imports only
 # make format      put style right
 # make coverage    compare every architecture under every plan with one device, and write docs/coverage.md
-# make fuzz        compare N random graphs (1000) with one device; SEED gives other ones (0)
+# make fuzz        compare N random graphs (1000) with one device; SEED draws others (0)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 TORCH := torch==2.13.0
+# Draws the sample of `make test` and the graphs of `make fuzz`.
+SEED ?= 0
 # Two processes, whatever the machine: a test may start eight ranks of its own. The one that is done first takes over
 # half of what the other has left.
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-slow launchers browser lint format coverage fuzz clean
+.PHONY: run test test-all launchers browser lint format coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
 
-test: lint
-	$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q $(PARALLEL) --part=sample --seed=$(SEED) $(ARGS)
 
-test-slow: lint launchers browser
-	$(BIN)/python -m pytest -q -m "slow or not slow" $(PARALLEL) $(ARGS)
+# The slow tests start launchers and browsers of the system.
+test-all: lint $(if $(filter no,$(TAIL)),,launchers browser)
+	$(BIN)/python -m pytest -q $(PARALLEL) --part=rest --seed=$(SEED) $(if $(filter no,$(TAIL)),,-m "slow or not slow") $(ARGS)
 
 # What the slow tests of launchers start, and the hosts that they make of network namespaces, which need root.
 launchers:
@@ -60,7 +63,7 @@ coverage: $(VENV)/.installed-test
 	$(BIN)/python -m tests.matrix --write docs/coverage.md $(ARGS)
 
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m tests.fuzz --graphs $(or $(N),1000) --seed $(or $(SEED),0) $(ARGS)
+	$(BIN)/python -m tests.fuzz --graphs $(or $(N),1000) --seed $(SEED) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,10 +1,46 @@
 """What every test needs: one thread per process, because many run side by side on few cores, and an interrupt that
-arrives: whoever starts the suite in the background may have had it ignored, which programs under test would inherit."""
+arrives: whoever starts the suite in the background may have had it ignored, which programs under test would inherit.
+
+`--part` divides the suite in two. The `sample` has every test marked `essential` and, of every file, a share drawn by
+`--seed`, none of them slow; the `rest` has all others. Whoever runs both with the same seed has run every test once.
+"""
 
 import signal
+import zlib
+from collections import defaultdict
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SHARE = 5
+"""One test in so many of a file is in the sample, rounded up."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parts of the suite")
+    group.addoption("--part", choices=["all", "sample", "rest"], default="all", help="which part of the suite to run")
+    group.addoption("--seed", type=int, default=0, help="draws the sample (0)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, seed = config.getoption("part"), config.getoption("seed")
+    if part == "all":
+        return
+    by_file: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            by_file[str(item.path)].append(item)
+    sample: set[str] = set()
+    for tests in by_file.values():
+        essential = {item.nodeid for item in tests if item.get_closest_marker("essential")}
+        others = {item.nodeid for item in tests} - essential
+        drawn = sorted(others, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
+        sample |= essential.union(drawn[: max(0, -(-len(tests) // SHARE) - len(essential))])
+    chosen = {item.nodeid: (item.nodeid in sample) == (part == "sample") for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not chosen[item.nodeid]])
+    items[:] = [item for item in items if chosen[item.nodeid]]
