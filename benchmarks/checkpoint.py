@@ -27,7 +27,8 @@ from strategies.core.graph import Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
-from strategies.optimizer.updates import axes_needed, make_updates
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import axes_needed
 from strategies.runtime.communicator import Communicator
 
 PLAIN = 6

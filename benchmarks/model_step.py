@@ -24,7 +24,7 @@ from strategies.capture import Objective, capture
 from strategies.core.program import Options
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
-from strategies.optimizer.updates import make_updates
+from strategies.optimizer.stages import make_updates
 from strategies.planner.planner import make_plan
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build

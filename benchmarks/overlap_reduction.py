@@ -32,7 +32,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.core.request import Request
     from strategies.core.steps import LOCAL
     from strategies.lowering.lowering import lower
-    from strategies.optimizer.updates import CHOSEN, Cut, axes_needed, make_updates
+    from strategies.optimizer.stages import make_updates
+    from strategies.optimizer.updates import CHOSEN, Cut, axes_needed
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build

@@ -27,7 +27,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.lowering.pipeline.cutting import cut
     from strategies.lowering.pipeline.schedule import make_schedule
     from strategies.lowering.pipeline.stage_assignment import in_stages
-    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.optimizer.stages import make_updates
+    from strategies.optimizer.updates import axes_needed
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build

@@ -40,7 +40,8 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     from strategies.core.request import Request, Wanted
     from strategies.core.steps import LOCAL
     from strategies.lowering.lowering import lower
-    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.optimizer.stages import make_updates
+    from strategies.optimizer.updates import axes_needed
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build

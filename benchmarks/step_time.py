@@ -147,7 +147,8 @@ class Built:
         from torch import nn
 
         from strategies.core.steps import LOCAL
-        from strategies.optimizer.updates import axes_needed, make_updates
+        from strategies.optimizer.stages import make_updates
+        from strategies.optimizer.updates import axes_needed
         from strategies.runtime.communicator import Communicator
         from strategies.runtime.module_tree import build
         from strategies.runtime.simulate import shard

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from strategies.core.program import Options, Program
     from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
     from strategies.lowering.lowering import lower
-    from strategies.optimizer.updates import axes_needed, make_updates
+    from strategies.optimizer.stages import make_updates
+    from strategies.optimizer.updates import axes_needed
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
@@ -53,7 +54,7 @@ _HOME = {
     "lower": "lowering.lowering",
     "Simulation": "runtime.simulate",
     "axes_needed": "optimizer.updates",
-    "make_updates": "optimizer.updates",
+    "make_updates": "optimizer.stages",
     "StrategyError": "core.errors",
     "Layout": "core.layout",
     "Mesh": "core.mesh",

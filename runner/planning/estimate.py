@@ -29,14 +29,14 @@ from strategies.cost.step import (
     step_cost,
 )
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
-from strategies.lowering.pipeline.description import cost_of_stages
 from strategies.lowering.pipeline.schedule import Schedule, held
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import Memory, memory
 from strategies.memory.pipeline import group_memory
 from strategies.memory.repeated_blocks import Outline, Traces, outline
 from strategies.memory.saved_bytes import least_stored
 from strategies.optimizer.settings import Updating
+from strategies.planner.description import cost_of_stages
 from strategies.rules import rule_of
 from strategies.search.cheapest import StepPrice
 from strategies.search.sure import Running

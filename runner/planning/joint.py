@@ -56,7 +56,7 @@ from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import least
 from strategies.lowering.device_placement import on_host
-from strategies.lowering.recompute_request import repeated_layers
+from strategies.lowering.recompute import repeated_layers
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import Updating
 from strategies.optimizer.updates import OptimizerFactory

@@ -18,7 +18,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
 from strategies.core.request import Request, WantedRecompute
 from strategies.cost.cluster import Cluster
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.planner.planner import Planning
 from strategies.rules import rule_of
 from strategies.rules.sharding import Sharding

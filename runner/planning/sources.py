@@ -19,7 +19,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.planner import plan_cache
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan

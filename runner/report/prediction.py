@@ -21,7 +21,7 @@ from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.roofline import backward_work
 from strategies.cost.step import step_cost
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import memory
 from strategies.memory.trace import trace
 from strategies.optimizer.settings import Updating

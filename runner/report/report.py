@@ -25,8 +25,7 @@ from strategies.core.plan import Plan
 from strategies.core.program import Program
 from strategies.cost.cluster import Cluster
 from strategies.lowering import ir
-from strategies.lowering.pipeline.description import describe_stages
-from strategies.planner.description import describe
+from strategies.planner.description import describe, describe_stages
 from strategies.search.joint import Choice
 
 ROUNDING = 1e-9

@@ -44,7 +44,8 @@ from runner.training.offloading import activations, change, offload_of
 from runner.training.offloading import told as told_moved
 from runner.training.timeline import Marks, marked, told
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.updates import Updates, axes_needed, make_updates
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import Updates, axes_needed
 from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights

@@ -6,18 +6,14 @@ which it is used, by a copy that is an instruction of the program and is made on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
-from strategies.runtime.offload import Moved, on_side
 
 
 def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True) -> frozenset[str]:
@@ -86,36 +82,3 @@ class _Placing:
             self.instructions.append(Copy(fresh, ref, host, operator, path))
             self.copies[ref, host] = Ref(fresh)
         return self.copies[ref, host]
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
-        ctx.device, ctx.out, ctx.moved = tensor.device, out, moved
-        return _counted(tensor, device, out, moved)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _counted(gradient, ctx.device, not ctx.out, ctx.moved), None, None, None
-
-
-def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
-    if out:
-        moved.out += tensor.nbytes
-    else:
-        moved.back += tensor.nbytes
-    with on_side(out):
-        return tensor.to(device, copy=True)
-
-
-def copier(host: bool, device: torch.device, moved: Moved) -> Callable[[Tensor], Tensor]:
-    """The function that a `Copy` calls; its gradient takes the way back."""
-    target = torch.device("cpu") if host else device
-
-    def copy(tensor: Tensor) -> Tensor:
-        result: Tensor = _Copied.apply(tensor, target, host, moved)  # type: ignore[no-untyped-call]
-        return result
-
-    copy.__name__ = copy.__qualname__ = "to_host" if host else "to_device"
-    copy.__module__ = "place"
-    return copy

@@ -21,7 +21,7 @@ from strategies.core.program import Program
 from strategies.core.request import WantedRecompute
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
-from strategies.lowering.recompute_request import layers, recomputed
+from strategies.lowering.recompute import layers, recomputed
 from strategies.memory.limit import over
 from strategies.memory.parts import Memory, memory
 from strategies.memory.trace import stored_in, trace

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
-from strategies.lowering.naming import held
 from strategies.optimizer.buckets import buckets, sent
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.reduction import Reduction
@@ -37,6 +36,7 @@ from strategies.optimizer.updates import (
 )
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, here
+from strategies.runtime.naming import held
 from strategies.runtime.offload import Moved
 from strategies.runtime.peers import Peers
 from strategies.runtime.shards import MODEL, OPTIMIZER, Pieces, of_slice, whole

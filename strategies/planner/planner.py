@@ -18,7 +18,7 @@ from strategies.core.mesh_refinement import Axes, Meshing, merged, meshing
 from strategies.core.plan import OperatorPlan, Origin, Plan
 from strategies.core.request import NamedDims, Operand, Request, check, operands, without_idle_axes
 from strategies.cost.cluster import Cluster, one_level
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding

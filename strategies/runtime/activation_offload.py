@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.core.addressing import inside
-from strategies.lowering.recompute import in_region
 from strategies.runtime.disk import Extent
 from strategies.runtime.module_tree import MODULE
 from strategies.runtime.offload import Moved, on_side
+from strategies.runtime.recompute import in_region
 
 
 class Space(Protocol):

@@ -20,8 +20,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.core import result_shapes as shapes
-from strategies.lowering.recompute import tensors_in
 from strategies.runtime.offload import side
+from strategies.runtime.recompute import tensors_in
 
 DEVICE = torch.ops.prim.device.default
 

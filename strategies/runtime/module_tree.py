@@ -34,15 +34,15 @@ from strategies.core.program import (
     Redistribute,
     Start,
 )
-from strategies.lowering.device_placement import copier
-from strategies.lowering.naming import OWN, inside, private, reach, register, variable
-from strategies.lowering.recompute import Hold, Part, parts_of, recomputing, watched
+from strategies.lowering.recompute import Part, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.buffers import store
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import placed
-from strategies.runtime.offload import Moved
+from strategies.runtime.naming import OWN, inside, private, reach, register, variable
+from strategies.runtime.offload import Moved, copier
 from strategies.runtime.opaque_random import draw_opaquely
+from strategies.runtime.recompute import Hold, recomputing, watched
 from strategies.runtime.redistributions import edge, edges, starting, waiting
 from strategies.runtime.shared_code import Forms, Template, constants_of, function_of, scalars, several, tensors_of
 from strategies.runtime.units import owned, unit_path

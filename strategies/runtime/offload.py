@@ -7,11 +7,14 @@ bits, the shape and the strides of what left.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 Where = Literal["none", "host", "disk"]
 
@@ -69,3 +72,36 @@ def on_side(host: bool) -> Iterator[None]:
 def side() -> bool | None:
     """Whether what is made now is meant for the host; None where nothing is said."""
     return getattr(_side, "host", None)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+        ctx.device, ctx.out, ctx.moved = tensor.device, out, moved
+        return _counted(tensor, device, out, moved)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _counted(gradient, ctx.device, not ctx.out, ctx.moved), None, None, None
+
+
+def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+    if out:
+        moved.out += tensor.nbytes
+    else:
+        moved.back += tensor.nbytes
+    with on_side(out):
+        return tensor.to(device, copy=True)
+
+
+def copier(host: bool, device: torch.device, moved: Moved) -> Callable[[Tensor], Tensor]:
+    """The function that a `Copy` calls; its gradient takes the way back."""
+    target = torch.device("cpu") if host else device
+
+    def copy(tensor: Tensor) -> Tensor:
+        result: Tensor = _Copied.apply(tensor, target, host, moved)  # type: ignore[no-untyped-call]
+        return result
+
+    copy.__name__ = copy.__qualname__ = "to_host" if host else "to_device"
+    copy.__module__ = "place"
+    return copy

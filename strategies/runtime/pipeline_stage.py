@@ -18,16 +18,22 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, INPUT, Action
-from strategies.optimizer.loss_scale import LossScale
 from strategies.runtime.peers import Peers
 from strategies.runtime.split_backward import Later, backward_to
+
+
+class Scale(Protocol):
+    """The factor on the loss."""
+
+    @property
+    def value(self) -> float: ...
 
 
 class Gradients(Protocol):
     """What the optimizer parallel offers to a pipeline."""
 
     @property
-    def loss_scale(self) -> LossScale | None:
+    def loss_scale(self) -> Scale | None:
         """What the loss is multiplied by, if it is."""
 
     def collect(self) -> None:

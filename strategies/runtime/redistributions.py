@@ -16,10 +16,10 @@ from torch import Tensor
 
 from strategies.core.program import Fused, Redistribute, Start, Wait
 from strategies.core.steps import Chain
-from strategies.lowering.recompute import carried_once
 from strategies.runtime.communicator import Carrier, CarrierOfAll, Communicator, Landing, Launcher
 from strategies.runtime.compiled import opaque, opaque_all
 from strategies.runtime.flight_recorder import PLACE, here
+from strategies.runtime.recompute import carried_once
 
 Edge = Callable[[Tensor], Tensor]
 

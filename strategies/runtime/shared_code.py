@@ -30,9 +30,9 @@ from strategies.core.program import (
     Wait,
 )
 from strategies.core.steps import Chain
-from strategies.lowering.naming import attach, register
 from strategies.lowering.recompute import Part
 from strategies.runtime.flight_recorder import here
+from strategies.runtime.naming import attach, register
 from strategies.runtime.units import use_of
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from strategies.lowering.recompute import unpacked_twice
+from strategies.runtime.recompute import unpacked_twice
 
 Later = Callable[[], None]
 """The second half. It adds to `grad` of the parameters."""

@@ -13,7 +13,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.program import Options
 from strategies.core.request import WantedRecompute
 from strategies.lowering.lowering import lower
-from strategies.lowering.recompute_request import recomputed, repeated_layers
+from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.saved_bytes import least_stored
 from strategies.memory.trace import trace
 from strategies.optimizer.settings import Updating

@@ -19,7 +19,8 @@ from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
-from strategies.optimizer.updates import axes_needed, make_updates
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import axes_needed
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build

@@ -17,7 +17,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
-from strategies.lowering.recompute_request import around
+from strategies.lowering.recompute import around
 from strategies.rules import rule_of, share_rules
 
 

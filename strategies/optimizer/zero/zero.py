@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
-from strategies.lowering.naming import attach, held, private
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.state import Plain, States
 from strategies.optimizer.updates import (
@@ -56,6 +55,7 @@ from strategies.optimizer.zero.swap_files import SwapFiles, keep_gradients
 from strategies.runtime.activation_offload import look_up_parameters
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Disk
+from strategies.runtime.naming import attach, held, private
 from strategies.runtime.offload import NOTHING, Moved, Offload
 from strategies.runtime.peers import Peers
 from strategies.runtime.shards import Pieces

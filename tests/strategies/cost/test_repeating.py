@@ -23,7 +23,7 @@ from strategies.lowering.overlap import overlap
 from strategies.lowering.pipeline.cutting import cut
 from strategies.lowering.pipeline.programs import stage_programs
 from strategies.lowering.pipeline.stage_assignment import in_stages
-from strategies.lowering.recompute_request import recomputed
+from strategies.lowering.recompute import recomputed
 from strategies.memory import repeated_blocks as repeating
 from strategies.memory.parts import memory
 from strategies.memory.repeated_blocks import SLACK, Traces, trace_repeated

@@ -29,7 +29,8 @@ from strategies.core.steps import LOCAL
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted
-from strategies.optimizer.updates import CHOSEN, Cut, Updates, axes_needed, make_updates
+from strategies.optimizer.stages import make_updates
+from strategies.optimizer.updates import CHOSEN, Cut, Updates, axes_needed
 from strategies.rules import rule_of
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import COPIED, build

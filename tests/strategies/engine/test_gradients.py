@@ -14,8 +14,9 @@ from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import buckets, completed, predicted
 from strategies.optimizer.loss_scale import WINDOW, LossScale, scale_of
 from strategies.optimizer.replicated import BucketedUpdates
+from strategies.optimizer.stages import make_updates
 from strategies.optimizer.state import Stored
-from strategies.optimizer.updates import Cut, make_updates
+from strategies.optimizer.updates import Cut
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
 from strategies.runtime.shards import OPTIMIZER

@@ -6,9 +6,9 @@ import torch
 from strategies.core.errors import StrategyError
 from strategies.core.program import Compute, Copy, Options, Redistribute
 from strategies.lowering import ir
-from strategies.lowering.device_placement import copier, on_host, place
+from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
-from strategies.runtime.offload import Moved
+from strategies.runtime.offload import Moved, copier
 from strategies.runtime.simulate import Simulation
 
 

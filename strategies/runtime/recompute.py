@@ -1,0 +1,353 @@
+"""Regions of a program whose intermediate tensors are computed again in backward instead of being stored.
+
+A region is one call of a unit. Its first run stores its inputs and the results that are kept; what autograd wants to
+save becomes a number. The first number that backward asks for runs the region once more, up to the last tensor that is
+needed; kept operators and collectives are not carried out again, they return what they returned. Invariant: both runs
+see the same bits, because random operators draw from keys that are arguments, and nothing is written before the step's
+end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from strategies.core.layout import Layout
+from strategies.lowering.recompute import Part
+from strategies.resharding.redistribution import chain
+from strategies.runtime.communicator import Carrier, Communicator
+
+_running = threading.local()
+"""`region`: the region that this thread runs, if it runs one. `twice`: whether backward will ask for tensors again."""
+
+
+def in_region() -> bool:
+    """Whether a recomputed module runs, so that it alone decides what is stored."""
+    return getattr(_running, "region", None) is not None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """How an input is stored that the ranks along `axes` hold too: each cuts its part, and they join them again."""
+
+    axes: tuple[str, ...]
+    communicator: Communicator
+    carriers: dict[int, tuple[Carrier, Carrier]] = field(default_factory=dict)
+    """To a part and back, by the number of elements."""
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        return self._both(tensor.numel())[0](tensor.reshape(-1)).clone()  # a view would keep all of it
+
+    def joined(self, part: Tensor, shape: torch.Size) -> Tensor:
+        return self._both(shape.numel())[1](part).view(shape)
+
+    def _both(self, elements: int) -> tuple[Carrier, Carrier]:
+        if elements not in self.carriers:
+            whole, part, mesh = Layout.replicated(1), Layout((self.axes,)), self.communicator.mesh
+            cut, join = chain(whole, part, (elements,), mesh), chain(part, whole, (elements,), mesh)
+            self.carriers[elements] = self.communicator.carrier(cut), self.communicator.carrier(join)
+        return self.carriers[elements]
+
+
+@dataclass
+class _Result:
+    """A tensor that a kept operator returned; where nobody needs its numbers, only how it looks."""
+
+    tensor: Tensor | None
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needed: bool = False
+
+    def again(self, stored: dict[int, Tensor]) -> Tensor:
+        if id(self) in stored:
+            return stored[id(self)]
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+
+def _result(tensor: Tensor) -> _Result:
+    return _Result(tensor.detach(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or results of a call, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+class _Stored(torch.autograd.Function):
+    """Stores tensors where autograd stores its own, so that hooks of saved tensors see them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise AssertionError("nothing depends on what is stored")
+
+
+def _store(tensors: Sequence[Tensor]) -> Tensor:
+    """A tensor whose `grad_fn` stores `tensors`. Before torch 2.13 the node alone drops them with its result."""
+    anchor = torch.empty((), requires_grad=True)
+    result: Tensor = _Stored.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _restored(store: Tensor) -> Sequence[Tensor]:
+    node: Any = store.grad_fn
+    found: Sequence[Tensor] = node.saved_tensors
+    return found
+
+
+class _Enough(Exception):
+    """All that backward needs has been computed again."""
+
+
+class _Region:
+    """One call of a unit, from its forward to the end of its backward.
+
+    The numbers of a kept result are needed if autograd saves them, or if an operator takes them that is repeated
+    because its own results, or tensors inside it, are needed. What is not needed is not stored.
+    """
+
+    def __init__(self, run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> None:
+        self.run, self.holds, self.parts = run, holds, parts
+        self.part: Part | None = None
+        self.taken: dict[int, str] = {}  # storage -> value, for what the part that runs takes
+        self.needed: set[str] = set()
+        self.returned: dict[str, list[_Result]] = {}  # by kept part
+        self.wanted = 0
+        self.results: list[tuple[list[_Result | Any], TreeSpec]] = []
+        self.by_storage: dict[int, list[_Result]] = {}
+        self.position = -1  # of the kept result that the second run takes next; -1 in the first run
+        self.again: dict[int, Tensor] = {}
+
+    def forward(self, inputs: Sequence[Any]) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
+            results = _within(self, self.run, inputs)
+        if self.wanted:
+            self._store(inputs)
+        self.by_storage, self.returned = {}, {}
+        return results
+
+    def _store(self, inputs: Sequence[Any]) -> None:
+        self.plain = [None if isinstance(value, Tensor) else value for value in inputs]
+        self.learning = [isinstance(value, Tensor) and value.requires_grad for value in inputs]
+        self.shapes = {i: value.shape for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+        self.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+        self.inputs = _store([self._cut(inputs[i], self.holds[i]) for i in self.places])
+        self._spread_need()
+        self.kept = [one for flat, _ in self.results for one in flat if isinstance(one, _Result) and one.needed]
+        self.numbers = _store([one.tensor for one in self.kept if one.tensor is not None])
+        for flat, _ in self.results:
+            for one in flat:
+                if isinstance(one, _Result):
+                    one.tensor = None
+
+    def _cut(self, value: Tensor, hold: Hold | None) -> Tensor:
+        if hold is None:
+            return value
+        with torch.no_grad():
+            return hold.cut(value)
+
+    def _number(self, tensor: Tensor) -> int:
+        if self.parts:
+            self._need(_storage(tensor))
+        self.wanted += 1
+        return self.wanted - 1
+
+    def _need(self, storage: int) -> None:
+        """Autograd saves a tensor: one that the running part takes, or else one that is made inside it."""
+        if storage in self.by_storage:
+            for one in self.by_storage[storage]:  # several, where an operator writes into what another one made
+                one.needed = True
+        elif self.part is None:
+            self.needed |= self.parts.keys()
+        elif storage in self.taken:
+            self.needed.add(self.taken[storage])
+        else:
+            self.needed.add(self.part.id)
+
+    def _spread_need(self) -> None:
+        """From what is needed to the kept results from which it is computed again."""
+        waiting, seen = list(self.needed), set(self.needed)
+        while waiting:
+            part = self.parts.get(waiting.pop())
+            if part is not None and part.kept:
+                for one in self.returned.get(part.id, ()):
+                    one.needed = True
+            elif part is not None:
+                waiting += [id for id in part.takes if id not in seen]
+                seen.update(part.takes)
+
+    def _tensor(self, number: int) -> Tensor:
+        if self.position < 0:
+            self._repeat()
+        return self.again[number] if getattr(_running, "twice", False) else self.again.pop(number)
+
+    def _repeat(self) -> None:
+        inputs, self.position = self._inputs(), 0
+        self.stored = {id(one): tensor for one, tensor in zip(self.kept, _restored(self.numbers), strict=True)}
+        del self.inputs, self.numbers
+
+        def collect(tensor: Tensor) -> None:
+            self.again[len(self.again)] = tensor.detach()
+            if len(self.again) == self.wanted:
+                raise _Enough
+
+        def never(_: None) -> Tensor:
+            raise AssertionError("the second run has no backward of its own")
+
+        try:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, never):
+                _within(self, self.run, inputs)
+        except _Enough:
+            return
+        finally:
+            self.stored, self.results, self.kept = {}, [], []
+        raise RuntimeError(
+            f"A recomputed module saved {len(self.again)} tensors in its second run, {self.wanted} in its first."
+        )
+
+    def _inputs(self) -> list[Any]:
+        found = list(self.plain)
+        for place, tensor in zip(self.places, _restored(self.inputs), strict=True):
+            hold, shape = self.holds[place], self.shapes[place]
+            with torch.no_grad():
+                whole = tensor.detach() if hold is None else hold.joined(tensor, shape)
+            found[place] = whole.requires_grad_(self.learning[place])
+        return found
+
+    @property
+    def repeats(self) -> bool:
+        return self.position >= 0
+
+    def keep(self, results: Any) -> None:
+        """Remember what an operator of torch inside a kept part returned."""
+        flat, spec = tree_flatten(results)
+        remembered = [_result(one) if isinstance(one, Tensor) else one for one in flat]
+        self.results.append((remembered, spec))
+        for one in remembered:
+            if isinstance(one, _Result) and one.tensor is not None:
+                self.by_storage.setdefault(_storage(one.tensor), []).append(one)
+
+    def carry_out(self, part: Part, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One part of the first run."""
+        self.part = part
+        self.taken = {_storage(one): id for one, id in zip(tensors_in([args, kwargs]), part.takes, strict=True)}
+        try:
+            results = function(*args, **kwargs)
+        finally:
+            self.part, self.taken = None, {}
+        if part.kept:
+            found = [self.by_storage.get(_storage(tensor), []) for tensor in tensors_in(results)]
+            self.returned[part.id] = [one for same in found for one in same]
+        return results
+
+    def take(self) -> Any:
+        """What the next kept operator returned in the first run."""
+        flat, spec = self.results[self.position]
+        self.position += 1
+        return tree_unflatten([one.again(self.stored) if isinstance(one, _Result) else one for one in flat], spec)
+
+
+def _within(region: _Region | None, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    _running.region = region
+    try:
+        return run(*inputs)
+    finally:
+        _running.region = None
+
+
+@contextmanager
+def unpacked_twice() -> Iterator[None]:
+    """Inside runs the first half of a backward that comes in two: what was computed again stays for the second."""
+    _running.twice = True
+    try:
+        yield
+    finally:
+        _running.twice = False
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+class _Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operators of torch are carried out in a region's first run only. What only
+    looks at a tensor (views, its device) is always carried out: it costs nothing."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.region = region
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view or func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if self.region.repeats:
+            return self.region.take()
+        results = func(*args, **(kwargs or {}))
+        self.region.keep(results)
+        return results
+
+
+def watched(function: Callable[..., Any], part: Part, name: str) -> Callable[..., Any]:
+    """`function`, an operator or what carries a value, as the region carries it out that runs at the time. Its first
+    argument is the part that it is: `part`, or the same one of another module with the same code."""
+    once = part.kept and not part.carries
+
+    def run(part: Part, *args: Any, **kwargs: Any) -> Any:
+        region: _Region | None = getattr(_running, "region", None)
+        if region is None:
+            return function(*args, **kwargs)
+        with _Once(region) if once else nullcontext():
+            if region.repeats:
+                return function(*args, **kwargs)
+            return region.carry_out(part, function, args, kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    run.__module__ = "kept" if part.kept else "repeated"
+    return run
+
+
+def carried_once(carrier: Carrier) -> Carrier:
+    """`carrier`, which a region does not repeat."""
+
+    def carry(tensor: Tensor) -> Tensor:
+        region: _Region | None = getattr(_running, "region", None)
+        if region is None:
+            return carrier(tensor)
+        if region.repeats:
+            found: Tensor = region.take()
+            return found
+        result = carrier(tensor)
+        region.keep(result)
+        return result
+
+    return carry
+
+
+def recomputing(run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> Callable[..., Any]:
+    """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored."""
+
+    def forward(*inputs: Any) -> Any:
+        return _Region(run, holds, parts).forward(inputs) if torch.is_grad_enabled() else run(*inputs)
+
+    return forward
