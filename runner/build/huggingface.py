@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from runner.build import targets
-from runner.errors import ConfigError
 from runner.config.schema import Model
+from runner.errors import ConfigError
 from strategies.core.errors import closest
 
 LIBRARY = "transformers"

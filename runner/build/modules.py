@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from runner.build import huggingface, optimizers, targets
 from runner.build.precision import AUTOCAST, DTYPES
-from runner.errors import ConfigError
 from runner.config.schema import Config
+from runner.errors import ConfigError
 from strategies.capture import Captured, LossFunction, Objective, capture
 from strategies.capture.shapes import pretend, shapes_only
 from strategies.core.errors import StrategyError

@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from runner.build import annotated
 from runner.build.targets import call, describe, resolve
-from runner.errors import ConfigError
 from runner.config.schema import Optimizer, Scheduler
+from runner.errors import ConfigError
+from strategies.core.errors import closest
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.updates import OptimizerFactory, check_kind
-from strategies.core.errors import closest
 
 
 def frozen(names: Iterable[str], config: Optimizer) -> frozenset[str]:

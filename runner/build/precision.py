@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runner.errors import ConfigError
 from runner.config.schema import Config
+from runner.errors import ConfigError
 from strategies.capture import Objective, run_once
 from strategies.core.errors import StrategyError
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from runner import checkpoint as checkpoints, home
+from runner import checkpoint as checkpoints
+from runner import home
 from runner.build import huggingface
-from runner.errors import ConfigError
 from runner.config.schema import Model
-from strategies.runtime.tensor_files import Reader, Stored, index
+from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
+from strategies.runtime.tensor_files import Reader, Stored, index
 
 SHOWN = 3
 Rename = tuple[str, str]

@@ -22,10 +22,10 @@ from runner import launch
 from runner.cli.run_folders import remove_if_unused
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
-from runner.training.timeline import begin
+from runner.launch.startup import begin
 
 if TYPE_CHECKING:
-    from runner.launch.worker import RankContext
+    from runner.launch.orders import RankContext
     from runner.planning.calibration import Measured
     from strategies.cost.calibration_fit import Fit
     from strategies.cost.cluster import Cluster, Link

@@ -8,9 +8,9 @@ from pathlib import Path
 from runner import launch
 from runner.cli.cleanup import without_trace
 from runner.config.schema import Config
-from runner.launch.start import make_ready, start
+from runner.launch.launchers.start import make_ready, start
+from runner.launch.temporary_folder import own_folder
 from runner.predict.without_training import without_training
-from runner.training.offload_folder import own_folder
 
 SUMMARY = "predict.json"
 
@@ -24,7 +24,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     config = without_training(config)
     with without_trace(run_dir), own_folder(run_dir, "start") as folder:
         ready = make_ready(config, run_dir, folder)
-        found = start("runner.launch.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
+        found = start("runner.commands.entries:predict_prepared", ready, config, run_dir, {"folder": str(folder)})
     rate = found["rows"] / found["seconds"]
     (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n", encoding="utf-8")
     here = Path.cwd()

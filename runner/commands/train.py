@@ -10,15 +10,15 @@ from typing import Any
 
 from runner import launch
 from runner.cli.cleanup import without_trace
+from runner.commands.dry_run import dry_run
 from runner.config.schema import Config
 from runner.errors import Stopped
 from runner.launch.interrupts import Interrupts
-from runner.launch.launchers.dry_run import dry_run
+from runner.launch.startup import begin, marked
+from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
 from runner.sweep.job import records
 from runner.training.metrics import require_tensorboard
-from runner.training.offload_folder import offload_folder, own_folder
-from runner.training.timeline import begin, marked
 
 
 def run(config: Config, run_dir: Path) -> float | None:

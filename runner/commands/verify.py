@@ -28,7 +28,7 @@ from runner import launch
 from runner.cli.cleanup import without_trace
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
-from runner.training.offload_folder import offload_folder
+from runner.launch.temporary_folder import offload_folder
 from strategies.core.errors import StrategyError
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2, "bf16_autocast": 2e-2}

@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from runner.config import hosts as table
 from runner.config.cluster import from_file
 from runner.config.origins import Origins
 from runner.config.parallel import SHORT, Mode
 from runner.config.schema import Config
 from runner.config.section import Section
 from runner.errors import ConfigError, allowed
-from runner.launch.launchers import hosts as table
 
 # What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
 MEANINGS = {

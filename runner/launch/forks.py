@@ -31,7 +31,7 @@ PRELOAD: tuple[str, ...] = (
     "torch._dynamo",
     "torch.export._trace",
     "runner.launch.worker",
-    "runner.launch.entries",
+    "runner.commands.entries",
 )
 """What every rank imports; the fork server imports it once for all of them."""
 SERVER_ENVIRONMENT = {

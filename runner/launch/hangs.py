@@ -121,8 +121,8 @@ class Diagnosis:
 
 
 def diagnose(ranks: Sequence[Where | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
-    """What the whereabouts of all ranks say about a hang; None where nobody waits for anybody. Ranks that `halted` do
-    nothing any more, whatever they were in: a call that all have joined cannot end without them."""
+    """What the flight records of all ranks say about a hang; None where nobody waits for anybody. Ranks that `halted`
+    do nothing any more, whatever they were in: a call that all have joined cannot end without them."""
     waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
     missing = {rank: absent(wait, ranks, halted) for rank, wait in waits.items() if rank not in halted}
     for rank, wait in waits.items():
@@ -196,8 +196,8 @@ class Stall:
     """Notices that a rank waits for more than `timeout` seconds, even where the communication library does not, or that
     all of them, whoever they wait for, have come to a halt.
 
-    `files` are the ranks' whereabouts; `signs` are those of their processes, as far as these can be seen. To be slow is
-    no hang: where nobody waits in a collective, a rank that computes, reads or writes keeps the run alive.
+    `files` are the ranks' flight records; `signs` are those of their processes, as far as these can be seen. A slow
+    rank does not hang: where nobody waits in a collective, one that computes, reads or writes keeps the run alive.
     """
 
     def __init__(self, files: Sequence[Path], timeout: float, signs: Sequence[Signs] = ()) -> None:

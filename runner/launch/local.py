@@ -14,26 +14,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from runner.errors import RunFailed
-from runner.launch import failure, hangs, messages
-from runner.launch.failure import Failure, Order
-from runner.launch.failure_report import tell
+from runner.launch import failure, hangs, messages, network
+from runner.launch.failure import Done, Failure, Order, tell
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
-from runner.launch.launchers import network
-from runner.launch.launchers.host_assignment import Part
 from runner.launch.liveness import Signs
 from runner.launch.logs import read_since
-from runner.launch.messages import Done
-from runner.launch.rank import OPEN_FILES, Orders, enter, log_of, whereabouts_of
-from runner.launch.rank import STOP as STOP_ORDER
+from runner.launch.messages import STOP as STOP_ORDER
+from runner.launch.orders import OPEN_FILES, Orders, flight_record_of, log_of
+from runner.launch.rank import enter
 from runner.launch.server import Descriptor
-from runner.launch.startup_progress import Starting
+from runner.launch.startup import Starting
 
 # Seconds. From the first failure on, the worst case is ECHO + DUMP + 2 STOP, within the 5 s promised for the whole.
 CAUSE = 0.3  # to learn which other ranks failed by themselves at the same time
@@ -41,6 +39,28 @@ ECHO = 2.0  # to learn the cause behind a timeout or a lost connection
 STOP = 1.0  # between asking a rank to end and killing it
 RESCUE = 10.0  # for the others to write what they have in memory
 LOOK = 1.0  # between two looks at where the ranks are
+
+
+@dataclass(frozen=True)
+class Part:
+    """The ranks that are started here, in the order of their local ranks.
+
+    Attributes:
+        ranks: their numbers among all ranks.
+        devices: the number of each one's GPU, where there are GPUs.
+        address, port: where the store of the rendezvous listens; rank 0's part binds to them, and port 0 is any there.
+    """
+
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
+    address: str
+    port: int
+
+    @classmethod
+    def whole(cls, world_size: int) -> Part:
+        """All ranks on this machine."""
+        every = tuple(range(world_size))
+        return cls(every, every, network.LOOPBACK, 0)
 
 
 def run_ranks(
@@ -87,10 +107,10 @@ def run_ranks(
     sys.stdout.flush()  # what the parent has said comes before what rank 0 says
     warm()
     ranks = [_Rank(rank, run_dir) for rank in part.ranks]
-    starting = Starting([rank.whereabouts for rank in ranks])
+    starting = Starting([rank.flight_record for rank in ranks])
 
     def stop(number: int) -> bool:
-        if number == signal.SIGINT and not hangs.any_step_done([rank.whereabouts for rank in ranks]):
+        if number == signal.SIGINT and not hangs.any_step_done([rank.flight_record for rank in ranks]):
             return False
         for rank in ranks:
             rank.tell_to_stop()
@@ -134,7 +154,7 @@ def run_ranks(
             if listener is not None:
                 listener.close()  # rank 0 holds it now; without rank 0 nobody shall connect
             signs = [Signs(rank.pid, computing=device == "cpu") for rank in ranks]
-            hung = _watch(ranks, starting, Stall([rank.whereabouts for rank in ranks], timeout, signs))
+            hung = _watch(ranks, starting, Stall([rank.flight_record for rank in ranks], timeout, signs))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
                 raise error_of(interrupts.asked)  # which reached ranks that were not training yet
@@ -151,7 +171,7 @@ def run_ranks(
             interrupts.hold()
             _stop(ranks)
             for rank in ranks:
-                rank.whereabouts.unlink(missing_ok=True)
+                rank.flight_record.unlink(missing_ok=True)
     result = ranks[0].report
     assert isinstance(result, Done)
     return None if result.value is None else pickle.loads(result.value)
@@ -162,8 +182,8 @@ class _Rank:
 
     def __init__(self, number: int, run_dir: Path) -> None:
         self.number = number
-        self.log, self.whereabouts = log_of(run_dir, number), whereabouts_of(run_dir, number)
-        self.whereabouts.unlink(missing_ok=True)
+        self.log, self.flight_record = log_of(run_dir, number), flight_record_of(run_dir, number)
+        self.flight_record.unlink(missing_ok=True)
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.report: Done | Failure | None = None
         self.ended = False

@@ -7,21 +7,18 @@ message of ours is an OSError, as a broken line is.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runner.launch.failure import Failure, Order
+from runner.launch.failure import Done, Failure, Order
 
+STOP = "stop"
+"""What a parent sends to ranks that shall stop after the step at hand."""
+WHERE = "where"
+"""What a command sends to ranks of any host that shall write their stack into their log."""
 LONGEST = 1 << 24
 """Bytes of a message without a result."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A rank's last word when all went well; `value` is the result of rank 0, pickled or as JSON, None elsewhere."""
-
-    value: bytes | None
 
 
 def send(connection: Connection, value: Any) -> None:

@@ -16,76 +16,13 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from runner.launch import logs, messages
-from runner.launch.failure import from_exception
-from runner.launch.messages import Done
-from runner.launch.server import Descriptor
-from runner.recovery import stopping
-
-STOP = "stop"
-"""What a parent sends to ranks that shall stop after the step at hand."""
-WHERE = "where"
-"""What a command sends to ranks of any host that shall write their stack into their log."""
-OPEN_FILES = "/proc/self/fd"
-"""Where a process finds its open files under names of its own, on Linux."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """All that a rank is told.
-
-    Attributes:
-        entry: "package.module:function".
-        run_dir: absolute; the log is `run_dir/ranks/RANK.log`.
-        local_rank, local_world_size: the rank among those of its host, and how many these are.
-        device: the rank's own device, "cpu" or "cuda:1".
-        timeout: seconds that a collective may wait.
-        threads: torch's threads in this rank.
-        environment: the parent's environment variables at this moment.
-        payload: an open file that holds the pickled payload.
-        store: where all ranks are of this machine, an open file without a name in which the rendezvous keeps its keys:
-            nobody but these processes can open it.
-        address, port: elsewhere, where the store of the rendezvous listens; `listener` is the listening socket, for
-            rank 0 only, and `secret` comes before all keys.
-        console: where rank 0's stdout is shown.
-        plain: whether the result of rank 0 is sent as JSON, which whoever is at the other end can read without trust.
-        connection: reports go out here, and STOP comes in; that the parent's end closes is the order to end.
-    """
-
-    entry: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    run_dir: Path
-    device: str
-    timeout: float
-    threads: int
-    environment: dict[str, str]
-    payload: Descriptor
-    store: Descriptor | None
-    address: str
-    port: int
-    secret: str
-    listener: Descriptor | None
-    console: Descriptor | None
-    plain: bool
-    connection: Connection
-
-
-def log_of(run_dir: Path, rank: int) -> Path:
-    """Where rank `rank` of the run in `run_dir` writes."""
-    return run_dir / "ranks" / f"{rank}.log"
-
-
-def whereabouts_of(run_dir: Path, rank: int) -> Path:
-    """What rank `rank` of the run in `run_dir` says of where it is, while it runs."""
-    return run_dir / "ranks" / f"{rank}.where"
+from runner.launch import logs, messages, stopping
+from runner.launch.failure import Done, from_exception
+from runner.launch.messages import STOP, WHERE
+from runner.launch.orders import Orders, log_of
 
 
 def enter(orders: Orders) -> None:

@@ -12,36 +12,16 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.launch.launchers import network
-from runner.launch.rank import OPEN_FILES, Orders, whereabouts_of
+from runner.launch import network
+from runner.launch.orders import OPEN_FILES, Orders, RankContext, flight_record_of
 from strategies.runtime.flight_recorder import here
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """Who this rank is.
-
-    Attributes:
-        rank: 0 <= rank < world_size.
-        local_rank: the rank among those of this machine.
-        device: "cpu" or "cuda:LOCAL_RANK"; on a GPU it is already the current device.
-        run_dir: the folder of the run, absolute.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    device: str
-    run_dir: Path
 
 
 def work(orders: Orders) -> Any:
@@ -52,7 +32,7 @@ def work(orders: Orders) -> Any:
         Exception: whatever the entry raises; the process group is then left as it is.
     """
     _announce(orders)
-    here.attach(whereabouts_of(orders.run_dir, orders.rank))
+    here.attach(flight_record_of(orders.run_dir, orders.rank))
     torch.set_num_threads(orders.threads)
     _join(orders)
     context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runner.build import pretrained
 from runner.build.modules import captured_from_shapes
+from runner.build.offload import check_modules
 from runner.build.optimizers import optimizer_factory
 from runner.build.precision import DTYPES, cast
 from runner.config.schema import Config
@@ -47,7 +48,6 @@ from runner.planning.prepare import (
 from runner.planning.programs import Programs
 from runner.planning.progress import Progress
 from runner.planning.searched_plans import Searches
-from runner.training.offloading import check_modules
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
 from strategies.core.gc_paused import uncollected

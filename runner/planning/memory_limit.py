@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from runner.build import optimizers
+from runner.build.offload import offload_of
 from runner.config.schema import Config
 from runner.planning import communication
 from runner.planning.clusters import cluster_of
-from runner.training.offloading import offload_of
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan

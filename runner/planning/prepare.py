@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from runner.build import huggingface, optimizers, pretrained, targets
 from runner.build.modules import captured_from_shapes, objective
+from runner.build.offload import check_modules
 from runner.build.precision import DTYPES, cast, check_half
+from runner.build.scores import Structure, scores, tried
 from runner.config.recompute import Recompute
 from runner.config.schema import Config
+from runner.data import prediction_rows as predicted
 from runner.data.description import UNSEEN, Description, check_read, described
 from runner.data.loader import Collate, MapDataset, Order, build_dataset, flatten_batch, whole_batch
 from runner.data.unbatched import Unbatched, unbatched
@@ -35,9 +38,6 @@ from runner.planning.devices import DESCRIBING, device_of
 from runner.planning.memory_limit import check_stages, first_within, within_limit
 from runner.planning.programs import Lower
 from runner.planning.sources import planned
-from runner.predict import rows as predicted
-from runner.training.offloading import check_modules
-from runner.training.scores import Structure, scores, tried
 from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph

@@ -11,12 +11,12 @@ from typing import Any
 import numpy
 import torch
 
-from runner.launch.agreement import agree
-from runner.launch.worker import RankContext
+from runner.data.prediction_rows import dataset
+from runner.launch.orders import RankContext
 from runner.planning.prepare import Prepared
 from runner.predict.files import Predictions
-from runner.predict.rows import dataset
 from runner.predict.weights import check, fill, open_checkpoint
+from runner.training.agreement import agree
 from runner.training.evaluate import evaluator
 from runner.training.execution import execution, gather_axes
 

@@ -1,5 +1,5 @@
-"""What a run does when something ends it too early: `stopping` when it is asked to, `restarting` after a failure, on
-fewer ranks (`shrinking`) where some are gone for good; `faults` and their `injuries` let failures happen on purpose.
+"""What a run does after a failure: `restarting` from its newest checkpoint, on fewer ranks (`shrinking`) where some are
+down for good.
 
-Importing this package imports nothing; `restarting`, `shrinking` and `stopping` import no torch.
+Importing this package imports nothing, and its modules import no torch.
 """

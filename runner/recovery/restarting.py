@@ -18,9 +18,9 @@ from runner import launch
 from runner.checkpoint import lineage
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
-from runner.launch.start import Ready, make_ready, start
+from runner.launch.launchers.start import Ready, make_ready, start
+from runner.launch.startup import marked
 from runner.recovery.shrinking import smaller
-from runner.training.timeline import marked
 from strategies.core.errors import StrategyError
 
 RESTARTS = "restarts.jsonl"
@@ -61,7 +61,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                 payload = payload | {"marks": ()}  # how long it took to the first step is told once
                 _note(run_dir, count, failed, newest, ready.world_size)
                 _say(count, most, failed, _going_on(ready, fewer, time.monotonic() - began))
-            return start("runner.launch.entries:train_prepared", ready, config, run_dir, payload)
+            return start("runner.commands.entries:train_prepared", ready, config, run_dir, payload)
         except (ConfigError, StrategyError) as refused:
             if not count or ready is None:
                 raise
@@ -104,7 +104,7 @@ def _note(run_dir: Path, count: int, failed: RunFailed, resume: str | None, rank
 def _newest(config: Config, run_dir: Path) -> str | None:
     """The newest checkpoint of the run that passes its checks."""
     found: dict[str, str | None] = launch.run_ranks(
-        "runner.launch.entries:find_again",
+        "runner.commands.entries:find_again",
         None,
         world_size=1,
         run_dir=run_dir,

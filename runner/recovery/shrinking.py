@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from runner.config.parallel import SHORT
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.launch.start import Ready, make_ready
+from runner.launch.launchers.start import Ready, make_ready
 from strategies.core.errors import StrategyError
 
 

@@ -19,13 +19,13 @@ from torch.utils import _pytree
 
 from runner.build.modules import build_loss
 from runner.build.precision import DTYPES, cast
+from runner.build.scores import Scores, scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.errors import ConfigError
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from runner.planning.prepare import Prepared, evaluation_rows
 from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution, whole
-from runner.training.scores import Scores, scores
 from strategies.core.graph import Source
 from strategies.core.layout import Layout
 from strategies.resharding.redistribution import chain

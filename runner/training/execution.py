@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from runner.build.modules import objective
 from runner.errors import ConfigError
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from runner.planning import pipeline as pipelining
 from runner.planning.prepare import (
     WEIGHTS,

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import Config
-from runner.errors import ConfigError
-from strategies.core.addressing import inside
-from strategies.core.errors import closest
 from strategies.runtime.activation_offload import Activations, meant
 from strategies.runtime.disk import Disk
 from strategies.runtime.offload import Moved, Offload
-
-
-def offload_of(config: Config, folder: Path | None) -> Offload:
-    """What the config asks for, in the engine's terms; `folder` is that of `runner.training.offload_folder`."""
-    wanted = config.parallel.offload
-    larger_than = int(wanted.activations.larger_than * 1e6)
-    return Offload(
-        wanted.optimizer, wanted.parameters, wanted.activations.to, wanted.activations.modules, larger_than, folder
-    )
 
 
 def activations(module: nn.Module, offload: Offload, device: str) -> Activations | None:
@@ -35,16 +21,6 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
     staying: list[Tensor] = [*module.parameters(), *module.buffers()]
     found.attach(meant(module, offload.modules), staying)
     return found
-
-
-def check_modules(config: Config, model: nn.Module) -> None:
-    """Raises ConfigError for a glob that means no module."""
-    names = [name for name, _ in model.named_modules() if name]
-    for glob in config.parallel.offload.activations.modules:
-        if not any(inside(glob, name) for name in names):
-            raise ConfigError(
-                f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}"
-            )
 
 
 def change(before: Mapping[str, Moved], after: Mapping[str, Moved]) -> dict[str, int]:

@@ -22,27 +22,27 @@ from torch import Tensor, fx, nn
 
 from runner import checkpoint as checkpoints
 from runner.build import optimizers
+from runner.build.offload import offload_of
 from runner.build.precision import DTYPES, cast
 from runner.checkpoint import lineage
 from runner.checkpoint.lineage import Lineage
-from runner.checkpoint.retention import Keeper
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
 from runner.launch import logs
-from runner.launch.agreement import agree, agree_on_code, agree_on_data, agree_on_program
-from runner.launch.gather import gather
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
+from runner.launch.startup import Marks, marked, told
+from runner.launch.stopping import begun
 from runner.planning import communication
 from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
-from runner.recovery.faults import Faults
-from runner.recovery.stopping import begun
+from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
+from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator, evaluator
 from runner.training.execution import Execution, execution, gather_axes, whole
+from runner.training.fault_injection import Faults
 from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
-from runner.training.offloading import activations, change, offload_of
+from runner.training.offloading import activations, change
 from runner.training.offloading import told as told_moved
-from runner.training.timeline import Marks, marked, told
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import Updates, axes_needed
@@ -99,7 +99,7 @@ class Trainer:
             self.evaluator = evaluator(
                 self.prepared, self.execution, rank, evaluating, self.collate, self.updates.weight
             )
-        self.faults = Faults(self.config, rank, self.execution)
+        self.faults = Faults(self.config, rank, self.execution.module, self.execution.communicator)
         self.scheduler = optimizers.scheduler(self.config.optimizer.scheduler, self.updates.optimizer)
         self.writes = bool(self.execution.program.updates) or self.prepared.graph is None  # buffers, in forward
         self.keeper = Keeper(self.config, rank, self.order, self._saving)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from strategies.optimizer.zero.deepspeed_start import deepspeed_for
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runner.errors import ConfigError
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from strategies.core.errors import StrategyError
 
 

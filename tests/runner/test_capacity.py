@@ -11,7 +11,7 @@ from small import MODES, SMALL
 
 from runner.errors import ConfigError
 from runner.launch import machine
-from runner.launch.startup_progress import EVERY, MANY, Starting
+from runner.launch.startup import EVERY, MANY, Starting
 from runner.planning.joint import prepare_decided
 from strategies.runtime.flight_recorder import BEGUN, CELLS
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_search(monkeypatch, w
     "words", [("train.resume=missing",), ("job=predict", "predict.checkpoint=missing")], ids=["resume", "predict"]
 )
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_prepared(monkeypatch, tmp_path, words):
-    from runner.launch import entries
+    from runner.commands import entries
 
     monkeypatch.setattr(entries, "prepare_decided", None)
     given = compose_config(*SMALL, *MODES["semi_auto"], *words).model_dump_json()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.build.scores import accuracy, scores, tried
 from runner.errors import ConfigError
-from runner.training.scores import accuracy, scores, tried
 from strategies.capture import Objective
 
 

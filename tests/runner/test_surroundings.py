@@ -12,7 +12,7 @@ import pytest
 
 from runner.cli import run_folders as folders
 from runner.errors import ConfigError
-from runner.launch.launchers import network
+from runner.launch import network
 
 QUICK = "+recipe=quickstart"
 LONG = "a" * 300

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from runner.config.launch import Launch
 from runner.errors import ConfigError
-from runner.launch.launchers import network
+from runner.launch import network
+from runner.launch.local import Part
 
 USUAL_PORT = 29500
-
-
-@dataclass(frozen=True)
-class Part:
-    """The ranks that are started here, in the order of their local ranks.
-
-    Attributes:
-        ranks: their numbers among all ranks.
-        devices: the number of each one's GPU, where there are GPUs.
-        address, port: where the store of the rendezvous listens; rank 0's part binds to them, and port 0 is any there.
-    """
-
-    ranks: tuple[int, ...]
-    devices: tuple[int, ...]
-    address: str
-    port: int
-
-    @classmethod
-    def whole(cls, world_size: int) -> Part:
-        """All ranks on this machine."""
-        every = tuple(range(world_size))
-        return cls(every, every, network.LOOPBACK, 0)
 
 
 def part_by_hand(launch: Launch) -> Part | None:
@@ -90,3 +67,13 @@ def meeting(launch: Launch) -> tuple[str, int]:
     if launch.port is not None:
         return address, launch.port
     return address, network.free_port(address) if network.is_here(address) else USUAL_PORT
+
+
+def seats_of(launch: Launch) -> tuple[tuple[str, int, int, int], ...]:
+    """Per rank: its host, its local rank, how many ranks are there, its device."""
+    found = {
+        rank: (host.name, local, len(host.ranks), device)
+        for host in launch.hosts
+        for local, (rank, device) in enumerate(zip(host.ranks, host.devices, strict=True))
+    }
+    return tuple(found[rank] for rank in sorted(found))

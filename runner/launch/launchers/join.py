@@ -12,16 +12,15 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import messages
+from runner.launch import messages, network
 from runner.launch.forks import fork, warm
-from runner.launch.launchers import network
 from runner.launch.launchers.connection import (
     PAYLOAD_FILE,
     SECRET_FILE,
@@ -32,9 +31,46 @@ from runner.launch.launchers.connection import (
     own_address,
     silence_of,
 )
-from runner.launch.launchers.identity import Identity, identity
-from runner.launch.rank import OPEN_FILES, STOP, Orders, enter
+from runner.launch.messages import STOP
+from runner.launch.orders import OPEN_FILES, Orders
+from runner.launch.rank import enter
 from runner.launch.server import Descriptor
+
+
+@dataclass(frozen=True)
+class Identity:
+    """0 <= rank < world_size; 0 <= local_rank < local_world_size, among the ranks of the same host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+"""Rank, world size, local rank and local world size, by launcher."""
+
+
+def identity(launcher: str, environment: Mapping[str, str]) -> Identity:
+    """Raises ConfigError for a process that `launcher` has not started."""
+    names = VARIABLES[launcher]
+    lacking = [name for name in names if not environment.get(name, "").isdigit()]
+    if lacking:
+        raise ConfigError(
+            f"this process was to be started by {launcher}, but {', '.join(lacking)} "
+            f"{'are' if len(lacking) > 1 else 'is'} not set to a number; start it with `run train launch={launcher}`."
+        )
+    return Identity(*(int(environment[name]) for name in names))
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,4 +1,9 @@
-"""From a config to what its launcher starts: described for a dry run, or started and watched."""
+"""From a config to running ranks, with one import of torch on the whole machine.
+
+Importing torch and its exporter costs more than everything else before the first step. So the fork server does it once;
+a fork of it builds, captures and plans, local ranks are forks of it, and the parent, which talks to the user, never
+imports torch at all. What another launcher starts is described for a dry run, or started and watched.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,25 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner import launch as local
 from runner.config.launch import Launch
+from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.launch.launchers import network
+from runner.launch import network
 from runner.launch.launchers.commands import Place, Started, exported
-from runner.launch.launchers.connection import PAYLOAD_FILE, Task, new_secret, silence_of
+from runner.launch.launchers.connection import PAYLOAD_FILE, Front, Task, new_secret, silence_of
 from runner.launch.launchers.deepspeed import deepspeed
-from runner.launch.launchers.host_assignment import address_of, meeting
+from runner.launch.launchers.host_assignment import address_of, meeting, part_by_hand, seats_of
 from runner.launch.launchers.mpirun import mpirun
 from runner.launch.launchers.rank_table import rank_table
-from runner.launch.launchers.rendezvous import Front
 from runner.launch.launchers.slurm import slurm
 from runner.launch.launchers.supervisor import supervise
 from runner.launch.launchers.torchrun import torchrun
-from runner.training.offload_folder import own_folder
+from runner.launch.temporary_folder import own_folder
 
 LAUNCHERS: dict[str, Callable[[Launch, Place], Started]] = {
     "torchrun": torchrun,
@@ -37,6 +44,67 @@ NEEDS = {
     "deepspeed": ("pdsh", "apt-get install pdsh, or launch.options=[--launcher,openmpi]"),
 }
 """The program that a launcher is, or uses, and where it comes from."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What `entries.prepare_alone` found: the ranks to start, the pickled `Prepared` for them, the checkpoint to
+    continue, and the run and step of it and of those that it continued."""
+
+    world_size: int
+    device: str
+    prepared: bytes
+    resume: str | None
+    ancestry: tuple[tuple[str, int], ...]
+
+
+def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
+    """Prepare in a process of the fork server; initial weights go to `folder`, plan.json to `run_dir`. The headline is
+    printed.
+
+    Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
+    """
+    check(config.launch)
+    payload = {"config": config.model_dump_json(), "folder": str(folder)}
+    found = local.run_ranks(
+        "runner.commands.entries:prepare_alone",
+        payload,
+        world_size=1,
+        run_dir=run_dir,
+        device="cpu",
+        timeout=config.launch.timeout,
+        threads=config.launch.threads,
+        name="the preparation",
+    )
+    return Ready(**found)
+
+
+def start(entry: str, ready: Ready, config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
+    """Run `entry` on all ranks with `payload` and the pickled preparation; returns what rank 0 returns, None where it
+    was started by another command."""
+    content = payload | {"prepared": ready.prepared, "resume": ready.resume}
+    if config.launch.launcher != "local" and not config.launch.by_hand:
+        return started(
+            entry,
+            content,
+            config.launch,
+            world_size=ready.world_size,
+            run_dir=run_dir,
+            device=ready.device,
+            stoppable=config.job.name == "train",
+        )
+    return local.run_ranks(
+        entry,
+        content,
+        world_size=ready.world_size,
+        run_dir=run_dir,
+        device=ready.device,
+        timeout=config.launch.timeout,
+        threads=config.launch.threads,
+        stoppable=config.job.name == "train",
+        rescue=config.launch.rescue and config.job.name == "train",
+        part=part_by_hand(config.launch),
+    )
 
 
 def check(launch: Launch) -> None:
@@ -116,13 +184,3 @@ def started(
             timeout=launch.timeout,
             stoppable=stoppable,
         )
-
-
-def seats_of(launch: Launch) -> tuple[tuple[str, int, int, int], ...]:
-    """Per rank: its host, its local rank, how many ranks are there, its device."""
-    found = {
-        rank: (host.name, local, len(host.ranks), device)
-        for host in launch.hosts
-        for local, (rank, device) in enumerate(zip(host.ranks, host.devices, strict=True))
-    }
-    return tuple(found[rank] for rank in sorted(found))

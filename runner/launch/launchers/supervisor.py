@@ -22,19 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import ConfigError, RunFailed
-from runner.launch import failure, hangs, messages
-from runner.launch.failure import Failure, Order
-from runner.launch.failure_report import DUMP
+from runner.launch import failure, hangs, messages, network
+from runner.launch.failure import DUMP, Done, Failure, Order
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
-from runner.launch.launchers import network
 from runner.launch.launchers.commands import Command, Started
-from runner.launch.launchers.connection import silence_of
-from runner.launch.launchers.rendezvous import Front
+from runner.launch.launchers.connection import Front, silence_of
 from runner.launch.local import CAUSE, ECHO
 from runner.launch.logs import read_since
-from runner.launch.messages import Done
-from runner.launch.rank import STOP, WHERE, log_of, whereabouts_of
+from runner.launch.messages import STOP, WHERE
+from runner.launch.orders import flight_record_of, log_of
 from strategies.core.errors import StrategyError
 
 JOIN = 120.0  # seconds at least that ranks may take to join: each of them imports torch
@@ -51,7 +48,7 @@ class _Seat:
     number: int
     host: str
     log: Path
-    whereabouts: Path
+    flight_record: Path
     log_start: int = 0
     line: Connection | None = None
     report: Done | Failure | None = None
@@ -109,13 +106,13 @@ class Watch:
                 number,
                 placed[number] if placed else "",
                 log,
-                whereabouts_of(run_dir, number),
+                flight_record_of(run_dir, number),
                 log.stat().st_size if log.exists() else 0,
             )
             for number, log in enumerate(logs)
         ]
         for seat in self.seats:
-            seat.whereabouts.unlink(missing_ok=True)
+            seat.flight_record.unlink(missing_ok=True)
         self.front, self.launcher, self.timeout = front, launcher, timeout
         self.log = run_dir / LOG
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -132,7 +129,7 @@ class Watch:
     def stop_ranks(self, number: int) -> bool:
         """At a signal, ask all ranks to stop after the step at hand; False for Ctrl-C before anything could be lost, as
         far as can be seen from here."""
-        files = [seat.whereabouts for seat in self.seats]
+        files = [seat.flight_record for seat in self.seats]
         if number == signal.SIGINT and any(map(Path.exists, files)) and not hangs.any_step_done(files):
             return False
         for seat in self.seats:
@@ -144,7 +141,7 @@ class Watch:
         patience = time.monotonic() + max(self.timeout, JOIN)
         deadline: float | None = None
         ended_at: float | None = None
-        stall = Stall([seat.whereabouts for seat in self.seats], self.timeout)
+        stall = Stall([seat.flight_record for seat in self.seats], self.timeout)
         while True:
             lines = [seat.line for seat in self.seats if seat.line is not None and seat.report is None]
             door = [] if all(seat.line for seat in self.seats) else [self.front.listener]
@@ -245,7 +242,7 @@ class Watch:
     def _tell_of_a_hang(self, cause: Failure | None) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
         nobody is silent."""
-        at = [hangs.where(seat.whereabouts) for seat in self.seats]
+        at = [hangs.where(seat.flight_record) for seat in self.seats]
         found = hangs.diagnose(at, self.timeout)
         silent = [seat for seat in self.seats if seat.report is None]
         if found is not None:
@@ -329,7 +326,7 @@ def supervise(
             interrupts.hold()
             watch.stop(patience)
             for seat in watch.seats:
-                seat.whereabouts.unlink(missing_ok=True)
+                seat.flight_record.unlink(missing_ok=True)
     result = watch.seats[0].report
     assert isinstance(result, Done) and result.value is not None
     return json.loads(result.value)

@@ -9,10 +9,9 @@ from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
 from runner.checkpoint.copying import Copies
-from runner.checkpoint.retention import Keeper
-from runner.checkpoint.triggers import Calendar
 from runner.config.checkpoint import Checkpoint
 from runner.errors import ConfigError
+from runner.training.checkpointing import Calendar, Keeper
 
 WORDS = (*SMALL, "model.args={norm: true, dropout: 0.2}", "optimizer.target=torch.optim.AdamW", "train.steps=3")
 NEVER = Checkpoint(
@@ -101,7 +100,7 @@ def test_when(tmp_path, monkeypatch):
     assert due(NEVER, 6, tmp_path) == []
     assert due(NEVER.model_copy(update={"every": 2, "at_end": True}), 5, tmp_path) == [2, 4, 5]
     now = [0.0]
-    monkeypatch.setattr("runner.checkpoint.triggers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("runner.training.checkpointing.time.monotonic", lambda: now[0])
     calendar = Calendar(NEVER.model_copy(update={"minutes": 0.5}), tmp_path, 0, 1)
     saved = []
     for step in range(1, 10):

@@ -11,12 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
+from runner.config.hosts import from_files
 from runner.config.launch import Launch
 from runner.errors import ConfigError
 from runner.launch.launchers.commands import Command, Place, exported
 from runner.launch.launchers.deepspeed import deepspeed
-from runner.launch.launchers.hosts import from_files
-from runner.launch.launchers.identity import VARIABLES, Identity, identity
+from runner.launch.launchers.join import VARIABLES, Identity, identity
 from runner.launch.launchers.mpirun import mpirun
 from runner.launch.launchers.rank_table import rank_table
 from runner.launch.launchers.slurm import slurm

@@ -16,12 +16,9 @@ from pathlib import Path
 import pytest
 
 from runner.errors import ConfigError
-from runner.launch import messages, run_ranks
-from runner.launch.failure import Failure, Order
-from runner.launch.launchers import network
-from runner.launch.launchers.connection import GREETING, Hello, Task, call, new_secret, own_address, silence_of
-from runner.launch.launchers.rendezvous import Front
-from runner.launch.messages import Done
+from runner.launch import messages, network, run_ranks
+from runner.launch.failure import Done, Failure, Order
+from runner.launch.launchers.connection import GREETING, Front, Hello, Task, call, new_secret, own_address, silence_of
 
 SECRET = b"s" * 32
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from runner.launch import agreement
-from runner.launch.entries import train_prepared
+from runner.commands.entries import train_prepared
+from runner.training import agreement
 from strategies.core.mesh import Mesh
 from strategies.runtime.communicator import Communicator
 

@@ -4,8 +4,8 @@ import pytest
 from small import MODES, SMALL
 
 from runner.errors import RunFailed
-from runner.launch.agreement import different
 from runner.recovery import restarting
+from runner.training.agreement import different
 
 
 def test_those_who_differ_from_most_are_named():

@@ -211,7 +211,7 @@ HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")
             HANGING,
             "{kind: hang, rank: 2, step: 3, phase: forward}",
             r"rank 2 of 4 never joined \w+ #\d+ over \([d, \d]+\) of operator \S+ \(.*\), in which rank.* "
-            r"waited 3 s\. Rank 2 was in forward of step 3, \S*injuries.py:\d+ \(hang\)\.\n",
+            r"waited 3 s\. Rank 2 was in forward of step 3, \S*fault_injection.py:\d+ \(hang\)\.\n",
         ),
         pytest.param(
             HANGING,

@@ -17,8 +17,8 @@ from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
 from runner.errors import Stopped
-from runner.recovery import stopping
-from runner.recovery.stopping import EXIT_CODE, Stopping
+from runner.launch import stopping
+from runner.launch.stopping import EXIT_CODE, Stopping
 
 
 @pytest.mark.parametrize("coupled", [True, False])

@@ -1,19 +1,26 @@
 """Where the time before the first step goes: marks of wall time, from the start of the command to the first optimizer
-step.
+step; and how far many ranks are on their way there, which may take minutes where there are few cores.
 
-The parent marks the ends of its phases, hands the marks to the ranks, and rank 0 tells the rest. Nothing is imported
-here.
+The parent marks the ends of its phases and hands the marks to the ranks; rank 0 reports the rest. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
+
+from strategies.runtime.flight_recorder import BEGUN, PHASE, PROGRESS, START, read_cells
 
 Marks = tuple[tuple[str, float], ...]
 """(phase, wall time at its end), in order; the first one is the start of the process."""
 
+EVERY = 10.0
+"""Seconds between two lines."""
+MANY = 16
+"""Ranks; fewer start too soon to talk about it."""
 
 _jobs = count()
 
@@ -45,3 +52,27 @@ def _process_start() -> float:
     except (OSError, ValueError, IndexError):
         return time.time()
     return time.time() - age
+
+
+class Starting:
+    """`files` are the ranks' flight records, each of which appears when its process runs."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._begun = self._said = time.monotonic()
+        self._over = len(files) <= MANY
+
+    def look(self) -> None:
+        """Print a line if the last one is old; nothing once a rank is past its start."""
+        now = time.monotonic()
+        if self._over or now < self._said + EVERY:
+            return
+        self._said = now
+        cells = [found for found in map(read_cells, self._files) if found]
+        self._over = any(one[BEGUN] or one[PROGRESS] or one[PHASE] != START for one in cells)
+        if not self._over:
+            print(
+                f"starting: {len(cells)} of {len(self._files)} ranks run, none of them is ready; "
+                f"{now - self._begun:.0f} s so far",
+                flush=True,
+            )

@@ -1,23 +1,94 @@
-"""The checkpoints of one training run: from which step and which row it goes on, and what is saved after which step.
+"""The checkpoints of one training run: from which step and which row it goes on, and what is saved after which step:
+after so many steps, after so many minutes, at the best value of a metric, at the end.
 
-Invariant: the rows of a step follow from its number and from `ahead`, by how many steps the data is ahead of the
+Clock and metric are rank 0's; where they decide, it broadcasts the decision. Invariants: all ranks save after the same
+steps; the rows of a step follow from its number and from `ahead`, by how many steps the data is ahead of the
 optimizer; that is 0 unless a checkpoint was continued with another batch size or dataset.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint import loading
-from runner.checkpoint import triggers as when
+import torch
+import torch.distributed as dist
+
+from runner.checkpoint import branch, loading
+from runner.checkpoint.committing import Wanted, better_of
 from runner.checkpoint.content import Content
 from runner.checkpoint.rescue import Intact
 from runner.checkpoint.saving import Saver, save
+from runner.config.checkpoint import Checkpoint
 from runner.config.schema import Config
 from runner.data.order import Order
-from runner.launch.worker import RankContext
+from runner.errors import ConfigError, allowed
+from runner.launch.orders import RankContext
+
+
+def wanted(section: Checkpoint) -> Wanted:
+    """How to save, from the config."""
+    best = None if section.best is None else section.best_mode or ("min" if "loss" in section.best else "max")
+    return Wanted(section.form, section.copies, section.keep, best)
+
+
+@dataclass
+class Calendar:
+    """Decides for one rank of a run whose checkpoints are in `place`; `world` ranks ask together after every step."""
+
+    section: Checkpoint
+    place: Path
+    rank: int
+    world: int
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self._saved = time.monotonic()
+        self._better = better_of(wanted(self.section).best)
+        self._best: float | None = None
+        if self._better is not None and self.rank == 0:
+            self._best = branch.best_metric(self.place, self._better)
+
+    def due(self, step: int, last: int, evaluation: Mapping[str, float] | None) -> tuple[bool, float | None]:
+        """Whether to save after `step`, and the metric of this step; `evaluation` is what was found after it, if it was
+        evaluated. Collective. Raises ConfigError for a metric that an evaluation does not find."""
+        metric = self._metric(evaluation)
+        found = self.section.every is not None and step % self.section.every == 0
+        found = found or (self.section.at_end and step == last)
+        if self.section.minutes is not None or (self._better is not None and evaluation is not None):
+            late = self.section.minutes is not None and time.monotonic() - self._saved >= 60 * self.section.minutes
+            improves = self._improves(metric)
+            found = self._told(found or late or improves)
+        if found:
+            self._saved = time.monotonic()
+        return found, metric
+
+    def _metric(self, evaluation: Mapping[str, float] | None) -> float | None:
+        if self.section.best is None or evaluation is None or self.rank:
+            return None
+        if self.section.best not in evaluation:
+            raise ConfigError(
+                f"checkpoint.best = {self.section.best!r} is not what an evaluation of this run finds."
+                + allowed(self.section.best, evaluation)
+            )
+        return evaluation[self.section.best]
+
+    def _improves(self, metric: float | None) -> bool:
+        if metric is None or self._better is None or not (self._best is None or self._better(metric, self._best)):
+            return False
+        self._best = metric
+        return True
+
+    def _told(self, mine: bool) -> bool:
+        """What rank 0 has decided."""
+        if self.world == 1:
+            return mine
+        flag = torch.tensor([int(mine)], device=self.device)
+        dist.broadcast(flag, 0)
+        return bool(flag.item())
 
 
 class Keeper:
@@ -26,7 +97,7 @@ class Keeper:
     def __init__(self, config: Config, rank: RankContext, order: Order, begin: Callable[[], None]) -> None:
         self._config, self._order, self._rank, self._begin = config, order, rank.rank, begin
         self._place = rank.run_dir / "checkpoints"
-        self._calendar = when.Calendar(config.checkpoint, self._place, rank.rank, rank.world_size, rank.device)
+        self._calendar = Calendar(config.checkpoint, self._place, rank.rank, rank.world_size, rank.device)
         self._saver = Saver() if config.checkpoint.background else None
         self.ahead = 0
         self._saved = 0
@@ -87,9 +158,9 @@ class Keeper:
 
     def _save(self, step: int, metric: float | None, content: Callable[[], Content]) -> None:
         self._begin()
-        wanted, position = when.wanted(self._config.checkpoint), self._position(step)
+        position = self._position(step)
         store = save if self._saver is None else self._saver.save
-        store(self._place, step, content(), wanted, position=position, metric=metric)
+        store(self._place, step, content(), wanted(self._config.checkpoint), position=position, metric=metric)
         self._saved = step
 
     def before_update(self) -> None:

@@ -16,7 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.launch.worker import RankContext
+    from runner.launch.orders import RankContext
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What schedulers know as: ended because of SIGTERM."""

@@ -1,4 +1,7 @@
-"""What forks of the warm server run for `runner.launch.start`: preparation, and each rank's training or prediction."""
+"""What the ranks of a command run: the preparation, training, prediction, and the search for a checkpoint.
+
+Forks of the warm server call these by name (`runner.launch.launchers.start`, `runner.recovery.restarting`).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from runner import checkpoint as checkpoints
 from runner.checkpoint import lineage, rescue
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.launch.launchers.shared_folder import require_shared
-from runner.launch.worker import RankContext
+from runner.launch.orders import RankContext
 from runner.planning import capacity
 from runner.planning.joint import prepare_decided
 from runner.planning.prepare import Prepared
 from runner.predict import weights
 from runner.predict.predictor import predict
-from runner.recovery import faults
 from runner.report import report
+from runner.training import fault_injection as faults
+from runner.training.agreement import require_shared
 from runner.training.trainer import Job, train
 from strategies.core.graph import OperatorGraph
 

@@ -7,22 +7,28 @@ Invariant: either all ranks of a group return, or all raise.
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import re
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from runner.config.schema import Config
 from runner.data.description import described
 from runner.data.loader import Collate, MapDataset
-from runner.launch.gather import gather
+from runner.errors import ConfigError
 from runner.planning.prepare import WEIGHTS, Prepared
+
+TOKEN = ".shared"
 
 
 def agree_on_program(prepared: Prepared, folder: Path) -> None:
@@ -86,6 +92,42 @@ def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
             odd = next(value for value in values if value != usual)
             told.append(f"{who} in {name}: {odd} instead of {usual}.")
     return " ".join(told)
+
+
+def require_shared(config: Config, run_dir: Path) -> None:
+    """Raise ConfigError, on all ranks, where checkpoints are to be saved and a rank has another run folder than rank 0
+    (collective)."""
+    wanted = config.checkpoint
+    if not (wanted.at_end or wanted.every or wanted.minutes or wanted.best):
+        return
+    file, first = run_dir / TOKEN, dist.get_rank() == 0
+    token = secrets.token_hex(8) if first else ""
+    if first:
+        file.write_text(token, encoding="utf-8")
+    token = gather(token)[0]
+    found = gather(file.is_file() and file.read_text(encoding="utf-8") == token)
+    if first:
+        file.unlink()
+    if not all(found):
+        raise ConfigError(
+            f"rank {found.index(False)} has another run folder than rank 0, so checkpoints would lack its slices; give "
+            "all hosts one shared hydra.run.dir, or checkpoint.at_end=false and no other checkpoints."
+        )
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group, by default all, gives, in the order of the ranks (collective): numbers, strings,
+    lists and dicts with strings as keys."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
+    largest = max(int(size) for size in sizes)
+    padded = torch.zeros(largest, dtype=torch.uint8, device=device)
+    padded[: len(content)] = content
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [json.loads(bytes(one[: int(size)].tolist())) for one, size in zip(found, sizes, strict=True)]
 
 
 def _hash(text: str) -> str:

@@ -6,10 +6,18 @@ Invariant: a rank without a fault at the step at hand runs what it would run wit
 
 from __future__ import annotations
 
+import builtins
+import fcntl
+import io
 import os
+import signal
+import socket
+import struct
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -17,14 +25,18 @@ from runner.checkpoint import folder
 from runner.config.faults import Fault, Phase
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.launch.worker import RankContext
-from runner.recovery import injuries
-from runner.training.execution import Execution
+from runner.launch.orders import RankContext
+from strategies.runtime.communicator import Communicator
 
 DAMAGE = ("corrupt", "truncate")
 SYNC = os.fsync  # as it is before a fault lies in wait there
 CALLS = ("sum", "gather", "scatter", "exchange")
 """The calls of a communicator for which others wait."""
+
+
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
+FULL = "/dev/full"
+"""Takes nothing: every write that reaches it fails as on a full disk."""
 
 
 def check(config: Config, world_size: int, steps: int) -> None:
@@ -52,11 +64,11 @@ def _saves(config: Config, step: int, steps: int) -> bool:
 
 
 class Faults:
-    """What goes wrong on `rank`, which runs `execution`; only training has faults."""
+    """What goes wrong on `rank`, which runs `module` and its `communicator`; only training has faults."""
 
-    def __init__(self, config: Config, rank: RankContext, execution: Execution) -> None:
+    def __init__(self, config: Config, rank: RankContext, module: nn.Module, communicator: Communicator) -> None:
         self._marks, self._saved = rank.run_dir / "faults", rank.run_dir / "checkpoints"
-        self._module, self._communicator = execution.module, execution.communicator
+        self._module, self._communicator = module, communicator
         wanted = config.launch.faults if config.job.name == "train" else ()
         mine = [(wanted[:place].count(fault), fault) for place, fault in enumerate(wanted) if fault.rank == rank.rank]
         self._due = [(number, fault) for number, fault in mine if not self._mark(number, fault).exists()]
@@ -93,7 +105,7 @@ class Faults:
                 continue
             if fault.kind == "disk_full":
                 self._remember(number, fault)
-                self._undo.append(injuries.fill_disk(self._written(fault)))
+                self._undo.append(fill_disk(self._written(fault)))
             elif fault.kind not in DAMAGE:
                 self._before(os, "fsync", number, fault)
 
@@ -117,7 +129,7 @@ class Faults:
                 continue
             if fault.kind in DAMAGE:
                 self._remember(number, fault)
-                injuries.damage(saved, cut=fault.kind == "truncate")
+                damage(saved, cut=fault.kind == "truncate")
             elif fault.step == self._step:
                 self._happen(number, fault)
 
@@ -169,16 +181,81 @@ class Faults:
             self._undo.pop()()
         self._remember(number, fault)
         if fault.kind == "kill":
-            injuries.kill()
+            kill()
         if fault.kind == "hang":
-            injuries.hang()
+            hang()
         if fault.kind == "raise":
-            raise injuries.Injected(f"a fault on purpose, in {fault.phase} of step {fault.step}")
+            raise Injected(f"a fault on purpose, in {fault.phase} of step {fault.step}")
         assert fault.kind == "network" and fault.interface is not None
-        injuries.take_down(fault.interface)
+        take_down(fault.interface)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [one for item in value for one in _tensors(item)]
     return [value] if isinstance(value, Tensor) else []
+
+
+class Injected(RuntimeError):
+    """The error that a fault of kind `raise` raises."""
+
+
+def kill() -> NoReturn:
+    """End this process as the kernel does when memory is short."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nothing runs after SIGKILL")
+
+
+def hang() -> NoReturn:
+    """Never come back."""
+    while True:
+        time.sleep(3600)
+
+
+def damage(path: Path, *, cut: bool) -> Path:
+    """Flip every bit of one byte in the middle of the largest file of the checkpoint `path`, or cut the file there.
+    Returns the file."""
+    largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    middle = largest.stat().st_size // 2
+    if cut:
+        os.truncate(largest, middle)
+        return largest
+    with largest.open("r+b") as file:
+        file.seek(middle)
+        byte = file.read(1)
+        file.seek(middle)
+        file.write(bytes([byte[0] ^ 0xFF]))
+    return largest
+
+
+def fill_disk(folder: Path) -> Callable[[], None]:
+    """From now on, whatever this process opens below `folder` for writing has no room. Returns what undoes it."""
+    plain, inside = io.open, str(folder.absolute()) + os.sep
+
+    def opened(file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax+") and _below(file, inside):
+            return plain(FULL, mode.replace("x", "w"), *args, **named)
+        return plain(file, mode, *args, **named)
+
+    io.open = builtins.open = opened
+
+    def undo() -> None:
+        io.open = builtins.open = plain
+
+    return undo
+
+
+def _below(file: str | os.PathLike[Any], inside: str) -> bool:
+    return os.path.abspath(os.fsdecode(file)).startswith(inside)
+
+
+def take_down(interface: str) -> None:
+    """Take a network interface of this host down, as `ip link set INTERFACE down` does. Raises OSError where there is
+    no such interface, or no right to do it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        name = interface.encode()
+        answer = fcntl.ioctl(any_socket, _GET_FLAGS, struct.pack("16sh14x", name, 0))
+        flags = struct.unpack("16sh14x", answer)[1]
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", name, flags & ~_UP))
