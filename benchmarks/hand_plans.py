@@ -31,7 +31,7 @@ from runner import launch
 from strategies.capture import Captured, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import RING, Cluster, Level, Link
 from strategies.cost.step import step_cost
 from strategies.memory.parts import memory
@@ -144,7 +144,9 @@ class Hand:
     def request(self) -> Request:
         if self.mode == "data_parallel":
             return Request("data_parallel", self.ranks)
-        wanted: Mapping[str, Wanted] = {path: Wanted(form, None) for path, form in self.strategies.items()}
+        wanted: Mapping[str, OperatorStrategy] = {
+            path: OperatorStrategy(form, None) for path, form in self.strategies.items()
+        }
         named = tuple(zip("abc", self.mesh, strict=False)) if self.mode == "auto" else None
         mode: Any = self.mode
         batch: Any = self.batch

@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.core.program import Options, Program
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import OperatorStrategy, Request
 from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
@@ -36,7 +36,7 @@ from strategies.runtime.module_tree import build
 from strategies.runtime.opaque_random import as_key
 
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
-COLUMNS, ROWS = Wanted(((2, 1, 1), (1, 2)), None), Wanted(((2, 1, 2), (2, 1)), None)
+COLUMNS, ROWS = OperatorStrategy(((2, 1, 1), (1, 2)), None), OperatorStrategy(((2, 1, 2), (2, 1)), None)
 STRATEGIES = {
     "layers.*.attention.[qkv]_proj.matmul": COLUMNS,
     "layers.*.attention.o_proj.matmul": ROWS,
@@ -95,7 +95,7 @@ def measured(program: Program) -> str:
 
 
 def compile_once(seen: Captured, backend: str) -> str:
-    program = lower(seen.graph, make_plan(seen.graph, Request("data_parallel", 1)), Options(partial_loss=True))
+    program = lower(seen.graph, make_plan(seen.graph, Request("data_parallel", 1)), LoweringOptions(partial_loss=True))
     module = build(program, slices(program), Communicator(program.mesh, 0), "cpu", compiled=True)
     torch._inductor.config.force_disable_caches = True  # what another depth compiled would be found there
     torch._dynamo.reset()
@@ -111,7 +111,7 @@ def measure(layers: int, backend: str | None) -> None:
     """Print what a GPT of so many layers costs."""
     seen = captured(layers)
     plan = make_plan(seen.graph, Request("auto", 4, mesh=(("dp", 2), ("tp", 2)), strategies=STRATEGIES))
-    seconds, program = timed(lambda: lower(seen.graph, plan, Options(partial_loss=True)))
+    seconds, program = timed(lambda: lower(seen.graph, plan, LoweringOptions(partial_loss=True)))
     chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
     groups = {step.axes for chain in chains for step in chain if step.kind not in LOCAL}
     print(f"{layers} layers: {len(program.instructions)} instructions lowered in {seconds:.3f} s, {len(groups)} groups")

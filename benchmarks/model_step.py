@@ -21,7 +21,7 @@ from torch import nn
 from models.gpt import GPT
 from models.llama import Llama
 from strategies.capture import Objective, capture
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
 from strategies.optimizer.stages import make_updates
@@ -63,7 +63,9 @@ def main() -> None:
     tokens, labels = (torch.randint(VOCABULARY, (options.batch, options.sequence)) for _ in range(2))
     objective = Objective(copy.deepcopy(plain), loss, ("0", "1"), ("1",))
     captured = capture(objective, (tokens, labels), training=True)
-    program = lower(captured.graph, make_plan(captured.graph, Request("data_parallel", 1)), Options(partial_loss=True))
+    program = lower(
+        captured.graph, make_plan(captured.graph, Request("data_parallel", 1)), LoweringOptions(partial_loss=True)
+    )
     plain, tokens, labels = plain.to(device), tokens.to(device), labels.to(device)
     communicator = Communicator(program.mesh, 0)
     tensors = {}

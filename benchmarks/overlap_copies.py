@@ -28,8 +28,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from models.gpt import GPT
     from models.losses import NextTokenLoss
     from strategies.capture import Objective, capture
-    from strategies.core.program import Options
-    from strategies.core.request import Request, Wanted
+    from strategies.core.program import LoweringOptions
+    from strategies.core.request import OperatorStrategy, Request
     from strategies.core.steps import LOCAL
     from strategies.cost.roofline import flops_of
     from strategies.lowering.batch_splits import in_copies
@@ -47,14 +47,14 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     captured = capture(objective, batch, training=True)
     row, column = ((1, 1, 1), (1, RANKS)), ((1, 1, RANKS), (RANKS, 1))
     strategies = {
-        "layers.*.attention.[qkv]_proj.matmul": Wanted(row, None),
-        "layers.*.attention.o_proj.matmul": Wanted(column, None),
-        "layers.*.feed_forward.up_proj.matmul": Wanted(row, None),
-        "layers.*.feed_forward.down_proj.matmul": Wanted(column, None),
-        "layers.*.add": Wanted(((1, 1, 1), (1, 1, 1)), None),
-        "layers.*.*_norm": Wanted(((1, 1, 1), (1,), (1,)), None),
-        "layers.*.*_dropout": Wanted(((1, 1, 1),), None),
-        "loss.cross_entropy_loss": Wanted(((1, 1, 1), (1, 1)), None),
+        "layers.*.attention.[qkv]_proj.matmul": OperatorStrategy(row, None),
+        "layers.*.attention.o_proj.matmul": OperatorStrategy(column, None),
+        "layers.*.feed_forward.up_proj.matmul": OperatorStrategy(row, None),
+        "layers.*.feed_forward.down_proj.matmul": OperatorStrategy(column, None),
+        "layers.*.add": OperatorStrategy(((1, 1, 1), (1, 1, 1)), None),
+        "layers.*.*_norm": OperatorStrategy(((1, 1, 1), (1,), (1,)), None),
+        "layers.*.*_dropout": OperatorStrategy(((1, 1, 1),), None),
+        "loss.cross_entropy_loss": OperatorStrategy(((1, 1, 1), (1, 1)), None),
     }
     request = Request("auto", RANKS, mesh=(("tp", RANKS),), strategies=strategies, dataset_strategy="full_batch")
     plan = make_plan(captured.graph, request)
@@ -65,7 +65,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             part = capture(objective, [entry[: ROWS // copies] for entry in batch], training=True).graph
             found = in_copies(graph, part, plan, copies, ROWS // copies)
             graph, own = found.graph, found.plan
-        program = lower(graph, own, Options(partial_loss=True))
+        program = lower(graph, own, LoweringOptions(partial_loss=True))
         program = overlap(program, flops_of(graph, own)) if early else program
         chains = [chain for one in program.redistributions for chain in (one.forward, one.backward)]
         axes = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]

@@ -28,12 +28,12 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from models.gpt import GPT
     from models.losses import NextTokenLoss
     from strategies.capture import Objective, capture
-    from strategies.core.program import Options
+    from strategies.core.program import LoweringOptions
     from strategies.core.request import Request
     from strategies.core.steps import LOCAL
     from strategies.lowering.lowering import lower
     from strategies.optimizer.stages import make_updates
-    from strategies.optimizer.updates import CHOSEN, Cut, axes_needed
+    from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, axes_needed
     from strategies.planner.planner import make_plan
     from strategies.runtime.communicator import Communicator
     from strategies.runtime.module_tree import build
@@ -44,7 +44,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     tokens, labels = (torch.randint(256, (RANKS * ROWS, LENGTH)) for _ in range(2))
     captured = capture(Objective(net, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, labels), training=True)
     plan = make_plan(captured.graph, Request("data_parallel", RANKS))
-    program = lower(captured.graph, plan, Options(partial_loss=True))
+    program = lower(captured.graph, plan, LoweringOptions(partial_loss=True))
     axes = [s.axes for r in program.redistributions for c in (r.forward, r.backward) for s in c if s.kind not in LOCAL]
     inputs = [source for source in program.sources if source.kind == "input"]
     entries = [
@@ -53,7 +53,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     ]
     names = [source.name for source in captured.graph.of_kind("parameter")]
 
-    def trained(cut: Cut, overlap: bool) -> tuple[Any, dict[str, torch.Tensor], Communicator]:
+    def trained(cut: BucketLimits, overlap: bool) -> tuple[Any, dict[str, torch.Tensor], Communicator]:
         communicator = Communicator(program.mesh, rank.rank, [*axes, *axes_needed(program)])
         tensors = {}
         for source in program.sources:
@@ -75,10 +75,10 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         return updates, tensors, communicator
 
     ways = {
-        "without": trained(CHOSEN, False),
-        "by gradient": trained(Cut(0), False),
-        "after": trained(CHOSEN, False),
-        "during": trained(CHOSEN, True),
+        "without": trained(DEFAULT_BUCKETS, False),
+        "by gradient": trained(BucketLimits(0), False),
+        "after": trained(DEFAULT_BUCKETS, False),
+        "during": trained(DEFAULT_BUCKETS, True),
     }
     link = Link(LATENCY, float("inf"), options["clock"])
     waiting: dict[str, list[float]] = {way: [] for way in ways}

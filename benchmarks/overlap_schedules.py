@@ -21,7 +21,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from models.gpt import GPT
     from models.losses import NextTokenLoss
     from strategies.capture import Objective, capture
-    from strategies.core.program import Options
+    from strategies.core.program import LoweringOptions
     from strategies.core.request import Request
     from strategies.lowering.lowering import lower, random_ordinals
     from strategies.lowering.pipeline.cutting import cut
@@ -65,7 +65,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         objective = Objective(net, NextTokenLoss(), ("0", "1"), ("1",))
         captured = capture(objective, (tokens[:rows], labels[:rows]), training=True)
         plan = make_plan(captured.graph, Request("data_parallel", 1))
-        lowered = Options(partial_loss=True)
+        lowered = LoweringOptions(partial_loss=True)
         placed = in_stages(captured.graph, RANKS, "auto")
         stages = cut(captured.graph, plan, placed, random_ordinals(captured.graph, plan, lowered))
         stage = stages[rank.rank]

@@ -36,8 +36,8 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     from torch import nn
 
     from strategies.capture import Objective, capture
-    from strategies.core.program import Options
-    from strategies.core.request import Request, Wanted
+    from strategies.core.program import LoweringOptions
+    from strategies.core.request import OperatorStrategy, Request
     from strategies.core.steps import LOCAL
     from strategies.lowering.lowering import lower
     from strategies.optimizer.stages import make_updates
@@ -66,14 +66,14 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
     x, y = torch.randn(shape.rows, shape.width), torch.randn(shape.rows, shape.width)
     graph = capture(Objective(net, nn.MSELoss(), ("0", "1"), ("1",)), (x, y), training=True).graph
     strategies = {
-        "up": Wanted(((1, 1), (n, 1)), None),
-        "relu": Wanted(((1, n),), None),
-        "down": Wanted(((1, n), (1, n)), None),
+        "up": OperatorStrategy(((1, 1), (n, 1)), None),
+        "relu": OperatorStrategy(((1, n),), None),
+        "down": OperatorStrategy(((1, n), (1, n)), None),
     }
     program = lower(
         graph,
         make_plan(graph, Request("semi_auto", n, strategies=strategies, dataset_strategy="full_batch")),
-        Options(partial_loss=True),
+        LoweringOptions(partial_loss=True),
     )
     axes = [s.axes for r in program.redistributions for c in (r.forward, r.backward) for s in c if s.kind not in LOCAL]
     communicator = Communicator(program.mesh, rank.rank, [*axes, *axes_needed(program)])

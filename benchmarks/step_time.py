@@ -104,7 +104,7 @@ class Task:
 def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
     """Every plan of a model."""
     from strategies.capture import Objective, capture
-    from strategies.core.request import Request, Wanted
+    from strategies.core.request import OperatorStrategy, Request
     from strategies.planner.planner import make_plan
 
     net, loss, batch = model_of(name)
@@ -114,17 +114,17 @@ def tasks(name: str, ranks: int) -> Iterator[tuple[Wish, Task]]:
         if wish.tensor == 1:
             request = Request("data_parallel", ranks)
         else:
-            wanted = {path: Wanted(form, None) for path, form in strategies_of(name, wish).items()}
+            wanted = {path: OperatorStrategy(form, None) for path, form in strategies_of(name, wish).items()}
             request = Request("auto", ranks, mesh=(("dp", wish.data), ("tp", wish.tensor)), strategies=wanted)
         yield wish, Task(captured.graph, make_plan(captured.graph, request), wish.stage, tensors, batch)
 
 
 def program_of(task: Task) -> Any:
-    from strategies.core.program import Options
+    from strategies.core.program import LoweringOptions
     from strategies.lowering.fusion import KINDS, LARGEST, fuse
     from strategies.lowering.lowering import lower
 
-    options = Options(sharded_optimizer=task.stage > 0, partial_loss=True)
+    options = LoweringOptions(sharded_optimizer=task.stage > 0, partial_loss=True)
     return fuse(lower(task.graph, task.plan, options), dict.fromkeys(KINDS, LARGEST))
 
 
@@ -135,9 +135,9 @@ def factory(groups: Any) -> Any:
 
 
 def updating(task: Task) -> Any:
-    from strategies.optimizer.settings import Updating
+    from strategies.optimizer.settings import OptimizerSettings
 
-    return Updating(task.stage, factory, overlap=True)
+    return OptimizerSettings(task.stage, factory, overlap=True)
 
 
 class Built:

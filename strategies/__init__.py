@@ -1,12 +1,12 @@
 """Slicing a torch model over devices, without the runner: for notebooks and other trainers.
 
 >>> import torch
->>> from strategies import Objective, Request, Simulation, Wanted, capture_model, lower, make_plan
+>>> from strategies import Objective, Request, Simulation, OperatorStrategy, capture_model, lower, make_plan
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 >>> batch = torch.randn(8, 8), torch.randn(8, 4)
 >>> step = Objective(model, torch.nn.MSELoss(), names=("0", "1"), targets=("1",))
 >>> captured = capture_model(step, batch, training=True)          # the operator graph, and the model's tensors by name
->>> strategy = Wanted(inputs=((1, 1), (1, 4)), outputs=None)  # x [m, k] whole, w [k, n] in 4 column blocks
+>>> strategy = OperatorStrategy(inputs=((1, 1), (1, 4)), outputs=None)  # x [m, k] whole, w [k, n] in 4 column blocks
 >>> plan = make_plan(captured.graph, Request("auto", world_size=4, strategies={"0.matmul": strategy}))
 >>> program = lower(captured.graph, plan)                    # the same for all ranks
 >>> ranks = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]})
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from strategies.core.layout import Layout
     from strategies.core.mesh import Mesh
     from strategies.core.plan import Plan
-    from strategies.core.program import Options, Program
-    from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+    from strategies.core.program import LoweringOptions, Program
+    from strategies.core.request import NamedDims, NamedMatrix, OperatorStrategy, Request
     from strategies.lowering.lowering import lower
     from strategies.optimizer.stages import make_updates
     from strategies.optimizer.updates import axes_needed
@@ -49,7 +49,7 @@ _HOME = {
     "capture_model": "capture:capture",
     "Communicator": "runtime.communicator",
     "build": "runtime.module_tree",
-    "Options": "core.program",
+    "LoweringOptions": "core.program",
     "Program": "core.program",
     "lower": "lowering.lowering",
     "Simulation": "runtime.simulate",
@@ -63,24 +63,24 @@ _HOME = {
     "NamedDims": "core.request",
     "NamedMatrix": "core.request",
     "Request": "core.request",
-    "Wanted": "core.request",
+    "OperatorStrategy": "core.request",
 }
 
 __all__ = [
     "Captured",
     "Communicator",
     "Layout",
+    "LoweringOptions",
     "Mesh",
     "NamedDims",
     "NamedMatrix",
     "Objective",
-    "Options",
+    "OperatorStrategy",
     "Plan",
     "Program",
     "Request",
     "Simulation",
     "StrategyError",
-    "Wanted",
     "axes_needed",
     "build",
     "capture_model",

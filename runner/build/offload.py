@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from strategies.core.addressing import inside
+from strategies.core.addressing import means_module
 from strategies.core.errors import closest
 from strategies.runtime.offload import Offload
 
@@ -26,7 +26,7 @@ def check_modules(config: Config, model: nn.Module) -> None:
     """Raises ConfigError for a glob that means no module."""
     names = [name for name, _ in model.named_modules() if name]
     for glob in config.parallel.offload.activations.modules:
-        if not any(inside(glob, name) for name in names):
+        if not any(means_module(glob, name) for name in names):
             raise ConfigError(
                 f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}"
             )

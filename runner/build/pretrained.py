@@ -22,7 +22,7 @@ from runner.build import huggingface
 from runner.config.schema import Model
 from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
-from strategies.runtime.tensor_files import Reader, Stored, index
+from strategies.runtime.tensor_files import Reader, StoredTensor, index
 
 SHOWN = 3
 Rename = tuple[str, str]
@@ -39,7 +39,7 @@ class Wanted:
     persistent: bool
 
 
-def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
+def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     """Where the tensors of `module`, which `model` describes, lie, by name.
 
     A model of transformers whose files hold other names or layouts is given their weights here; then nothing is left
@@ -70,9 +70,9 @@ def locate(model: Model, module: nn.Module) -> dict[str, Stored]:
     return found
 
 
-def _renamed(files: Mapping[str, Stored], rename: Sequence[Rename], where: str) -> dict[str, Stored]:
+def _renamed(files: Mapping[str, StoredTensor], rename: Sequence[Rename], where: str) -> dict[str, StoredTensor]:
     """The tensors by the names that `model.rename` gives them. Raises ConfigError where two get one name."""
-    held: dict[str, Stored] = {}
+    held: dict[str, StoredTensor] = {}
     for name, stored in files.items():
         new = _new_name(name, rename)
         if new in held:
@@ -113,7 +113,7 @@ def _dispensable(name: str, module: nn.Module, when: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _check(one: Wanted, stored: Sequence[Stored], where: str) -> None:
+def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
     """Raise ConfigError unless shape and kind of number are right, and tied weights are one tensor in the files too."""
     for candidate in stored:
         if candidate.shape != one.shape:

@@ -24,7 +24,7 @@ from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces, of_slice
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_slice
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Content:
         """Everything of the model that is saved, in an order that is the same on all ranks of a stage."""
         return tuple(source for source in self.program.sources if source.kind in ("parameter", "buffer"))
 
-    def buffers(self) -> dict[str, list[Piece]]:
+    def buffers(self) -> dict[str, list[Shard]]:
         """This rank's slices of the buffers."""
         mesh, rank, found = self.program.mesh, self.communicator.rank, {}
         for source in self.sources:
@@ -72,13 +72,13 @@ class Content:
         return found
 
 
-def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
+def pieces(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
     """What this rank stores. What will not last is copied."""
     first = turns(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
 
-    def stored(key: str, piece: Piece) -> bool:
+    def stored(key: str, piece: Shard) -> bool:
         if not all(start < stop for start, stop in piece.block):
             return False
         name = name_of(key)
@@ -86,7 +86,7 @@ def pieces(content: Content, copies: int = 1) -> dict[str, list[Piece]]:
         count = mesh.product(replicas)
         return not piece.shared or (mesh.index(rank, replicas) - first[name]) % count < copies
 
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[Shard]] = {}
     for batch in _batches(content):
         for key, all_of in batch.items():
             mine = [one for one in all_of if stored(key, one)]
@@ -113,7 +113,7 @@ def turns(content: Content) -> dict[str, int]:
     return found
 
 
-def _batches(content: Content) -> Iterator[Pieces]:
+def _batches(content: Content) -> Iterator[Shards]:
     yield from content.updates.pieces()
     yield content.buffers()
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from strategies.runtime.shards import Piece, Pieces
+from strategies.runtime.shards import Shard, Shards
 
 
 class Copies:
@@ -33,11 +33,11 @@ class Copies:
         """Of all buffers."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
-    def begin(self, pieces: Pieces, at_once: Collection[str]) -> dict[str, list[Piece]]:
+    def begin(self, pieces: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
         """What will be the copies of `pieces`; those of the keys `at_once` are when this returns."""
         self._under_way.clear()
         self._left, self._ended = [], None
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[Shard]] = {}
         for key, ones in pieces.items():
             found[key] = [replace(one, view=buffer) for buffer, one in zip(self._fitting(key, ones), ones, strict=True)]
             pairs = [(copy.view, one.view) for copy, one in zip(found[key], ones, strict=True)]
@@ -72,7 +72,7 @@ class Copies:
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
 
-    def _fitting(self, key: str, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _fitting(self, key: str, pieces: Sequence[Shard]) -> list[Tensor]:
         held = self._buffers.get(key, [])
         shapes = [(one.view.shape, one.view.dtype) for one in pieces]
         if [(buffer.shape, buffer.dtype) for buffer in held] != shapes:

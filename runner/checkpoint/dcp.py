@@ -47,8 +47,8 @@ from runner.checkpoint.index import Entry, Index, Part, place
 from runner.checkpoint.manifest import Stamp
 from runner.checkpoint.writing import Tensors
 from strategies.core.layout import Block
-from strategies.runtime.shards import Piece, Pieces
-from strategies.runtime.tensor_files import Reader, Stored
+from strategies.runtime.shards import Shard, Shards
+from strategies.runtime.tensor_files import Reader, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PieceReader(StorageReader):
         assert item.storage_index.index is not None
         part = entry.parts[item.storage_index.index]
         shape = tuple(stop - start for start, stop in part.block)
-        stored = Stored(str(self.folder / part.file), item.storage_index.fqn, shape, entry.dtype, part.offset)
+        stored = StoredTensor(str(self.folder / part.file), item.storage_index.fqn, shape, entry.dtype, part.offset)
         pairs = zip(item.storage_offsets, item.lengths, strict=True)
         found = reader.block(stored, tuple((start, start + length) for start, length in pairs))
         self.counter[part.file] = self.counter.get(part.file, 0) + found.nbytes
@@ -102,7 +102,7 @@ class PieceFiller(LoadPlanner):
     """Plans to fill the views of pieces."""
 
     def __init__(self) -> None:
-        self._wanted: Pieces = {}
+        self._wanted: Shards = {}
         self._metadata = Metadata({})
 
     def set_up_planner(
@@ -135,7 +135,7 @@ class PieceFiller(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         return None
 
-    def _piece(self, index: MetadataIndex) -> Piece:
+    def _piece(self, index: MetadataIndex) -> Shard:
         assert index.index is not None
         return self._wanted[index.fqn][index.index]
 
@@ -188,7 +188,7 @@ class PieceSaver(SavePlanner):
     """Plans to save every piece that it is given."""
 
     def __init__(self) -> None:
-        self._given: Pieces = {}
+        self._given: Shards = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -211,13 +211,13 @@ class PieceSaver(SavePlanner):
         return self._given[write_item.index.fqn][write_item.index.index].view
 
 
-def fill(folder: Path, index: Index, wanted: Pieces, counter: dict[str, int]) -> None:
+def fill(folder: Path, index: Index, wanted: Shards, counter: dict[str, int]) -> None:
     """Overwrite the views of `wanted` by what the files of `folder` hold. Raises what reading raises."""
     with _plainly():
         load(dict(wanted), storage_reader=PieceReader(folder, index, counter), planner=PieceFiller(), no_dist=True)
 
 
-def store(folder: Path, name: str, pieces: Pieces) -> tuple[Stamp, dict[str, Entry]]:
+def store(folder: Path, name: str, pieces: Shards) -> tuple[Stamp, dict[str, Entry]]:
     """Write `pieces` to `folder/name`; what was written, and where every part is. Raises what writing raises."""
     writer = PieceWriter(folder, name)
     with _plainly():
@@ -238,7 +238,7 @@ def _plainly() -> Iterator[None]:
         raise cause from error
 
 
-def _item(key: str, number: int, piece: Piece) -> WriteItem:
+def _item(key: str, number: int, piece: Shard) -> WriteItem:
     chunk = _chunk(piece.block)
     data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece.view), torch.Size(piece.shape))
     return WriteItem(MetadataIndex(key, chunk.offsets, number), WriteItemType.SHARD, tensor_data=data)

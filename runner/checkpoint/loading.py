@@ -30,9 +30,9 @@ from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Source
 from strategies.optimizer import state as optimizer_state
-from strategies.optimizer.state import Plain, States
+from strategies.optimizer.state import OptimizerScalars, States
 from strategies.runtime.shards import MODEL, OPTIMIZER
-from strategies.runtime.tensor_files import Stored
+from strategies.runtime.tensor_files import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load(path: Path, content: Content) -> Restored:
     checkpoint = read(path)
     parts = list(checkpoint.plain())
     check_model(checkpoint, content.sources, content.published)
-    state = Plain(
+    state = OptimizerScalars(
         [group for part in parts for group in part["groups"]],
         {name: scalars for part in parts for name, scalars in part["scalars"].items()},
         next((part["loss_scale"] for part in parts if part["loss_scale"] is not None), None),
@@ -225,7 +225,7 @@ def check_file(file: Path) -> None:
         print(f"warning: {file.parent} has no {HEADER}, so the checksum of {file.name} is not known", flush=True)
 
 
-def weights(path: Path) -> dict[str, Stored]:
+def weights(path: Path) -> dict[str, StoredTensor]:
     """Where the model's parameters and buffers are in the checkpoint that `path` means, by name. What belongs to a loss
     is left out. Every file is read, to compare checksums. Raises ConfigError for a damaged one."""
     place = locate(path.absolute(), "model.weights")
@@ -236,18 +236,18 @@ def weights(path: Path) -> dict[str, Stored]:
         if not name.startswith("loss."):
             entry = opened.tensors[MODEL + name]
             parts = tuple((str(opened.path / part.file), part.offset, part.block) for part in entry.parts)
-            found[name] = Stored(str(opened.path), name, entry.shape, entry.dtype, None, parts)
+            found[name] = StoredTensor(str(opened.path), name, entry.shape, entry.dtype, None, parts)
     return found
 
 
 def _states(checkpoint: Checkpoint) -> States:
-    found: dict[str, dict[str, optimizer_state.Stored]] = {}
+    found: dict[str, dict[str, optimizer_state.StoredState]] = {}
     for key, entry in checkpoint.tensors.items():
         if key.startswith(OPTIMIZER):
             state, name = key.split("/", 2)[1], name_of(key)
             like = entry.dtype == checkpoint.tensors[MODEL + name].dtype
             dtype = getattr(torch, entry.dtype)
-            found.setdefault(state, {})[name] = optimizer_state.Stored(entry.shape, dtype, like)
+            found.setdefault(state, {})[name] = optimizer_state.StoredState(entry.shape, dtype, like)
     return found
 
 

@@ -24,7 +24,7 @@ from runner.checkpoint.index import Entry, Index, chosen
 from runner.checkpoint.manifest import Header, damaged, marked, missing, read_header, stamp
 from strategies.core.bounded_files import read_json
 from strategies.core.layout import Block
-from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards
 
 MOST_INDEX = 2**28
 """Bytes of an index: it has a line per tensor and rank."""
@@ -70,10 +70,10 @@ class Checkpoint:
         entry = self.tensors[key]
         block = tuple((0, size) for size in entry.shape) if block is None else block
         found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, entry.dtype))
-        self.fill({key: [Piece(entry.shape, block, found)]})
+        self.fill({key: [Shard(entry.shape, block, found)]})
         return found
 
-    def fill(self, wanted: Pieces) -> None:
+    def fill(self, wanted: Shards) -> None:
         """Overwrite the views of `wanted` by what is stored, cast to their dtypes; views may be on any device.
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged. No collective is called.

@@ -23,8 +23,8 @@ from runner.checkpoint.committing import Mark, SaveFailed, Wanted
 from runner.checkpoint.content import Content
 from runner.checkpoint.copying import Copies
 from runner.checkpoint.manifest import Header
-from strategies.runtime.flight_recorder import SAVES, here
-from strategies.runtime.shards import Pieces
+from strategies.runtime.flight_recorder import SAVES, recorder
+from strategies.runtime.shards import Shards
 
 SHARDED = Wanted()
 TIMEOUT = 3600.0
@@ -48,7 +48,7 @@ def save(
     Raises SaveFailed and OSError (a full disk), ConfigError for a state that no checkpoint can hold.
     """
     partial = folder.hidden(folder.target(path, step))
-    here.cells[SAVES] += 1
+    recorder.cells[SAVES] += 1
     if given.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -82,7 +82,7 @@ class Saver:
         """As the function `save`, but return at once, or when the save before is done; `settle` before weights change.
         Calls no collective but a barrier where the save before is not done. Raises what that raised."""
         self.wait()
-        here.cells[SAVES] += 1
+        recorder.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
         partial.mkdir(parents=True, exist_ok=True)
         header = header_of(step, given, wanted, position, metric)
@@ -145,7 +145,7 @@ class _Save:
         self._plain = content.plain(given, wanted.copies)
         self._run = given.lineage.run
 
-    def run(self, pieces: Pieces) -> None:
+    def run(self, pieces: Shards) -> None:
         try:
             self.write(pieces)
         except BaseException as error:
@@ -155,7 +155,7 @@ class _Save:
                     f"rank {self._rank} could not write its part of {committing.shown(self._partial)}: {error}"
                 ) from error
             raise
-        here.cells[SAVES] += 1
+        recorder.cells[SAVES] += 1
         if self._rank == 0:
             marks = committing.await_marks(self._partial, self._world, TIMEOUT)
             try:
@@ -163,7 +163,7 @@ class _Save:
             except OSError as error:
                 raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
-    def write(self, pieces: Pieces) -> None:
+    def write(self, pieces: Shards) -> None:
         """Write this rank's files, and say that they are there."""
         from runner.checkpoint import dcp  # imports much, at the first save
 
@@ -185,7 +185,7 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
 
 
-def write_alone(partial: Path, given: Content, header: Header, pieces: Pieces) -> None:
+def write_alone(partial: Path, given: Content, header: Header, pieces: Shards) -> None:
     """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
     _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
 

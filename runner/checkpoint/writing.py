@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint.manifest import BLOCK, Stamp
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.tensor_files import DTYPES
 
 NAMES = {name: short for short, name in DTYPES.items()}
@@ -93,7 +93,7 @@ class Stamped:
             block = content[begin : begin + BLOCK]
             self._file.write(block)
             self._sum.update(block)
-            here.advance(len(block))
+            recorder.advance(len(block))
         self._size += len(content)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -102,7 +102,7 @@ class Stamped:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._hidden.rename(self._path)
-                here.advance()
+                recorder.advance()
 
     @property
     def stamp(self) -> Stamp:

@@ -17,7 +17,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from strategies.rules.random import mix
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 
 EVALUATION = -1
 """The epoch of rows that are evaluated or predicted: they are augmented the same every time."""
@@ -54,7 +54,7 @@ def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
 
 def unseeded(*_: int) -> None:
     """In place of what `row_seeds` yields, where nothing is drawn: another row counts as progress."""
-    here.advance()
+    recorder.advance()
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from runner.errors import ConfigError
 from runner.launch import network
 from runner.launch.orders import OPEN_FILES, Orders, RankContext, flight_record_of
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 
 
 def work(orders: Orders) -> Any:
@@ -32,7 +32,7 @@ def work(orders: Orders) -> Any:
         Exception: whatever the entry raises; the process group is then left as it is.
     """
     _announce(orders)
-    here.attach(flight_record_of(orders.run_dir, orders.rank))
+    recorder.attach(flight_record_of(orders.run_dir, orders.rank))
     torch.set_num_threads(orders.threads)
     _join(orders)
     context = RankContext(orders.rank, orders.world_size, orders.local_rank, orders.device, orders.run_dir)
@@ -43,13 +43,13 @@ def work(orders: Orders) -> Any:
 
 def _announce(orders: Orders) -> None:
     """Set the variables by which libraries recognise a rank."""
-    here = str(orders.local_world_size)
+    recorder = str(orders.local_world_size)
     os.environ.update(
         RANK=str(orders.rank),
         LOCAL_RANK=str(orders.local_rank),
         WORLD_SIZE=str(orders.world_size),
-        LOCAL_WORLD_SIZE=here,
-        LOCAL_SIZE=here,
+        LOCAL_WORLD_SIZE=recorder,
+        LOCAL_SIZE=recorder,
         MASTER_ADDR=orders.address,
         MASTER_PORT=str(orders.port),
     )

@@ -15,7 +15,7 @@ from strategies.core.program import Program
 from strategies.cost.roofline import flops_of
 from strategies.lowering.fusion import KINDS, LARGEST
 from strategies.lowering.overlap import overlap
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.updates import BucketLimits
 
 
 def joined(config: Config) -> dict[str, int]:
@@ -36,12 +36,12 @@ def beside_computation(program: Program, graph: OperatorGraph, plan: Plan, confi
     return overlap(program, flops_of(graph, plan), by_unit=config.parallel.zero.stage == 3)
 
 
-def cut(config: Config) -> Cut:
+def cut(config: Config) -> BucketLimits:
     """How the gradients are cut into buckets at stage 0."""
     one = config.parallel.comm_fusion.all_reduce
     if isinstance(one.config, tuple):
-        return Cut(at=one.config)
-    return Cut(0) if one.mode == "none" else Cut(one.bytes)
+        return BucketLimits(at=one.config)
+    return BucketLimits(0) if one.mode == "none" else BucketLimits(one.bytes)
 
 
 def overlapped(config: Config) -> bool:

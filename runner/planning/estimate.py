@@ -35,7 +35,7 @@ from strategies.memory.parts import Memory, memory
 from strategies.memory.pipeline import group_memory
 from strategies.memory.repeated_blocks import Outline, Traces, outline
 from strategies.memory.saved_bytes import least_stored
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import cost_of_stages
 from strategies.rules import rule_of
 from strategies.search.cheapest import StepPrice
@@ -74,7 +74,7 @@ class Price:
     parts: Sequence[Part]
     stages: Sequence[Stage]
     schedule: Schedule | None
-    updating: Updating
+    updating: OptimizerSettings
     cluster: Cluster
     traces: Traces
     known: dict[int, Memory] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class Price:
         """Bytes of every group, as far as they can be told without running anything."""
         return self.with_stored(USUAL)
 
-    def with_zero(self, updating: Updating) -> float:
+    def with_zero(self, updating: OptimizerSettings) -> float:
         """The least seconds of the same plan at another stage of ZeRO, where this one has none. The stage of a pipeline
         that works most may be another one then, with the shortest update."""
         found = [least_with_zero(part.cost, part.program, self.cluster, updating) for part in self.parts]
@@ -215,7 +215,7 @@ class Price:
 def price_of(
     config: Config,
     in_step: tuple[OperatorGraph, Plan],
-    updating: Updating,
+    updating: OptimizerSettings,
     cluster: Cluster,
     made: Programs,
     traces: Traces,
@@ -263,7 +263,9 @@ def price_for(
     return StepPrice(seconds, running_of(config, graph, updating, cluster, ranks))
 
 
-def running_of(config: Config, graph: OperatorGraph, updating: Updating, cluster: Cluster, ranks: int) -> Running:
+def running_of(
+    config: Config, graph: OperatorGraph, updating: OptimizerSettings, cluster: Cluster, ranks: int
+) -> Running:
     """What is known of a step without a plan."""
     cut = updating.cut
     bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)

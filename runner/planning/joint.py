@@ -50,7 +50,7 @@ from runner.planning.progress import Progress
 from runner.planning.searched_plans import Searches
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.cost.cluster import Cluster
@@ -58,7 +58,7 @@ from strategies.cost.lower_bounds import least
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import repeated_layers
 from strategies.memory.repeated_blocks import Traces
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner import plan_cache
 from strategies.runtime import compiled
@@ -120,7 +120,7 @@ class Deciding:
         if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
             return replace(found, search={**found.search, "loaded_from": "the plan cache"})
         started = time.perf_counter() - sum(self._capturing)
-        with uncollected():
+        with gc_paused():
             decision = decide(self.bounds, self.limit, self._aloud)
         seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
         plan, cost = decision.priced.plan, decision.priced.seconds
@@ -263,11 +263,11 @@ class Deciding:
         return optimizer_factory(self.config.optimizer)
 
     @cached_property
-    def _updatings(self) -> dict[Choice, Updating]:
+    def _updatings(self) -> dict[Choice, OptimizerSettings]:
         """Of choices that compute nothing again, which changes nothing."""
         return {}
 
-    def _updating(self, choice: Choice) -> Updating:
+    def _updating(self, choice: Choice) -> OptimizerSettings:
         key = replace(choice, recompute="none")
         if key not in self._updatings:
             config, graph = with_choice(self.config, choice), self._captured(self.rows)[1].graph

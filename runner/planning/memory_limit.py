@@ -14,7 +14,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program
-from strategies.core.request import Request, WantedRecompute
+from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.pipeline.schedule import Schedule
 from strategies.memory.limit import check_limit
 from strategies.memory.parts import memory
@@ -22,14 +22,14 @@ from strategies.memory.pipeline import group_memory
 from strategies.memory.recompute_selection import Fitting
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import trace
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 
 
-def updating_of(config: Config, graph: OperatorGraph, device: str) -> Updating:
+def updating_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerSettings:
     """How a step goes on after backward, for the prediction of its memory."""
     sources = graph.of_kind("parameter")
     names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
-    return Updating(
+    return OptimizerSettings(
         config.parallel.zero.known,
         optimizers.optimizer_factory(config.optimizer),
         optimizers.parameter_groups(names, trainable, config.optimizer),
@@ -84,7 +84,7 @@ def within_limit(
         return plan
     updating = updating_of(config, graph, device)
     if asked.operators == "auto":
-        wanted = WantedRecompute("full", asked.modules, asked.communication, asked.slice_inputs)
+        wanted = RecomputeRequest("full", asked.modules, asked.communication, asked.slice_inputs)
         cluster = cluster_of(config, device, plan.mesh.size)
         return Fitting(graph, plan, wanted, updating, cluster, lowered).within(limit)
     check_limit(memory(trace(lowered(plan), updating), updating), limit, plan, updating)

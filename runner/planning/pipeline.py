@@ -9,7 +9,7 @@ from runner.errors import ConfigError
 from runner.planning import communication
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower, random_ordinals
@@ -46,7 +46,7 @@ def check_ranks(config: Config, world_size: int) -> None:
         )
 
 
-def stages_of(config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> tuple[Stage, ...]:
+def stages_of(config: Config, graph: OperatorGraph, plan: Plan, options: LoweringOptions) -> tuple[Stage, ...]:
     """The stages of a training graph; none without a pipeline. Raises StrategyError for cuts that do not fit the
     model."""
     wanted = config.parallel.pipeline
@@ -56,7 +56,9 @@ def stages_of(config: Config, graph: OperatorGraph, plan: Plan, options: Options
     return cut(graph, plan, placed, random_ordinals(graph, plan, options))
 
 
-def evaluation_stages(stages: Sequence[Stage], graph: OperatorGraph, plan: Plan, options: Options) -> tuple[Stage, ...]:
+def evaluation_stages(
+    stages: Sequence[Stage], graph: OperatorGraph, plan: Plan, options: LoweringOptions
+) -> tuple[Stage, ...]:
     """The stages of an evaluation graph, for the ranks that run those of training; none without a pipeline."""
     if not stages:
         return ()
@@ -65,7 +67,7 @@ def evaluation_stages(stages: Sequence[Stage], graph: OperatorGraph, plan: Plan,
 
 
 def programs_of(
-    config: Config, stages: Sequence[Stage], options: Options, lower: Callable[..., Program] = lower
+    config: Config, stages: Sequence[Stage], options: LoweringOptions, lower: Callable[..., Program] = lower
 ) -> tuple[Program, ...]:
     """The program of every stage, with its operators placed, its collectives joined and started early, as is asked.
     `lower` makes them."""

@@ -42,8 +42,8 @@ from strategies.capture import Objective, capture, run_once
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program
-from strategies.core.request import NamedDims, NamedMatrix, Operand, Request, Wanted, WantedRecompute, check
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import NamedDims, NamedMatrix, Operand, OperatorStrategy, RecomputeRequest, Request, check
 from strategies.cost.step import MASTER
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.fusion import fuse
@@ -181,7 +181,7 @@ def request_of(config: Config, world_size: int) -> Request:
         world_size,
         parallel.search,
         tuple(parallel.mesh.items()) if parallel.mesh else None,
-        {path: Wanted(side(form.inputs), side(form.outputs)) for path, form in parallel.strategies.items()},
+        {path: OperatorStrategy(side(form.inputs), side(form.outputs)) for path, form in parallel.strategies.items()},
         {name: NamedMatrix(matrix.device_matrix, matrix.axes) for name, matrix in parallel.layouts.items()},
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
@@ -195,11 +195,11 @@ def request_of(config: Config, world_size: int) -> Request:
     )
 
 
-def wanted_recompute(given: Recompute) -> WantedRecompute | None:
+def wanted_recompute(given: Recompute) -> RecomputeRequest | None:
     """The planner's request for recompute, from the config."""
     if given.operators == "none" or given.operators == "auto":  # auto is decided when there is a plan
         return None
-    return WantedRecompute(given.operators, given.modules, given.communication, given.slice_inputs)
+    return RecomputeRequest(given.operators, given.modules, given.communication, given.slice_inputs)
 
 
 Accept = Callable[[OperatorGraph, frozenset[str]], None]
@@ -397,7 +397,7 @@ def short_lower(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> Lowe
     """`lower`, for graphs whose gradients must be left open over the axes that those of another program are: by the
     graph's identity."""
 
-    def opened(graph: OperatorGraph, plan: Plan, options: Options, **given: Any) -> Program:
+    def opened(graph: OperatorGraph, plan: Plan, options: LoweringOptions, **given: Any) -> Program:
         wanted = reductions[id(graph)]
         found = lower(graph, plan, options, **given | {"open_axes": wanted})
         if found.reductions != wanted:
@@ -480,7 +480,7 @@ def _evaluations(
     return found, tensors
 
 
-def options_of(config: Config) -> Options:
+def options_of(config: Config) -> LoweringOptions:
     """How the training graph is lowered."""
     return replace(evaluation_options(config), sharded_optimizer=config.parallel.zero.known > 0, partial_loss=True)
 
@@ -497,13 +497,13 @@ def lowered_evaluation(config: Config, graph: OperatorGraph, plan: Plan) -> Prog
     return _placed(config, graph, plan, evaluation_options(config), lower)
 
 
-def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: Options, lower: Lower) -> Program:
+def _placed(config: Config, graph: OperatorGraph, plan: Plan, options: LoweringOptions, lower: Lower) -> Program:
     return place(lower(graph, plan, options), on_host(graph, config.parallel.place, strict=False))
 
 
-def evaluation_options(config: Config) -> Options:
+def evaluation_options(config: Config) -> LoweringOptions:
     """How an evaluation graph is lowered."""
-    return Options(config.train.random == "exact", wide_sums=wide_sums(config))
+    return LoweringOptions(config.train.random == "exact", wide_sums=wide_sums(config))
 
 
 def wide_sums(config: Config) -> bool:

@@ -15,14 +15,14 @@ from runner.config.schema import Config
 from runner.planning import pipeline as pipelining
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import Work
 from strategies.cost.step import works_of
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
 
-Lower = Callable[[OperatorGraph, Plan, Options], Program]
+Lower = Callable[[OperatorGraph, Plan, LoweringOptions], Program]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Programs:
         self,
         graph: OperatorGraph,
         plan: Plan,
-        options: Options,
+        options: LoweringOptions,
         open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
         **stage: Any,
     ) -> Program:
@@ -56,7 +56,7 @@ class Programs:
             self.worked[id(plan.operators)] = plan, works_of(graph, plan, cluster)
         return self.worked[id(plan.operators)][1]
 
-    def stages(self, config: Config, graph: OperatorGraph, plan: Plan, options: Options) -> tuple[Stage, ...]:
+    def stages(self, config: Config, graph: OperatorGraph, plan: Plan, options: LoweringOptions) -> tuple[Stage, ...]:
         """As `pipelining.stages_of`."""
         key = id(plan.operators), options, pipelining.groups_of(config)
         if key not in self.parts:

@@ -16,7 +16,7 @@ from functools import cached_property
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
-from strategies.core.request import Request, WantedRecompute
+from strategies.core.request import RecomputeRequest, Request
 from strategies.cost.cluster import Cluster
 from strategies.lowering.recompute import recomputed
 from strategies.planner.planner import Planning
@@ -36,7 +36,7 @@ class Searches:
     planning: list[Planning] = field(default_factory=list)
     """Of all requests, which differ in ZeRO's stage, the limit and what is computed again; none before the first."""
 
-    recomputed: dict[WantedRecompute | None, Recompute | None] = field(default_factory=dict)
+    recomputed: dict[RecomputeRequest | None, Recompute | None] = field(default_factory=dict)
 
     @cached_property
     def rules(self) -> Mapping[str, Sharding]:
@@ -62,7 +62,7 @@ class Searches:
         """`plan`, with what `request` computes again."""
         return replace(plan, recompute=self._recomputed(request.recompute))
 
-    def _recomputed(self, wanted: WantedRecompute | None) -> Recompute | None:
+    def _recomputed(self, wanted: RecomputeRequest | None) -> Recompute | None:
         if wanted not in self.recomputed:
             found = None if wanted is None else recomputed(self.graph, self.rules, wanted)
             self.recomputed[wanted] = found

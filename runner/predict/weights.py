@@ -12,7 +12,7 @@ from runner.checkpoint import Checkpoint, locate, read
 from runner.errors import ConfigError
 from runner.training.execution import Execution
 from strategies.core.graph import Source
-from strategies.runtime.shards import Piece, of_slice
+from strategies.runtime.shards import Shard, of_slice
 
 KEY = "predict.checkpoint"
 KINDS = ("parameter", "buffer")
@@ -55,7 +55,7 @@ def fill(checkpoint: Checkpoint, execution: Execution) -> None:
     programs = [program, *(one for _, one in execution.evaluations.values())]
     if runner is not None:
         programs += [unit.program for units in runner.evaluations.values() for unit in units]
-    wanted: dict[str, list[Piece]] = {}
+    wanted: dict[str, list[Shard]] = {}
     rank = execution.communicator.rank
     for one in programs:
         for source in one.sources:

@@ -16,7 +16,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Program
-from strategies.core.request import WantedRecompute
+from strategies.core.request import RecomputeRequest
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.roofline import backward_work
@@ -24,8 +24,8 @@ from strategies.cost.step import step_cost
 from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import memory
 from strategies.memory.trace import trace
-from strategies.optimizer.settings import Updating
-from strategies.planner.description import in_model, told_operators
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.planner.description import model_name, model_operators
 from strategies.rules import rule_of
 
 ATTENTION = 2.0
@@ -40,7 +40,7 @@ class Part:
     graph: OperatorGraph
     plan: Plan
     program: Program
-    updating: Updating
+    updating: OptimizerSettings
 
     def costs(self, cluster: Cluster) -> dict[str, OperatorCost]:
         return operator_costs(self.graph, self.plan, self.program, cluster, self.updating)
@@ -53,7 +53,7 @@ class Part:
         found = self.graph.by_id[ref.id]
         while isinstance(found, Operator) and self.plan.operators[found.name].origin == "copies":
             found = self.graph.by_id[found.operands[0].id]
-        return in_model(found) if isinstance(found, Operator) else found.name
+        return model_name(found) if isinstance(found, Operator) else found.name
 
     def at_peak(self, cluster: Cluster) -> float:
         """Seconds in which one device that reached the peak of every dtype would do the step's products, recompute not
@@ -84,16 +84,16 @@ def predict(
     the batch holds none)."""
     costs = [part.costs(cluster) for part in parts]
     entries = iter(content["operators"])
-    made = {in_model(operator) for part in parts for operator in part.graph.operators}
+    made = {model_name(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
         together: dict[str, OperatorCost] = {}
         for operator in part.graph.operators:
-            name, one = in_model(operator), found[operator.name]
+            name, one = model_name(operator), found[operator.name]
             together[name] = one + together[name] if name in together else one
-        for operator in told_operators(part.graph, part.plan):
+        for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
             entry["inputs"] = [_sender(part.maker(ref), made) for ref in operator.operands]
-            entry["predicted"] = asdict(together[in_model(operator)])
+            entry["predicted"] = asdict(together[model_name(operator)])
     seconds = content["cost"]["total"]
     shares = shares_of(costs) | {
         "optimizer": content["cost"]["optimizer"],
@@ -160,7 +160,7 @@ def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
         found[zero] = memory_now["peak"] - freed
     if part.plan.recompute is None:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
-        again = recomputed(part.graph, rules, WantedRecompute("full"))
+        again = recomputed(part.graph, rules, RecomputeRequest("full"))
         if again.modules:
             peak = memory(trace(replace(part.program, recompute=again), part.updating), part.updating).peak
             found["parallel.recompute=full"] = peak

@@ -44,7 +44,7 @@ from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.module_tree import MODULE, OPERATORS, build
 from strategies.runtime.opaque_random import as_key
 from strategies.runtime.peers import Peers
@@ -115,7 +115,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
     if prepared.config.train.compile:
         compiled.compile_units(module, prepared.device, leaves=prepared.config.parallel.zero.stage == 3)
     modules = {rows: (build(one, tensors, communicator, rank.device), one) for rows, one in evaluations.items()}
-    here.explain({operator.name: operator.where for operator in prepared.step[0].operators})
+    recorder.explain({operator.name: operator.where for operator in prepared.step[0].operators})
     blocks = _blocks(program, rank.rank)
 
     forward = _calling(program, prepared.step[0], prepared.config.train.compile)
@@ -204,7 +204,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         rows: [unit(one.stages[k], tried[rows][k], False)[0] for k in mine]
         for rows, one in prepared.evaluations.items()
     }
-    here.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
+    recorder.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
     modules = [module for _, module in units]
     peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
     actions = pipelining.schedule_of(config)[number]

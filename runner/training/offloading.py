@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from strategies.runtime.activation_offload import Activations, meant
 from strategies.runtime.disk import Disk
-from strategies.runtime.offload import Moved, Offload
+from strategies.runtime.offload import Offload, OffloadTraffic
 
 
 def activations(module: nn.Module, offload: Offload, device: str) -> Activations | None:
@@ -23,16 +23,16 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
     return found
 
 
-def change(before: Mapping[str, Moved], after: Mapping[str, Moved]) -> dict[str, int]:
+def change(before: Mapping[str, OffloadTraffic], after: Mapping[str, OffloadTraffic]) -> dict[str, int]:
     """Bytes of one step, under the names that metrics.jsonl uses; `held` is a state, not a change."""
     found: dict[str, int] = {}
     for kind, now in after.items():
-        then = before.get(kind, Moved())
+        then = before.get(kind, OffloadTraffic())
         found |= {f"{kind}_out": now.out - then.out, f"{kind}_back": now.back - then.back, f"{kind}_held": now.held}
     return found
 
 
-def told(moved: Mapping[str, Moved], offload: Offload) -> str:
+def told(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
     """One line for the end of a run: what rank 0 moved."""
     parts = []
     for kind, one in moved.items():

@@ -49,9 +49,9 @@ from strategies.optimizer.updates import Updates, axes_needed
 from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
-from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, here
+from strategies.runtime.flight_recorder import DATA, EVALUATION, FORWARD, PHASES, PLACE, SAVING, recorder
 from strategies.runtime.module_tree import COPIED
-from strategies.runtime.offload import Moved
+from strategies.runtime.offload import OffloadTraffic
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,14 @@ class Trainer:
             loss_scale=config.train.loss_scale,
         )
 
-    def _moved(self) -> dict[str, Moved]:
+    def _moved(self) -> dict[str, OffloadTraffic]:
         """What was offloaded since the start, by kind."""
         kept = {} if self.activations is None else {"activations": replace(self.activations.moved)}
-        copied, module = Moved(), self.execution.module
+        copied, module = OffloadTraffic(), self.execution.module
         for part in (module, *module.children()):  # the stages of a pipeline, if it is one
-            one: Moved = part.meta.get(COPIED, Moved()) if isinstance(part, fx.GraphModule) else Moved()
+            one: OffloadTraffic = (
+                part.meta.get(COPIED, OffloadTraffic()) if isinstance(part, fx.GraphModule) else OffloadTraffic()
+            )
             copied.out, copied.back = copied.out + one.out, copied.back + one.back
         return {**self.updates.moved, **kept, **({"place": replace(copied)} if copied.out else {})}
 
@@ -164,7 +166,7 @@ class Trainer:
                 if stopping is not None and not stopping.begin(step):
                     stopped = step - 1
                     break
-                here.begin(step)
+                recorder.begin(step)
                 self.keeper.whole(step - 1)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
@@ -210,7 +212,7 @@ class Trainer:
                     )
                 evaluated = self.evaluator is not None and self._due(step)
                 if self.evaluator is not None and evaluated:
-                    here.at(EVALUATION)
+                    recorder.at(EVALUATION)
                     results = self.evaluator.run()
                     if metrics is not None:
                         metrics.evaluation(step, results)
@@ -265,7 +267,7 @@ class Trainer:
 
         def load(first: int, number: int) -> tuple[list[Tensor], int]:
             micro = first + number
-            here.at(DATA)
+            recorder.at(DATA)
             self.faults.at("data")
             part = rows[micro * size : (micro + 1) * size]
             batches = self.batches if len(part) == size else self.short_batches
@@ -274,7 +276,7 @@ class Trainer:
                     _placed(tensor, self.rank.device)
                     for tensor in cast(batches.load(part, epoch), DTYPES[self.config.train.precision])
                 ]
-            here.at(FORWARD)
+            recorder.at(FORWARD)
             if self.writes:
                 self.keeper.changing()
             return entries, mix(self.config.train.seed, step, micro)
@@ -337,7 +339,7 @@ class Trainer:
         self.faults.at("collective")  # where the program itself has none
         for axes, total in totals.items():
             if axes:
-                here.cells[PLACE] = here.place("the loss")
+                recorder.cells[PLACE] = recorder.place("the loss")
                 communicator.sum(total, communicator.group(axes))
                 ranks = communicator.mesh.product(axes)
                 communicator.count(ALL_REDUCE, -(-2 * (ranks - 1) // ranks), total)
@@ -347,7 +349,7 @@ class Trainer:
         return float(found)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        here.at(PHASES.index(name))
+        recorder.at(PHASES.index(name))
         return nullcontext() if self.meter is None else self.meter.phase(name)
 
     def _aside(self) -> AbstractContextManager[None]:
@@ -390,7 +392,7 @@ class Trainer:
         return done + 1
 
     def _saving(self) -> None:
-        here.at(SAVING)
+        recorder.at(SAVING)
         self.faults.saving()
 
     def _weights(self) -> dict[str, Tensor]:

@@ -37,10 +37,10 @@ def segments_match(pattern: str, name: str) -> bool:
 
 def in_module(pattern: str, operator: Operator) -> bool:
     """Whether `pattern` means the operator or a module around it."""
-    return matches(pattern, operator) is not None or inside(pattern, operator.module)
+    return matches(pattern, operator) is not None or means_module(pattern, operator.module)
 
 
-def inside(pattern: str, path: str) -> bool:
+def means_module(pattern: str, path: str) -> bool:
     """Whether `pattern` means the module at `path` or one around it."""
     words = path.split(".") if path else []
     around = [".".join(words[: i + 1]) for i in range(len(words))]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without the collector of cycles, which would go through whole graphs many times and find nothing: of a joint
     decision on a 7B model it took a fifth, of which nothing was freed."""
     enabled = gc.isenabled()

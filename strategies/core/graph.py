@@ -76,7 +76,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchSlice:
     """The rows of the batch for which an operator is computed: `index`, `index + count`, ... They are `rows` in number
     and lie along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
     name of the operator in the model."""
@@ -108,7 +108,7 @@ class Operator:
     multiple: bool
     source: str
     path: tuple[str, ...]
-    share: Share | None = None
+    share: BatchSlice | None = None
     """Where the batch has several copies: which one this operator works on."""
 
     @cached_property

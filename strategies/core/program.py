@@ -229,7 +229,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Options:
+class LoweringOptions:
     """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
     to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
     `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
@@ -241,4 +241,4 @@ class Options:
     wide_sums: bool = True
 
 
-PLAIN = Options()
+DEFAULT_OPTIONS = LoweringOptions()

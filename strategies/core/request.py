@@ -30,7 +30,7 @@ Operand = tuple[int, ...] | NamedDims
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OperatorStrategy:
     """A configured strategy: operands in the order of the operator, results; None where it is left open."""
 
     inputs: tuple[Operand, ...] | None
@@ -56,7 +56,7 @@ class NamedMatrix:
 
 
 @dataclass(frozen=True)
-class WantedRecompute:
+class RecomputeRequest:
     """What to compute again in backward: all operators (`full`), the cheap ones (`selective`) or some kinds, inside
     `modules` (globs; None: every repeated layer). `communication` says whether collectives are repeated; None leaves it
     to `operators`: with full they are, else what they returned is stored."""
@@ -80,11 +80,11 @@ class Request:
     world_size: int
     search: str = "sharding_propagation"
     mesh: tuple[tuple[str, int], ...] | None = None
-    strategies: Mapping[str, Wanted] = field(default_factory=dict)
+    strategies: Mapping[str, OperatorStrategy] = field(default_factory=dict)
     layouts: Mapping[str, NamedMatrix] = field(default_factory=dict)
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
-    recompute: WantedRecompute | None = None
+    recompute: RecomputeRequest | None = None
     stage: int = 0
     states: float = 2.0
     moved: float = 28.0
@@ -154,7 +154,7 @@ def without_idle_axes(request: Request) -> Request:
     dataset = request.dataset_strategy
     return replace(
         request,
-        strategies={path: Wanted(side(w.inputs), side(w.outputs)) for path, w in request.strategies.items()},
+        strategies={path: OperatorStrategy(side(w.inputs), side(w.outputs)) for path, w in request.strategies.items()},
         dataset_strategy=tuple(map(operand, dataset)) if isinstance(dataset, tuple) else dataset,
     )
 

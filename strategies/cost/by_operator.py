@@ -21,7 +21,7 @@ from strategies.cost.collectives import chain_seconds, collective_seconds
 from strategies.cost.roofline import VIEWS, operator_work, shares
 from strategies.cost.step import repeated, step_cost
 from strategies.optimizer.buckets import LARGEST
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
 
 GRADIENTS = {
@@ -72,7 +72,7 @@ class OperatorCost:
 
 
 def operator_costs(
-    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: Updating
+    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: OptimizerSettings
 ) -> dict[str, OperatorCost]:
     """The costs by plan name, of a step that goes on as `updating` says."""
     zero_stage, accumulate = updating.stage, updating.accumulate

@@ -16,7 +16,7 @@ from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
 from strategies.cost.roofline import operator_work
 from strategies.optimizer.bytes_per_element import needed
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
 
 
@@ -41,7 +41,7 @@ class Least:
             return once * micro_batches / stages
         return once / (1 - (1 - 1 / micro_batches) ** stages)
 
-    def held(self, stages: int, ranks: int, updating: Updating, *, sliced: bool) -> float:
+    def held(self, stages: int, ranks: int, updating: OptimizerSettings, *, sliced: bool) -> float:
         """Bytes of a rank: weights, gradients and states, cut among as many ranks as may hold parts of them. `sliced`:
         plans may slice parameters."""
         if updating.offload.optimizer != "none" or updating.offload.parameters != "none":

@@ -22,7 +22,7 @@ from strategies.cost.exposed_communication import added_seconds
 from strategies.cost.roofline import Work, operator_work
 from strategies.optimizer.buckets import Bucket, buckets, sent
 from strategies.optimizer.bytes_per_element import Need, needed
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import local_elements, parameters
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.rules import rule_of
@@ -106,7 +106,7 @@ def step_cost(
     plan: Plan,
     program: Program,
     cluster: Cluster,
-    updating: Updating,
+    updating: OptimizerSettings,
     works: Sequence[Work] | None = None,
 ) -> StepCost:
     """What a step of `program`, which is `plan` lowered, costs on `cluster`; `works` are those of `works_of`, if they
@@ -143,7 +143,7 @@ def step_cost(
     )
 
 
-def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating: Updating) -> StepCost:
+def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating: OptimizerSettings) -> StepCost:
     """What `cost`, of a `program` without ZeRO, is at least at the stage of `updating`: ZeRO may take over what carries
     parameters, and brings its own collectives and update. What stage 3 gathers depends on its own program."""
     kept = {kind: seconds - cost.weights.get(kind, 0.0) for kind, seconds in cost.redistributions.items()}
@@ -181,7 +181,7 @@ def _gradients(
     return total, max(total - min(cluster.overlap * total, backward), times[-1])
 
 
-def _zero(program: Program, cluster: Cluster, updating: Updating) -> dict[str, float]:
+def _zero(program: Program, cluster: Cluster, updating: OptimizerSettings) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for."""
     found: dict[str, float] = {}
     mesh, calls = (
@@ -203,7 +203,7 @@ def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
     return collective_seconds(ALL_REDUCE, MASTER * sent([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster)
 
 
-def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) -> float:
+def optimizer_seconds(program: Program, cluster: Cluster, updating: OptimizerSettings) -> float:
     """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
     gradient between parameters, buckets and flat tensors, and updates its part of them."""
     need = need_of(updating)
@@ -218,12 +218,12 @@ def optimizer_seconds(program: Program, cluster: Cluster, updating: Updating) ->
     return calling_seconds(count, cluster, updating) + moved / cluster.memory_bandwidth
 
 
-def need_of(updating: Updating) -> Need:
+def need_of(updating: OptimizerSettings) -> Need:
     """What the optimizer needs for fp32."""
     return needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
 
 
-def calling_seconds(count: int, cluster: Cluster, updating: Updating) -> float:
+def calling_seconds(count: int, cluster: Cluster, updating: OptimizerSettings) -> float:
     """Seconds of the calls of an optimizer of `count` parameters, whatever their sizes."""
     need = need_of(updating)
     host = need.calls * bool(count) + need.each * count

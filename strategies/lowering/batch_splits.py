@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Ref, Share, Source, TensorSpec, rewrite
+from strategies.core.graph import BatchSlice, Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -39,7 +39,7 @@ LARGEST = 0.25
 
 
 @dataclass(frozen=True)
-class Copies:
+class BatchSplits:
     """`graph` with every copy's operators, and the `plan` that gives them what `plan` of the model gave the model's."""
 
     graph: OperatorGraph
@@ -48,7 +48,7 @@ class Copies:
 
 def in_copies(
     graph: OperatorGraph, part: OperatorGraph, plan: Plan, count: int, rows: int, *, exact: bool = False
-) -> Copies:
+) -> BatchSplits:
     """The model in `count` copies. `part` is the model's graph for the `rows` of one copy; `exact` says that random
     operators must repeat the numbers of one device.
 
@@ -181,7 +181,7 @@ class _Copying:
                     "parallel.copies=1 or train.random=fast."
                 )
 
-    def copies(self) -> Copies:
+    def copies(self) -> BatchSplits:
         """Build the graph: every operator in its place, once or once per copy."""
         building = _Building(self)
         for operator, small in zip(self.graph.operators, self.part.operators, strict=True):
@@ -241,7 +241,7 @@ class _Building:
                 "larger data.batch_size."
             )
         dim = next(self.judged.dims[Ref(operator.id, i)] for i in range(len(operator.results)))
-        share = Share(number, self.count, dim, self.rows, operator.id, operator.name)
+        share = BatchSlice(number, self.count, dim, self.rows, operator.id, operator.name)
         given = small if operator.op in SIZED else operator
         new = lambda leaf: self._own(leaf, number) if isinstance(leaf, Ref) else leaf  # noqa: E731
         made = replace(
@@ -264,7 +264,7 @@ class _Building:
                 if users or wanted:
                     self.whole[ref] = self._join(ref, operator, index)
 
-    def finished(self) -> Copies:
+    def finished(self) -> BatchSplits:
         graph = replace(
             self.graph,
             operators=tuple(self.operators),
@@ -276,7 +276,7 @@ class _Building:
             of = {operator.name: operator.share.name for operator in self.operators if operator.share is not None}
             kept = tuple(name for name in self.planned if of.get(name, name) in recompute.kept)
             recompute = replace(recompute, kept=kept)
-        return Copies(graph, replace(self.plan, operators=self.planned, recompute=recompute))
+        return BatchSplits(graph, replace(self.plan, operators=self.planned, recompute=recompute))
 
     def _result_layouts(self, operator: Operator) -> tuple[Layout, ...]:
         chosen = self.plan.operators[operator.name]
@@ -302,7 +302,7 @@ class _Building:
         for number, piece in enumerate(found):
             if inner > 1:
                 flat = (*shape[:dim], self.rows * inner, *shape[dim + 1 :])
-                share = Share(number, self.count, dim, self.rows, "", about.name)
+                share = BatchSlice(number, self.count, dim, self.rows, "", about.name)
                 piece = self._call(replace(about, name=f"{about.name}~flat{number}", share=share), "view", piece, flat)
             self.own[ref, number] = piece
 
@@ -314,7 +314,7 @@ class _Building:
         pieces = [self.own[ref, number] for number in range(self.count)]
         if inner > 1:
             deep = (*shape[:dim], self.rows, inner, *shape[dim + 1 :])
-            shares = [Share(n, self.count, dim, self.rows, operator.id, operator.name) for n in range(self.count)]
+            shares = [BatchSlice(n, self.count, dim, self.rows, operator.id, operator.name) for n in range(self.count)]
             pieces = [
                 self._call(replace(about, name=f"{about.name}~deep{n}", share=shares[n]), "view", piece, deep)
                 for n, piece in enumerate(pieces)

@@ -11,7 +11,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan
-from strategies.core.program import KEY, Compute, Instruction, Options, Ordinal, RankValue, Redistribute
+from strategies.core.program import KEY, Compute, Instruction, LoweringOptions, Ordinal, RankValue, Redistribute
 from strategies.resharding.redistribution import chain
 from strategies.rules.sharding import Sharding
 
@@ -21,7 +21,7 @@ class Lowering(Protocol):
 
     graph: OperatorGraph
     mesh: Mesh
-    options: Options
+    options: LoweringOptions
     instructions: list[Instruction]
 
     def fresh(self, name: str) -> str: ...

@@ -19,7 +19,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite,
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import PLAIN, Compute, Instruction, Options, Program, Redistribute
+from strategies.core.program import DEFAULT_OPTIONS, Compute, Instruction, LoweringOptions, Program, Redistribute
 from strategies.core.steps import Chain
 from strategies.lowering.emitter import Emitter
 from strategies.resharding.redistribution import chain
@@ -33,7 +33,7 @@ SUMMING = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d con
 def lower(
     graph: OperatorGraph,
     plan: Plan,
-    options: Options = PLAIN,
+    options: LoweringOptions = DEFAULT_OPTIONS,
     *,
     outputs: Sequence[Layout] = (),
     ordinals: Mapping[str, int] | None = None,
@@ -48,11 +48,11 @@ def lower(
     return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 
 
-_ordinals: dict[int, dict[Options, dict[str, int]]] = {}
+_ordinals: dict[int, dict[LoweringOptions, dict[str, int]]] = {}
 """By graph, as long as it lives."""
 
 
-def random_ordinals(graph: OperatorGraph, plan: Plan, options: Options = PLAIN) -> dict[str, int]:
+def random_ordinals(graph: OperatorGraph, plan: Plan, options: LoweringOptions = DEFAULT_OPTIONS) -> dict[str, int]:
     """The numbers of the random operators, by id: those of every plan, so the first one that is asked for tells all."""
     if id(graph) not in _ordinals:
         _ordinals[id(graph)] = {}
@@ -90,7 +90,7 @@ class _Lowering:
         self,
         graph: OperatorGraph,
         plan: Plan,
-        options: Options,
+        options: LoweringOptions,
         outputs: Sequence[Layout],
         ordinals: Mapping[str, int] | None,
         open_axes: Mapping[str, Iterable[str]],

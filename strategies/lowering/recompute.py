@@ -17,12 +17,12 @@ from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph, modules_around
 from strategies.core.plan import Recompute
 from strategies.core.program import KEY, Compute, Copy, Instruction, Program, Redistribute, Start, Wait
-from strategies.core.request import WantedRecompute
+from strategies.core.request import RecomputeRequest
 from strategies.core.steps import LOCAL
 from strategies.rules.sharding import Sharding
 
 
-def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: WantedRecompute) -> Recompute:
+def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: RecomputeRequest) -> Recompute:
     """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
     modules = set(layers(graph, wanted.modules))
     inside = [operator for operator in graph.operators if not modules.isdisjoint(around(operator))]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
 from strategies.memory.parts import Memory
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 
 
-def check_limit(needed: Memory, limit: int, plan: Plan, updating: Updating) -> None:
+def check_limit(needed: Memory, limit: int, plan: Plan, updating: OptimizerSettings) -> None:
     """Raises StrategyError for a plan that needs more than `limit` bytes."""
     if needed.peak > limit:
         raise StrategyError(over(needed, limit, updating, recomputes=plan.recompute is not None))
 
 
-def over(needed: Memory, limit: int, updating: Updating, *, recomputes: bool, all_of_it: bool = False) -> str:
+def over(needed: Memory, limit: int, updating: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:
     """Why a plan does not fit, and what would help first. `recomputes`: something is computed again already;
     `all_of_it`: everything that may be."""
     parts = {
@@ -34,7 +34,7 @@ def over(needed: Memory, limit: int, updating: Updating, *, recomputes: bool, al
     )
 
 
-def _advice(part: str, updating: Updating, recomputes: bool) -> str:
+def _advice(part: str, updating: OptimizerSettings, recomputes: bool) -> str:
     stage, moved, found = updating.stage, updating.offload, []
     if part == "activations":
         found += [] if recomputes else ["parallel.recompute=auto"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.memory.trace import Traced
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Memory:
         return {**parts, **more, "peaks": dict(self.peaks), "host": self.host, "disk": self.disk, "total": total}
 
 
-def memory(traced: Traced, updating: Updating) -> Memory:
+def memory(traced: Traced, updating: OptimizerSettings) -> Memory:
     """What a step needs that was `traced`."""
     to_disk = updating.offload.activations == "disk"
     stands = traced.stands

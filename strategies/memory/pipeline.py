@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from strategies.lowering.pipeline.schedule import Action, held
 from strategies.memory.parts import Memory, memory
 from strategies.memory.trace import Traced
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 
 
 def group_memory(
-    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, updating: Updating
+    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, updating: OptimizerSettings
 ) -> Memory:
     """Of a rank of `group`, one of `groups`; `traces` are those of its stages at least, by number. A phase
     needs what stands of all its stages, the activations that the schedule holds at most, the gradients of the other

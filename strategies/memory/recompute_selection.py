@@ -18,14 +18,14 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import Program
-from strategies.core.request import WantedRecompute
+from strategies.core.request import RecomputeRequest
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.recompute import layers, recomputed
 from strategies.memory.limit import over
 from strategies.memory.parts import Memory, memory
 from strategies.memory.trace import stored_in, trace
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
 
 Way = Literal["full", "selective"]
@@ -77,8 +77,8 @@ class Fitting:
 
     graph: OperatorGraph
     plan: Plan
-    wanted: WantedRecompute
-    updating: Updating
+    wanted: RecomputeRequest
+    updating: OptimizerSettings
     cluster: Cluster
     lowered: Callable[[Plan], Program]
 
@@ -168,7 +168,7 @@ class Fitting:
         shardings = {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
         slices = self.wanted.slice_inputs
         parts = [
-            recomputed(self.graph, shardings, WantedRecompute(way, tuple(paths[way]), handling, slices))
+            recomputed(self.graph, shardings, RecomputeRequest(way, tuple(paths[way]), handling, slices))
             for way in WAYS
             if paths[way]
         ]

@@ -36,8 +36,8 @@ from strategies.memory.truncation import Repeated, form, repeated_part, shortene
 from strategies.memory.zero import Group, Sharded, groups_of
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.settings import Updating
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.live_tensors import Live
 
 FEW = (2, 3)
@@ -47,7 +47,7 @@ SLACK = 0.005
 """Of the peak: what the room of a bucket may be told too much, because nobody looks when it is needed."""
 
 
-def trace_repeated(program: Program, updating: Updating) -> Traced:
+def trace_repeated(program: Program, updating: OptimizerSettings) -> Traced:
     """As `trace`, in time that does not grow with the repetitions."""
     part = repeated_part(replace(program, updates=()))
     if part is None or updating.offload.activations != "none":
@@ -66,7 +66,7 @@ class Traces:
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
 
-    def of(self, program: Program, updating: Updating) -> Traced:
+    def of(self, program: Program, updating: OptimizerSettings) -> Traced:
         own = updating.stage, updating.overlap, updating.accumulate > 1
         key = own, form(program, updating.groups_for(program))
         if key not in self.done:
@@ -99,14 +99,14 @@ class Outline:
         return self.stands, self.gradients, self.update
 
 
-def outline(program: Program, updating: Updating) -> Outline:
+def outline(program: Program, updating: OptimizerSettings) -> Outline:
     """Of a program that may learn nothing."""
     whole = _Whole(program, updating)
     added = whole.gradients if updating.accumulate > 1 else 0
     return Outline(whole.standing.total, added, whole.ending, whole.update(whole.gradients))
 
 
-def _extrapolated(program: Program, updating: Updating, whole: _Whole, part: Repeated) -> Traced | None:
+def _extrapolated(program: Program, updating: OptimizerSettings, whole: _Whole, part: Repeated) -> Traced | None:
     """None where traces do not bear it out."""
     done: dict[int, tuple[_Recording, Traced]] = {}
     for few in FEW:
@@ -121,7 +121,12 @@ def _extrapolated(program: Program, updating: Updating, whole: _Whole, part: Rep
 
 
 def _lengthened(
-    whole: _Whole, updating: Updating, left: int, less: Traced, then: Traced, segments: Sequence[tuple[_Segment, ...]]
+    whole: _Whole,
+    updating: OptimizerSettings,
+    left: int,
+    less: Traced,
+    then: Traced,
+    segments: Sequence[tuple[_Segment, ...]],
 ) -> Traced | None:
     """With `left` more repetitions than `less` has, of which `then` has one; None where a joined bucket is too large to
     be told."""
@@ -165,7 +170,7 @@ def _lengthened(
 class _Whole:
     """What is known of the whole program without running it, from tensors that have shapes alone."""
 
-    def __init__(self, program: Program, updating: Updating) -> None:
+    def __init__(self, program: Program, updating: OptimizerSettings) -> None:
         tensors, need = local_tensors(program, "meta"), need_of(program, updating)
         held, groups = parameters_of(tensors), updating.groups_for(program)
         self.updates: Sharded | None = None
@@ -225,9 +230,9 @@ class _Recording(Trace):
     """A trace that remembers all moments, with the buffers of the whole program, and without what a joined bucket or a
     copied one needs: that depends on where its borders fall."""
 
-    cut = Cut(0)
+    cut = BucketLimits(0)
 
-    def __init__(self, program: Program, updating: Updating, whole: _Whole) -> None:
+    def __init__(self, program: Program, updating: OptimizerSettings, whole: _Whole) -> None:
         super().__init__(program, updating, whole.need)
         self.whole, self.segments = whole, list[_Segment]()
 

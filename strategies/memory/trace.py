@@ -31,8 +31,8 @@ from strategies.memory.zero import Group, Sharded, Standing, groups_of
 from strategies.memory.zero_gathering import Gathered, gather_late
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.settings import Updating
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.activation_offload import Activations, look_up_parameters, meant
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Extent
@@ -150,17 +150,17 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
         yield saved
 
 
-def trace(program: Program, updating: Updating) -> Traced:
+def trace(program: Program, updating: OptimizerSettings) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
     return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).run())
 
 
-def stored_in(program: Program, updating: Updating, paths: Collection[str]) -> dict[str, int]:
+def stored_in(program: Program, updating: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
     """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
     return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).stored_in(paths))
 
 
-def need_of(program: Program, updating: Updating) -> Need:
+def need_of(program: Program, updating: OptimizerSettings) -> Need:
     """What the optimizer of a program takes."""
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
@@ -168,7 +168,7 @@ def need_of(program: Program, updating: Updating) -> Need:
     return needed(updating.factory, wide, at_once=updating.device != "cpu")
 
 
-def on_shapes(program: Program, updating: Updating, work: Callable[[Program, Need], Result]) -> Result:
+def on_shapes(program: Program, updating: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
     """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
     need = need_of(program, updating)
@@ -216,7 +216,7 @@ def sharded(
     held: Mapping[str, nn.Parameter],
     groups: Sequence[Group],
     need: Need,
-    updating: Updating,
+    updating: OptimizerSettings,
     make: Callable[..., Sharded] = Sharded,
 ) -> Sharded:
     """What ZeRO 1-3 has beside the parameters that are `held`."""
@@ -230,10 +230,10 @@ class Trace:
     """One step, which is run once. Of several micro-batches only the last is: none before it needs more, because what
     they leave, their gradients, is there from the begin."""
 
-    cut: Cut | None = None
+    cut: BucketLimits | None = None
     """How gradients are cut into buckets, if not as `updating` says."""
 
-    def __init__(self, program: Program, updating: Updating, need: Need) -> None:
+    def __init__(self, program: Program, updating: OptimizerSettings, need: Need) -> None:
         self.program, self.updating, self.need = program, updating, need
         self.communicator = _Shaped(program.mesh)
         self.inputs = [source for source in program.sources if source.kind == "input"]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from strategies.core.program import Program
 from strategies.optimizer.bytes_per_element import Need
-from strategies.optimizer.updates import Groups, layout_of, learning_groups, parameters
+from strategies.optimizer.updates import Groups, layout_of, parameters, trainable_groups
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
-from strategies.runtime.offload import NOTHING, Offload
+from strategies.runtime.offload import NO_OFFLOAD, Offload
 
 ALIGNED = 2
 """Elements to which DeepSpeed rounds a rank's part of a group up, at stages 1 and 2."""
@@ -50,7 +50,7 @@ def groups_of(program: Program, groups: Groups, stage: int) -> list[Group]:
     """The flat tensors of DeepSpeed: one per group of the user and set of replicas."""
     mesh, found = program.mesh, []
     sources = {source.name: source for source in parameters(program)}
-    for members, _ in learning_groups(program, groups):
+    for members, _ in trainable_groups(program, groups):
         by_axes: dict[tuple[str, ...], dict[str, int]] = {}
         for name in members:
             layout = layout_of(program, name)
@@ -96,7 +96,7 @@ class Sharded:
         stage: int,
         accumulate: int,
         bucket: int | None = None,
-        offload: Offload = NOTHING,
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
         self.offload, self.lets_go = offload, offload.optimizer != "none"
         self.stage, self.accumulate, self.groups, self.need = stage, accumulate, groups, need

@@ -15,7 +15,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import ITEM_BYTES
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.updates import CHOSEN, Cut, local_elements, parameters
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, local_elements, parameters
 
 SMALLEST, LARGEST = 2**20, 25 * 2**20
 """Bytes between which a bucket is chosen: below the first a call costs the same however little it carries."""
@@ -44,7 +44,7 @@ def completed(program: Program) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: -place[name]))
 
 
-def buckets(program: Program, cut: Cut = CHOSEN) -> tuple[Bucket, ...]:
+def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Bucket, ...]:
     """The buckets of `program` in the order in which they are complete. Raises StrategyError for a position behind the
     last gradient."""
     order = completed(program)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import Bucket, sent
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import PLACE, Awaited, here
+from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 
 
 class Reduction:
@@ -28,7 +28,7 @@ class Reduction:
         self._buckets, self._holders, self._communicator = buckets, holders, communicator
         group = communicator.own_group if apart else communicator.group
         self._groups = {axes: group(axes) for axes in dict.fromkeys(bucket.axes for bucket in buckets)}
-        self._places = [here.place(f"the gradients of {', '.join(bucket.names)}") for bucket in buckets]
+        self._places = [recorder.place(f"the gradients of {', '.join(bucket.names)}") for bucket in buckets]
         self._number = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
         self._begin()
 
@@ -69,7 +69,7 @@ class Reduction:
         flat = pieces[0].contiguous().view(-1) if alone else torch.cat([piece.reshape(-1) for piece in pieces])
         for holder in holders:
             holder.grad = None  # the bucket has it now
-        here.cells[PLACE] = self._places[len(self._running)]
+        recorder.cells[PLACE] = self._places[len(self._running)]
         work = self._communicator.sum(flat, self._groups[bucket.axes], later=True)
         elements = sent([piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes))
         self._communicator.count(ALL_REDUCE, elements, flat)

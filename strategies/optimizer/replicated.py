@@ -23,23 +23,23 @@ from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.buckets import buckets, sent
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.reduction import Reduction
-from strategies.optimizer.state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import (
-    CHOSEN,
-    Cut,
+    DEFAULT_BUCKETS,
+    BucketLimits,
     Groups,
     OptimizerFactory,
     check_optimizer,
     layout_of,
-    learning_groups,
     parameters,
+    trainable_groups,
 )
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import PLACE, here
+from strategies.runtime.flight_recorder import PLACE, recorder
 from strategies.runtime.naming import held
-from strategies.runtime.offload import Moved
+from strategies.runtime.offload import OffloadTraffic
 from strategies.runtime.peers import Peers
-from strategies.runtime.shards import MODEL, OPTIMIZER, Pieces, of_slice, whole
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, whole
 
 
 class BucketedUpdates:
@@ -58,7 +58,7 @@ class BucketedUpdates:
         accumulate: int = 1,
         evaluation: nn.Module | None = None,
         short: nn.Module | None = None,
-        cut: Cut = CHOSEN,
+        cut: BucketLimits = DEFAULT_BUCKETS,
         overlap: bool = False,
         peers: Peers | None = None,
         scale: LossScale | None = None,
@@ -76,7 +76,7 @@ class BucketedUpdates:
             if self._parameters[name].element_size() < 4
         }
         self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.learns}
-        grouped = learning_groups(program, groups)
+        grouped = trainable_groups(program, groups)
         self._members = [names for names, _ in grouped]
         self._optimizer = optimizer_factory(
             [{"params": [self._owned[name] for name in names], **options} for names, options in grouped]
@@ -194,7 +194,7 @@ class BucketedUpdates:
         if self._peers is not None:
             self._peers.add_over_all(total)
         elif mesh.size > 1:
-            here.cells[PLACE] = here.place("the norm of the gradients")
+            recorder.cells[PLACE] = recorder.place("the norm of the gradients")
             self._communicator.sum(total, self._communicator.group(mesh.names))
             self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan
@@ -202,7 +202,7 @@ class BucketedUpdates:
     def weight(self, name: str) -> Tensor:
         return self._parameters[name].detach()
 
-    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+    def pieces(self, write: bool = False) -> Iterator[Shards]:
         found, mesh = {}, self._program.mesh
         for source in parameters(self._program):
             shape, name = source.spec.shape, source.name
@@ -218,8 +218,8 @@ class BucketedUpdates:
                     found[f"{OPTIMIZER}{state}/{name}"] = [of_slice(shape, block, value) if fits else whole(value)]
         yield found
 
-    def plain(self) -> Plain:
-        plain = Plain(groups_of(self._optimizer, self._members))
+    def plain(self) -> OptimizerScalars:
+        plain = OptimizerScalars(groups_of(self._optimizer, self._members))
         for name, holder in self._owned.items():
             state = self._optimizer.state.get(holder, {})
             plain.scalars[name] = {key: value for key, value in state.items() if is_scalar(value, holder)}
@@ -227,7 +227,7 @@ class BucketedUpdates:
             plain.loss_scale = asdict(self.loss_scale)
         return plain
 
-    def begin(self, states: States, plain: Plain) -> None:
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
         set_groups(self._optimizer, self._members, plain)
         if self.loss_scale is not None and self.loss_scale.adapts and plain.loss_scale is not None:
             self.loss_scale = LossScale(**plain.loss_scale | {"adapts": True})
@@ -252,7 +252,7 @@ class BucketedUpdates:
                 self._parameters[name].copy_(master)
 
     @property
-    def moved(self) -> Mapping[str, Moved]:
+    def moved(self) -> Mapping[str, OffloadTraffic]:
         return {}
 
     def hosted(self) -> list[Tensor]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from strategies.core.program import Program
-from strategies.optimizer.updates import CHOSEN, Cut, Groups, OptimizerFactory
-from strategies.runtime.offload import NOTHING, Offload
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Groups, OptimizerFactory
+from strategies.runtime.offload import NO_OFFLOAD, Offload
 
 
 @dataclass(frozen=True)
-class Updating:
+class OptimizerSettings:
     """`stage` is the ZeRO stage, `factory` and `groups` make the optimizer (groups None: one of all that learns),
     `accumulate` are the micro-batches of a step. Stage 0 cuts gradients into buckets as `cut` says and adds them during
     backward with `overlap`; from stage 1 on a bucket holds `bucket` elements (None: the usual number)."""
@@ -21,10 +21,10 @@ class Updating:
     factory: OptimizerFactory = torch.optim.SGD
     groups: Groups | None = None
     accumulate: int = 1
-    cut: Cut = CHOSEN
+    cut: BucketLimits = DEFAULT_BUCKETS
     overlap: bool = False
     bucket: int | None = None
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     device: str = "cpu"
 
     def groups_for(self, program: Program) -> Groups:

@@ -11,10 +11,10 @@ from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import scale_of
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.updates import CHOSEN, Cut, Groups, OptimizerFactory, Precision, Updates
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Groups, OptimizerFactory, Precision, Updates
 from strategies.optimizer.zero.zero import ZeroUpdates
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.offload import NOTHING, Offload
+from strategies.runtime.offload import NO_OFFLOAD, Offload
 from strategies.runtime.peers import Peers
 
 
@@ -32,9 +32,9 @@ def make_updates(
     evaluation: nn.Module | None = None,
     short: nn.Module | None = None,
     zero_options: Mapping[str, Any] | None = None,
-    cut: Cut = CHOSEN,
+    cut: BucketLimits = DEFAULT_BUCKETS,
     overlap: bool = False,
-    offload: Offload = NOTHING,
+    offload: Offload = NO_OFFLOAD,
     peers: Peers | None = None,
     loss_scale: float | None = None,
 ) -> Updates:

@@ -1,8 +1,8 @@
 """The state of a torch optimizer by parameter name, so that another plan, which groups and cuts parameters in another
 way, finds what belongs to each.
 
-Invariant: what is a tensor over a parameter is a piece (see `pieces`); all else, numbers and options, is `Plain` and
-the same on all ranks that hold the parameter.
+Invariant: what is a tensor over a parameter is a `Shard`; all else, numbers and options, is `OptimizerScalars` and the
+same on all ranks that hold the parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN = frozenset({"params", "name", "moe"})
 
 
 @dataclass
-class Plain:
+class OptimizerScalars:
     """`groups`: per parameter group its options and under "names" its parameters; `scalars`: numbers by parameter and
     state; `loss_scale` where there is one. Plain data and tensors of one element."""
 
@@ -37,7 +37,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredState:
     """What a checkpoint has of one optimizer state of one parameter: shape, and whether it is in the dtype of the
     stored weights."""
 
@@ -46,7 +46,7 @@ class Stored:
     like_weights: bool
 
 
-States = Mapping[str, Mapping[str, Stored]]
+States = Mapping[str, Mapping[str, StoredState]]
 """By state and parameter."""
 
 
@@ -56,14 +56,14 @@ def is_scalar(value: Any, holder: Tensor) -> bool:
 
 
 def groups_of(optimizer: Optimizer, members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """`Plain.groups` of an optimizer whose groups have the given members."""
+    """`OptimizerScalars.groups` of an optimizer whose groups have the given members."""
     return [
         {"names": list(names)} | {key: value for key, value in group.items() if key not in OWN}
         for group, names in zip(optimizer.param_groups, members, strict=True)
     ]
 
 
-def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: Plain) -> None:
+def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: OptimizerScalars) -> None:
     """Take over the options, by name; those that this optimizer does not have are left out."""
     for group, names in zip(optimizer.param_groups, members, strict=True):
         for key, value in (plain.find(names) or {}).items():

@@ -20,9 +20,9 @@ from strategies.core.graph import Source
 from strategies.core.layout import Layout
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import LossScale
-from strategies.optimizer.state import Plain, States
-from strategies.runtime.offload import Moved
-from strategies.runtime.shards import Pieces
+from strategies.optimizer.state import OptimizerScalars, States
+from strategies.runtime.offload import OffloadTraffic
+from strategies.runtime.shards import Shards
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 """The dtype of the parameters in the program."""
@@ -37,7 +37,7 @@ UNFIT = {"LBFGS": "evaluates the loss several times in one step", "SparseAdam": 
 
 
 @dataclass(frozen=True)
-class Cut:
+class BucketLimits:
     """How gradients are cut into buckets: of `size` bytes at most or one larger gradient (None: an eighth of all
     bytes, between 1 and 25 MiB), or at the positions `at` in the order in which backward completes them."""
 
@@ -45,7 +45,7 @@ class Cut:
     at: tuple[int, ...] | None = None
 
 
-CHOSEN = Cut()
+DEFAULT_BUCKETS = BucketLimits()
 
 
 class Updates(Protocol):
@@ -93,14 +93,14 @@ class Updates(Protocol):
     def weight(self, name: str) -> Tensor:
         """This rank's slice of a parameter, not to be written. Collective over its replicas."""
 
-    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+    def pieces(self, write: bool = False) -> Iterator[Shards]:
         """Everything of parameters and optimizer states that this rank holds, in batches: each is there until the next
         is asked for. With `write` the views may be overwritten, after `begin` and before `loaded`."""
 
-    def plain(self) -> Plain:
+    def plain(self) -> OptimizerScalars:
         """What is no tensor of the optimizer's state, of all parameters that this rank holds a slice of."""
 
-    def begin(self, states: States, plain: Plain) -> None:
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
         """Give the optimizer the states of a checkpoint, made of zeros, and its options and scalars."""
 
     def loaded(self) -> None:
@@ -111,7 +111,7 @@ class Updates(Protocol):
         """What the loss is multiplied by in fp16; None in other precisions."""
 
     @property
-    def moved(self) -> Mapping[str, Moved]:
+    def moved(self) -> Mapping[str, OffloadTraffic]:
         """What was offloaded so far: `optimizer` and `parameters`, where they are."""
 
     def hosted(self) -> list[Tensor]:
@@ -143,7 +143,7 @@ def local_elements(program: Program, source: Source) -> int:
     return math.prod(program.layouts[source.id].local_shape(source.spec.shape, program.mesh))
 
 
-def learning_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
+def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
     """`groups` without what does not learn and without empty groups: (names, options).
 
     Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.

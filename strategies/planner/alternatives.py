@@ -18,7 +18,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options, Program, Redistribute
+from strategies.core.program import LoweringOptions, Program, Redistribute
 from strategies.core.steps import ALL_REDUCE
 from strategies.cost.by_operator import GRADIENTS, marginal_seconds
 from strategies.cost.cluster import Cluster
@@ -84,7 +84,9 @@ class Neighbourhood:
         follows."""
         mesh, cluster, sharding = self.plan.mesh, self.cluster, self._sharding
         plan = self._changed(assignment)
-        program = lower(self._part, plan, Options(sharded_optimizer=self.zero_stage > 0), outputs=self._outputs(plan))
+        program = lower(
+            self._part, plan, LoweringOptions(sharded_optimizer=self.zero_stage > 0), outputs=self._outputs(plan)
+        )
         around = tuple(self._around(program))
         sent = sum(
             chain_seconds(chain, one.spec.item_bytes, mesh, cluster)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from strategies.core.addressing import addresses, matches
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import Operator, OperatorGraph
-from strategies.core.request import NamedDims, Operand, Wanted
+from strategies.core.request import NamedDims, Operand, OperatorStrategy
 from strategies.rules.sharding import Sharding
 
 Slicing = int | tuple[str, tuple[str, ...]]
@@ -20,12 +20,12 @@ class Configured:
     """A user's strategy on one operator. `factors` in the order in which the operands name them."""
 
     path: str
-    wanted: Wanted
+    wanted: OperatorStrategy
     factors: Mapping[str, Slicing]
 
 
 def configured(
-    graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, Wanted]
+    graph: OperatorGraph, shardings: Mapping[str, Sharding], strategies: Mapping[str, OperatorStrategy]
 ) -> dict[str, Configured]:
     """The configured operators by id. A path with `@k` counts before one without, both before a glob, a later glob
     before an earlier one. Raises StrategyError for a path that means nothing, for two equal ones that disagree, and for
@@ -57,7 +57,7 @@ def configured(
 
 
 def _read(
-    graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: Wanted
+    graph: OperatorGraph, operator: Operator, sharding: Sharding, path: str, address: str, wanted: OperatorStrategy
 ) -> Configured:
     """Slices per factor. Every operand's dims are compared with the shape and with what other operands say of the
     same factor."""

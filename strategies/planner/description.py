@@ -22,7 +22,7 @@ from strategies.memory.pipeline import group_memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import Traced, trace
 from strategies.optimizer.buckets import predicted
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.rules import rule_of
 from strategies.runtime.peers import BROADCAST, SEND
@@ -33,7 +33,7 @@ def describe(
     plan: Plan,
     program: Program,
     *,
-    updating: Updating,
+    updating: OptimizerSettings,
     cluster: Cluster,
     traced: Traced | None = None,
     in_step: tuple[OperatorGraph, Plan] | None = None,
@@ -49,8 +49,8 @@ def describe(
     sent = communication(program, updating, traced)
     return plan.to_json() | {
         "operators": [
-            operator_entry(graph, plan, operator, by_operator.get(in_model(operator), []))
-            for operator in told_operators(graph, plan)
+            operator_entry(graph, plan, operator, by_operator.get(model_name(operator), []))
+            for operator in model_operators(graph, plan)
         ],
         "parameters": {
             source.name: {
@@ -73,7 +73,7 @@ def describe(
     }
 
 
-def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: Updating) -> dict[str, Any]:
+def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: OptimizerSettings) -> dict[str, Any]:
     """What is computed again, and the bytes that a rank stores for one micro-batch with and without that."""
     assert plan.recompute is not None
     without = trace(replace(program, recompute=None, replicas={}), updating)
@@ -95,7 +95,7 @@ def operator_entry(
     counts = [mesh.product(chosen.assignment.get(factor, ())) for factor in sharding.factors]
     used = mesh.product(sharding.used(chosen.assignment))
     return {
-        "name": in_model(operator),
+        "name": model_name(operator),
         "module": operator.module,
         "op": operator.op,
         "source": operator.source,
@@ -114,7 +114,7 @@ def operator_entry(
     }
 
 
-def told_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
+def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
     """The operators of the model; of those that are there once per copy of the batch, the first copy's."""
     return [
         operator
@@ -123,7 +123,7 @@ def told_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
     ]
 
 
-def in_model(operator: Operator) -> str:
+def model_name(operator: Operator) -> str:
     return operator.name if operator.share is None else operator.share.name
 
 
@@ -152,7 +152,7 @@ def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def communication(program: Program, updating: Updating, traced: Traced | None = None) -> dict[str, int]:
+def communication(program: Program, updating: OptimizerSettings, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
     micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients and weights as
     stage 0 or ZeRO sends them, without the norm."""
@@ -187,7 +187,7 @@ def describe_stages(
     programs: Sequence[Program],
     schedule: Schedule,
     *,
-    updating: Updating,
+    updating: OptimizerSettings,
     cluster: Cluster,
 ) -> dict[str, Any]:
     """The content of plan.json. `programs` are those of the stages; the rest as for `planner.description`."""

@@ -20,10 +20,10 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from strategies.core.addressing import inside
+from strategies.core.addressing import means_module
 from strategies.runtime.disk import Extent
 from strategies.runtime.module_tree import MODULE
-from strategies.runtime.offload import Moved, on_side
+from strategies.runtime.offload import OffloadTraffic, on_side
 from strategies.runtime.recompute import in_region
 
 
@@ -47,7 +47,7 @@ class Activations:
         self, device: torch.device, larger_than: int = 0, disk: Space | None = None, *, beside: bool = True
     ) -> None:
         self.device, self.larger_than, self.disk = device, max(larger_than, 1), disk
-        self.moved, self.away = Moved(), 0
+        self.moved, self.away = OffloadTraffic(), 0
         self.writing: Extent | None = None
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and beside:
@@ -142,7 +142,7 @@ def meant(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     for name, unit in module.named_modules():
         path = unit.meta.get(MODULE, name) if isinstance(unit, fx.GraphModule) else name
         runs = type(unit).forward is not nn.Module.forward
-        if runs and (not globs or any(inside(glob, path) for glob in globs)):
+        if runs and (not globs or any(means_module(glob, path) for glob in globs)):
             found.append(unit)
     return found
 

@@ -33,7 +33,7 @@ from strategies.core.steps import (
 )
 from strategies.runtime import coalesced
 from strategies.runtime.flight_recorder import EXCHANGE as EXCHANGING
-from strategies.runtime.flight_recorder import GATHER, SCATTER, SUM, Awaited, here
+from strategies.runtime.flight_recorder import GATHER, SCATTER, SUM, Awaited, recorder
 from strategies.runtime.slices import padded, resized
 
 # torch 2.13 renamed these two; the old names warn there
@@ -86,7 +86,7 @@ class Communicator:
                 own = self.stages > 1  # other stages make other groups
                 self._groups[ranks] = dist.new_group([first + r for r in ranks], use_local_synchronization=own)
             if self.rank in ranks:
-                here.know(self._groups[ranks], [first + r for r in ranks], names)
+                recorder.know(self._groups[ranks], [first + r for r in ranks], names)
 
     def group(self, axes: Iterable[str]) -> dist.ProcessGroup:
         """The process group of this rank along `axes` (more than one rank)."""
@@ -100,29 +100,29 @@ class Communicator:
             group = dist.new_group(sorted(ranks))
             if self.rank in ranks:
                 mine = group
-                here.know(group, ranks, ", ".join(self.mesh.sorted(axes)))
+                recorder.know(group, ranks, ", ".join(self.mesh.sorted(axes)))
         assert mine is not None
         return mine
 
     def sum(self, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Add up `tensor` over `group`, in place; `later`: begin to, and return what to wait for."""
-        number = here.enter(group, SUM)
+        number = recorder.enter(group, SUM)
         work = dist.all_reduce(tensor, group=group, async_op=later)
-        here.leave()
+        recorder.leave()
         return Awaited(work, group, SUM, number) if later else None
 
     def gather(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Fill `into` with the `tensor`s of the ranks of `group`."""
-        number = here.enter(group, GATHER)
+        number = recorder.enter(group, GATHER)
         work = all_gather(into, tensor, group=group, async_op=later)
-        here.leave()
+        recorder.leave()
         return Awaited(work, group, GATHER, number) if later else None
 
     def scatter(self, into: Tensor, tensor: Tensor, group: dist.ProcessGroup, later: bool = False) -> Awaited | None:
         """Add up `tensor` over `group`, and leave this rank's part in `into`."""
-        number = here.enter(group, SCATTER)
+        number = recorder.enter(group, SCATTER)
         work = reduce_scatter(into, tensor, group=group, async_op=later)
-        here.leave()
+        recorder.leave()
         return Awaited(work, group, SCATTER, number) if later else None
 
     def exchange(
@@ -135,9 +135,9 @@ class Communicator:
         later: bool = False,
     ) -> Awaited | None:
         """Give every rank of `group` its part of `tensor`, and get their parts; equal parts without sizes."""
-        number = here.enter(group, EXCHANGING)
+        number = recorder.enter(group, EXCHANGING)
         work = dist.all_to_all_single(into, tensor, get, give, group=group, async_op=later)
-        here.leave()
+        recorder.leave()
         return Awaited(work, group, EXCHANGING, number) if later else None
 
     def count(self, kind: str, elements: int, tensor: Tensor) -> None:

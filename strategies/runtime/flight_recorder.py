@@ -2,7 +2,7 @@
 
 What is called and waited for is written before it happens, one store each; a process that reads them finds who waits
 for whom. Texts (the ranks of a group, the operator behind a call) are written once, when they become known. One process
-is one rank, so there is one `here`. Invariant: a group and a place have the same number as long as the process lives.
+is one rank, so there is one `recorder`. Invariant: a group and a place keep their number as long as the process lives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "re
 SUM, GATHER, SCATTER, EXCHANGE, SEND, RECEIVE, BROADCAST = range(len(KINDS))
 
 
-class Whereabouts:
+class FlightRecorder:
     """Cells in this process's own memory, until `attach` puts them into a file."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Whereabouts:
         self.cells[BEGUN] += 1
 
 
-here = Whereabouts()
+recorder = FlightRecorder()
 
 
 class Awaited:
@@ -114,16 +114,16 @@ class Awaited:
 
     def wait(self) -> None:
         """Wait until it is done."""
-        here.again(*self._call)
+        recorder.again(*self._call)
         self._work.wait()
-        here.leave()
+        recorder.leave()
 
 
 def placed(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the number of the place for which it is called before its arguments."""
 
     def run(place: int, *args: Any) -> Any:
-        here.cells[PLACE] = place
+        recorder.cells[PLACE] = place
         return function(*args)
 
     run.__name__ = run.__qualname__ = function.__name__

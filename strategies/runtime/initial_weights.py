@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from strategies.core.program import Program
 from strategies.runtime.slices import cut, filled
-from strategies.runtime.tensor_files import Reader, Stored
+from strategies.runtime.tensor_files import Reader, StoredTensor
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored] | None = None) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
     """Write whole tensors by name, and where those in `stored`, which count before `tensors`, lie in other files."""
     places = dict(stored or {})
     own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in places}
@@ -54,6 +54,6 @@ def read_slices(
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Stored]]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
     content = torch.load(path, mmap=True, weights_only=True)
-    return content["tensors"], {name: Stored(*one) for name, one in content["stored"].items()}
+    return content["tensors"], {name: StoredTensor(*one) for name, one in content["stored"].items()}

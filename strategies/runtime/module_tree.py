@@ -40,7 +40,7 @@ from strategies.runtime.buffers import store
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import placed
 from strategies.runtime.naming import OWN, inside, private, reach, register, variable
-from strategies.runtime.offload import Moved, copier
+from strategies.runtime.offload import OffloadTraffic, copier
 from strategies.runtime.opaque_random import draw_opaquely
 from strategies.runtime.recompute import Hold, recomputing, watched
 from strategies.runtime.redistributions import edge, edges, starting, waiting
@@ -50,7 +50,7 @@ from strategies.runtime.units import owned, unit_path
 MODULE = "module"
 """Key in `GraphModule.meta` of a unit: the path of the user's module whose instructions it holds."""
 COPIED = "copied"
-"""Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `Moved`."""
+"""Key in `GraphModule.meta` of the whole program: what it has copied to the host and back, as `OffloadTraffic`."""
 OPERATORS = "operators"
 """Key in `GraphModule.meta` of a unit: names of values in its code, and the plan names of what computes them here."""
 
@@ -91,7 +91,7 @@ class _Tree:
         compiled: bool,
     ) -> None:
         self.program, self.tensors, self.communicator, self.device = program, tensors, communicator, device
-        self.compiled, self.copied = compiled, Moved()
+        self.compiled, self.copied = compiled, OffloadTraffic()
         self.owned = owned(program)
         inputs = [Ref(source.id) for source in program.sources if source.kind == "input"] + [KEY] * program.random
         outputs = [*program.outputs, *(value for _, value in program.updates)]

@@ -43,11 +43,11 @@ class Offload:
         return self.folder
 
 
-NOTHING = Offload()
+NO_OFFLOAD = Offload()
 
 
 @dataclass
-class Moved:
+class OffloadTraffic:
     """Bytes of one kind: sent away and fetched back since the start, and held elsewhere now, or at most."""
 
     out: int = 0
@@ -76,7 +76,7 @@ def side() -> bool | None:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, out: bool, moved: OffloadTraffic) -> Tensor:
         ctx.device, ctx.out, ctx.moved = tensor.device, out, moved
         return _counted(tensor, device, out, moved)
 
@@ -85,7 +85,7 @@ class _Copied(torch.autograd.Function):
         return _counted(gradient, ctx.device, not ctx.out, ctx.moved), None, None, None
 
 
-def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> Tensor:
+def _counted(tensor: Tensor, device: torch.device, out: bool, moved: OffloadTraffic) -> Tensor:
     if out:
         moved.out += tensor.nbytes
     else:
@@ -94,7 +94,7 @@ def _counted(tensor: Tensor, device: torch.device, out: bool, moved: Moved) -> T
         return tensor.to(device, copy=True)
 
 
-def copier(host: bool, device: torch.device, moved: Moved) -> Callable[[Tensor], Tensor]:
+def copier(host: bool, device: torch.device, moved: OffloadTraffic) -> Callable[[Tensor], Tensor]:
     """The function that a `Copy` calls; its gradient takes the way back."""
     target = torch.device("cpu") if host else device
 

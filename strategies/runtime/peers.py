@@ -17,7 +17,7 @@ from strategies.lowering.pipeline.cutting import Stage
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import RECEIVE as RECEIVING
 from strategies.runtime.flight_recorder import SEND as SENDING
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 
 SEND, BROADCAST = "send", "broadcast"
 
@@ -63,25 +63,25 @@ class Peers:
         """A process group for one way between the groups `first` and `first + 1`."""
         groups = sorted((first, (first + 1) % self.count))
         link = self._group(groups)
-        here.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
+        recorder.know(link, map(self._rank, groups), f"groups {groups[0]} and {groups[1]} of the pipeline")
         return link
 
     def send(self, value: Tensor, ahead: bool) -> None:
         """Start sending to the next group, or to the one before."""
         group = self._forward_to if ahead else self._backward_to
         value = value.detach().contiguous()
-        here.enter(group, SENDING)
+        recorder.enter(group, SENDING)
         work = dist.isend(value, self._rank(self.number + (1 if ahead else -1)), group=group)
-        here.leave()
+        recorder.leave()
         self._communicator.count(SEND, value.numel(), value)
         self._sending = [(one, held) for one, held in self._sending if not one.is_completed()] + [(work, value)]
 
     def receive(self, like: Tensor, ahead: bool) -> Tensor:
         """A value of the group before, or a gradient of the next one, written into `like`."""
         group = self._forward_from if ahead else self._backward_from
-        here.enter(group, RECEIVING)
+        recorder.enter(group, RECEIVING)
         dist.recv(like, self._rank(self.number - (1 if ahead else -1)), group=group)
-        here.leave()
+        recorder.leave()
         return like
 
     def finish(self) -> None:

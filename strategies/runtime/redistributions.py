@@ -18,7 +18,7 @@ from strategies.core.program import Fused, Redistribute, Start, Wait
 from strategies.core.steps import Chain
 from strategies.runtime.communicator import Carrier, CarrierOfAll, Communicator, Landing, Launcher
 from strategies.runtime.compiled import opaque, opaque_all
-from strategies.runtime.flight_recorder import PLACE, here
+from strategies.runtime.flight_recorder import PLACE, recorder
 from strategies.runtime.recompute import carried_once
 
 Edge = Callable[[Tensor], Tensor]
@@ -27,14 +27,14 @@ Edge = Callable[[Tensor], Tensor]
 class _Redistribution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Carrier, backward: Carrier, scale: float, placed: bool) -> Tensor:
-        ctx.carrier, ctx.scale, ctx.place = backward, scale, here.cells[PLACE] if placed else 0
+        ctx.carrier, ctx.scale, ctx.place = backward, scale, recorder.cells[PLACE] if placed else 0
         result = forward(tensor)
         return result.view_as(result) if result is tensor else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.place:
-            here.cells[PLACE] = ctx.place
+            recorder.cells[PLACE] = ctx.place
         if ctx.scale != 1:
             gradient = gradient * ctx.scale
         return ctx.carrier(gradient), None, None, None, None
@@ -80,14 +80,14 @@ class _Redistributions(torch.autograd.Function):
         placed: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.carrier, ctx.scales, ctx.place = backward, scales, here.cells[PLACE] if placed else 0
+        ctx.carrier, ctx.scales, ctx.place = backward, scales, recorder.cells[PLACE] if placed else 0
         results = zip(forward(tensors), tensors, strict=True)
         return tuple(result.view_as(result) if result is tensor else result for result, tensor in results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if ctx.place:
-            here.cells[PLACE] = ctx.place
+            recorder.cells[PLACE] = ctx.place
         pairs = zip(gradients, ctx.scales, strict=True)
         found = ctx.carrier([gradient if scale == 1 else gradient * scale for gradient, scale in pairs])
         return (None, None, None, None, *found)
@@ -139,25 +139,25 @@ Token = tuple[Tensor | None, Flight]
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
-        ctx.flight, ctx.place = flight, here.cells[PLACE]
+        ctx.flight, ctx.place = flight, recorder.cells[PLACE]
         return tensors[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        here.cells[PLACE] = ctx.place
+        recorder.cells[PLACE] = ctx.place
         return (None, *ctx.flight.land())
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, backward: Launcher, scales: tuple[float, ...], token: Tensor) -> Any:
-        ctx.flight, ctx.launcher, ctx.scales, ctx.place = flight, backward, scales, here.cells[PLACE]
+        ctx.flight, ctx.launcher, ctx.scales, ctx.place = flight, backward, scales, recorder.cells[PLACE]
         results = tuple(result.detach() for result in flight.land())
         return results[0] if len(scales) == 1 else results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        here.cells[PLACE] = ctx.place
+        recorder.cells[PLACE] = ctx.place
         pairs = zip(gradients, ctx.scales, strict=True)
         scaled = [gradient if scale == 1 else gradient * scale for gradient, scale in pairs]
         ctx.flight.launch(ctx.launcher(scaled))

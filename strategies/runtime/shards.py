@@ -18,7 +18,7 @@ MODEL, OPTIMIZER = "model/", "optimizer/"
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """`view` is the part `block` of a tensor of the given whole `shape`; `shared` if every rank with the same slice of
     the tensor holds the same; not `lasting` where the memory will soon hold something else."""
 
@@ -29,22 +29,22 @@ class Piece:
     lasting: bool = True
 
 
-Pieces = Mapping[str, Sequence[Piece]]
+Shards = Mapping[str, Sequence[Shard]]
 """By key: `model/NAME` (the weights on which the optimizer works) or `optimizer/STATE/NAME`."""
 
 
-def whole(tensor: Tensor) -> Piece:
+def whole(tensor: Tensor) -> Shard:
     """All of a tensor that every rank holds."""
-    return Piece(tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor.detach())
+    return Shard(tuple(tensor.shape), tuple((0, size) for size in tensor.shape), tensor.detach())
 
 
-def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Piece:
+def of_slice(shape: Sequence[int], block: Block, local: Tensor) -> Shard:
     """A rank's slice `block` of a tensor of `shape`; `local` may be longer by padding."""
     inside = tuple(slice(stop - start) for start, stop in block)
-    return Piece(tuple(shape), block, local.detach()[inside])
+    return Shard(tuple(shape), block, local.detach()[inside])
 
 
-def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Piece]:
+def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Shard]:
     """The elements from `first` on of a slice `block`, which has `local_shape` with padding and is counted row by row:
     `flat`, in a 1-D tensor."""
     found, sizes = [], [stop - start for start, stop in block]
@@ -55,7 +55,7 @@ def of_range(shape: Sequence[int], block: Block, local_shape: Sequence[int], fir
             view = flat.detach()[at : at + math.prod(lengths)].view(lengths)[tuple(slice(size) for size in inside)]
             corner = [base + start for (base, _), (start, _) in zip(block, box, strict=True)]
             part = tuple((start, start + size) for start, size in zip(corner, inside, strict=True))
-            found.append(Piece(tuple(shape), part, view, shared=False))
+            found.append(Shard(tuple(shape), part, view, shared=False))
     return found
 
 

@@ -31,7 +31,7 @@ from strategies.core.program import (
 )
 from strategies.core.steps import Chain
 from strategies.lowering.recompute import Part
-from strategies.runtime.flight_recorder import here
+from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.naming import attach, register
 from strategies.runtime.units import use_of
 
@@ -139,7 +139,7 @@ def constants_of(step: Instruction, parts: Mapping[str, Part], placing: bool) ->
     what communicates is told for which operator."""
     found: list[Part | int] = [parts[step.id]] if step.id in parts else []
     if placing and isinstance(step, CARRYING):
-        found.append(here.place(step.operator))
+        found.append(recorder.place(step.operator))
     if isinstance(step, Compute):
         found += _ordinals((step.args, dict(step.kwargs)))
     return found

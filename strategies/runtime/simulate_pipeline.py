@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.graph import Ref
-from strategies.core.program import PLAIN, Options
+from strategies.core.program import DEFAULT_OPTIONS, LoweringOptions
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.programs import stage_programs
 from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
@@ -32,7 +32,7 @@ class Lockstep:
         stages: Sequence[Stage],
         tensors: Mapping[str, Tensor],
         batches: Sequence[Mapping[str, Tensor]],
-        options: Options = PLAIN,
+        options: LoweringOptions = DEFAULT_OPTIONS,
         *,
         groups: int = 0,
     ) -> None:

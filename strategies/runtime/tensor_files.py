@@ -44,7 +44,7 @@ MOST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A whole tensor: `key` in `file` (absolute), with its shape and its dtype as stored (torch's name). In a
     safetensors file it begins at byte `offset`; None in a torch file. A tensor that is stored in `parts` has one file,
     first byte and block for each of them."""
@@ -63,10 +63,10 @@ class Reader:
     def __init__(self) -> None:
         self._open: dict[str, dict[str, Tensor]] = {}
 
-    def whole(self, stored: Stored) -> Tensor:
+    def whole(self, stored: StoredTensor) -> Tensor:
         return self.block(stored, tuple((0, size) for size in stored.shape))
 
-    def block(self, stored: Stored, block: Block) -> Tensor:
+    def block(self, stored: StoredTensor, block: Block) -> Tensor:
         """The part `block` of a tensor, [stop - start, ...], in the stored dtype, in memory of its own.
 
         Raises StrategyError where the file is gone or damaged.
@@ -81,14 +81,14 @@ class Reader:
                 self._open[stored.file] = _loaded(stored.file)
             return self._open[stored.file][stored.key][cut].clone(memory_format=torch.contiguous_format)
 
-    def _joined(self, stored: Stored, block: Block) -> Tensor:
+    def _joined(self, stored: StoredTensor, block: Block) -> Tensor:
         found = torch.empty([stop - start for start, stop in block], dtype=getattr(torch, stored.dtype))
         for file, offset, held in stored.parts:
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, held, strict=True)]
             if all(start < stop for start, stop in common):
                 shape = tuple(stop - start for start, stop in held)
                 inside = _from(common, held)
-                part = self.block(Stored(file, stored.key, shape, stored.dtype, offset), inside)
+                part = self.block(StoredTensor(file, stored.key, shape, stored.dtype, offset), inside)
                 found[tuple(slice(*bounds) for bounds in _from(common, block))] = part
         return found
 
@@ -98,7 +98,7 @@ def _from(block: Iterable[tuple[int, int]], origin: Block) -> Block:
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(block, origin, strict=True))
 
 
-def _read(stored: Stored, offset: int, cut: tuple[slice, ...]) -> Tensor:
+def _read(stored: StoredTensor, offset: int, cut: tuple[slice, ...]) -> Tensor:
     dtype: torch.dtype = getattr(torch, stored.dtype)
     size = math.prod(stored.shape) * dtype.itemsize
     if not size:
@@ -109,7 +109,7 @@ def _read(stored: Stored, offset: int, cut: tuple[slice, ...]) -> Tensor:
     return torch.from_numpy(np.array(whole[cut], order="C")).view(dtype)
 
 
-def index(path: Path) -> dict[str, Stored]:
+def index(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in `path` by name: a safetensors file, a torch state dict, an index of several files of either kind,
     or a folder with one of these.
 
@@ -146,11 +146,11 @@ def _in_folder(folder: Path) -> Path:
     return found[0]
 
 
-def _sharded(path: Path) -> dict[str, Stored]:
+def _sharded(path: Path) -> dict[str, StoredTensor]:
     with _told(str(path)):
         named: Mapping[str, str] = read_json(path)["weight_map"]
         files = dict.fromkeys(named.values())
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         if not isinstance(file, str) or ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
             raise StrategyError(f"{path}: it names {file!r}, which is not a file beside it.")
@@ -164,11 +164,11 @@ def _sharded(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _entries(file: str) -> Iterator[tuple[str, Stored]]:
+def _entries(file: str) -> Iterator[tuple[str, StoredTensor]]:
     with _told(file):
         if not file.endswith(SAFETENSORS):
             for name, tensor in _loaded(file).items():
-                yield name, Stored(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                yield name, StoredTensor(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             return
         header, start = _header(file)
         held: list[tuple[int, int]] = []
@@ -184,7 +184,7 @@ def _entries(file: str) -> Iterator[tuple[str, Stored]]:
             held.append((begin, end))
             if end - begin != size or start + end > Path(file).stat().st_size:
                 raise ValueError(f"it is cut off, or {name} is not where its header says")
-            yield name, Stored(file, name, shape, DTYPES[kind], start + begin)
+            yield name, StoredTensor(file, name, shape, DTYPES[kind], start + begin)
         if any(end > begin for (_, end), (begin, _) in pairwise(sorted(held))):
             raise ValueError("tensors overlap in it")
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from strategies.core.errors import StrategyError
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.cost.cluster import Cluster
 from strategies.search.coarse import Coarse, shared
 from strategies.search.finding import Finding, Found
@@ -114,7 +114,7 @@ def proven(problem: Problem, cluster: Cluster, found: Found) -> Found:
     axes = len(finest(problem.mesh))
     if not (MOST_SHARED < axes <= MOST_PRIMES and shared(problem)) or found.gap <= CERTAIN:
         return found
-    with uncollected():
+    with gc_paused():
         bound = Coarse(problem, Transfers(problem.mesh, cluster), CERTAIN).least(found.cost / (1 + CERTAIN))
     return replace(found, lower_bound=max(found.lower_bound, min(bound, found.cost)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
 from strategies.rules.sharding import Assignment
@@ -55,7 +55,7 @@ class Finding:
         """The options of the plan that was found last, by what they are of: variables may be numbered anew."""
 
     def _build(self, split: frozenset[Ref], like: Building | None = None) -> Building:
-        with uncollected():
+        with gc_paused():
             building = Building(self.problem, self.menu, split, wide=self.wide, like=like)
             network = building.network
             self.solver: Folded | Narrowed = Narrowed(network) if self.wide else Folded(network)

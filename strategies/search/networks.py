@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Ref
 from strategies.search.cells import Network
 from strategies.search.elimination import TooWide
@@ -53,7 +53,7 @@ class Networks:
     def _build(self, split: frozenset[Ref]) -> list[Integers]:
         """Makes the building; of which group of the one before every group of each operator is a part."""
         self.split = split
-        with uncollected():
+        with gc_paused():
             self.building = Building(self.problem, self.groups, split, wide=bool(split))
         self.building.press(self.pressure)
         before, self.grouped = self.grouped, list(map(self.groups.group, self.problem.graph.operators))

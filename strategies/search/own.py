@@ -14,7 +14,7 @@ from typing import Any
 from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan
-from strategies.core.program import PLAIN, Instruction, Options, Redistribute
+from strategies.core.program import DEFAULT_OPTIONS, Instruction, LoweringOptions, Redistribute
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import chain_seconds, collective_seconds
@@ -164,7 +164,7 @@ class _Rehearsal:
 
     graph: OperatorGraph
     mesh: Any
-    options: Options = PLAIN
+    options: LoweringOptions = DEFAULT_OPTIONS
     instructions: list[Instruction] = field(default_factory=list)
 
     def fresh(self, name: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
@@ -63,7 +63,7 @@ def bisect(problem: Problem, cluster: Cluster, axes: Sequence[Axes] = ()) -> dic
     """An assignment for every operator by id, whose sum of seconds is small. `axes` are the runs of mesh axes that are
     sliced with as one, outermost first: those that a user named, else every axis by itself. Raises StrategyError where
     no plan within the problem's memory is found."""
-    with uncollected():
+    with gc_paused():
         pricing = prices(problem, cluster)
         return checked(problem, apart(pricing, in_rounds(pricing, classes(problem), axes), axes)).assignments
 

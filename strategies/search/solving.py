@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from strategies.core.gc_paused import uncollected
+from strategies.core.gc_paused import gc_paused
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Axes
@@ -90,7 +90,7 @@ def halving(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -
         if axes is not None:
             found = bisect(asked, cluster, axes)
             return Solved(found, told={"bytes": plan_bytes(asked, found)})
-        with uncollected():
+        with gc_paused():
             chosen = choose(asked, cluster, Halving(asked, cluster))
         assignments = chosen.answer.assignments
         told = chosen.to_json() | {"bytes": plan_bytes(asked, assignments)}

@@ -12,12 +12,12 @@ from torch import Tensor
 from strategies.capture import Objective, capture
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import SEARCHES, Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import need_of, step_cost
 from strategies.lowering.lowering import lower
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate import Simulation
 from strategies.search.cheapest import StepPrice
@@ -30,7 +30,7 @@ from tests.strategies.whole_model import Model
 
 RUN_RANKS = 16
 """The most ranks that are simulated."""
-SIMPLE = Updating()
+SIMPLE = OptimizerSettings()
 """Adds gradients after backward; no state."""
 TOLERANCE = 1e-10
 SMALLEST = 1e-6
@@ -58,7 +58,7 @@ class Bench:
             self.graph = capture(objective, self.built.batch, training=True).graph
         self.request = request_of(case, self.graph, self.built)
         context = case.get("context") or {}
-        self.options = Options(sharded_optimizer=bool(context.get("enable_parallel_optimizer")))
+        self.options = LoweringOptions(sharded_optimizer=bool(context.get("enable_parallel_optimizer")))
         largest = max(spec.elements for spec in self.graph.specs.values())
         limit = max(most, PROOF) if "error" in case["expected"] else most
         self.runs = largest <= limit and self.request.world_size <= RUN_RANKS

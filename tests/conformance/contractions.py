@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from strategies.core.request import Wanted
+from strategies.core.request import OperatorStrategy
 from tests.conformance.forms import (
     Args,
     Attrs,
@@ -36,7 +36,7 @@ def product(args: Args, attrs: Attrs) -> Tensor:
     return torch.einsum(f"...{'ki' if turned[0] else 'ik'},...{'jk' if turned[1] else 'kj'}->...ij", x, y)
 
 
-def spread_product(record: Recorded) -> dict[str, Wanted]:
+def spread_product(record: Recorded) -> dict[str, OperatorStrategy]:
     if record.attrs.get("enable_nd_tp"):
         forms = shared_loops(list(record.inputs), bool(record.attrs.get("transpose_b")))
         return {record.operators[-1].name: wanted(forms, record.outputs)}
@@ -64,7 +64,7 @@ def bias_add(args: Args, attrs: Attrs) -> Tensor:
     return x + (bias if x.dim() == 2 else bias.reshape(-1, *(1,) * (x.dim() - 2)))
 
 
-def spread_bias(record: Recorded) -> dict[str, Wanted]:
+def spread_bias(record: Recorded) -> dict[str, OperatorStrategy]:
     forms, rank = list(record.inputs), record.args[0].dim()
     if rank == 2 or len(forms) != 2 or len(forms[1].entries) != 1:
         return {record.operators[-1].name: wanted(forms, record.outputs)}
@@ -86,7 +86,7 @@ def table_rows(args: Args, attrs: Attrs) -> Tensor:
     return table[(slice(None),) * axis + (indices,)]
 
 
-def spread_rows(record: Recorded) -> dict[str, Wanted]:
+def spread_rows(record: Recorded) -> dict[str, OperatorStrategy]:
     if any(key.startswith("manual_split") and accepted_split(record, value) for key, value in record.attrs.items()):
         raise NotMapped("manual_split: a table whose slices have rows counted by hand")
     return one(record)
@@ -115,7 +115,7 @@ def layer_norm(args: Args, attrs: Attrs) -> tuple[Tensor, Tensor, Tensor]:
     return F.layer_norm(x, x.shape[begin:]) * gamma + beta, mean, variance
 
 
-def spread_layer_norm(record: Recorded) -> dict[str, Wanted]:
+def spread_layer_norm(record: Recorded) -> dict[str, OperatorStrategy]:
     """The norm proper gets the recorded strategy of x, so that its own rule judges it; all else follows x."""
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
@@ -136,7 +136,7 @@ def rms_norm(args: Args, attrs: Attrs) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + 1e-6) * gamma
 
 
-def spread_rms_norm(record: Recorded) -> dict[str, Wanted]:
+def spread_rms_norm(record: Recorded) -> dict[str, OperatorStrategy]:
     last = record.operators[-1].name
     if len(record.inputs) != 2:
         return {last: wanted(record.inputs)}
@@ -160,7 +160,7 @@ def attention(args: Args, attrs: Attrs) -> Tensor:
     raise NotMapped(f"FlashAttentionScore in the layout {kind}")
 
 
-def spread_attention(record: Recorded) -> dict[str, Wanted]:
+def spread_attention(record: Recorded) -> dict[str, OperatorStrategy]:
     if record.attrs.get("enable_ring_attention"):
         raise NotMapped("ring attention: keys and values that stay sliced along the sequence")
     kind = record.attrs.get("input_layout", "BNSD")

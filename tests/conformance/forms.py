@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from strategies.core.graph import Operator
-from strategies.core.request import NamedDims, Operand, Wanted
+from strategies.core.request import NamedDims, Operand, OperatorStrategy
 
 Entry = int | tuple[str, ...]
 Args = list[Any]
@@ -65,20 +65,20 @@ class Recorded:
     devices: int
 
 
-Spread = Callable[[Recorded], dict[str, Wanted]]
+Spread = Callable[[Recorded], dict[str, OperatorStrategy]]
 """Which strategies the torch operators get, by plan name."""
 Read = Callable[[Sequence[Sequence[tuple[int, ...]]]], list[list[int]]]
 """The recorded form of the chosen slices: for every operator its operands' counts."""
 
 
-def wanted(inputs: Sequence[Form] | None, outputs: Sequence[Form] | None = None) -> Wanted:
-    return Wanted(
+def wanted(inputs: Sequence[Form] | None, outputs: Sequence[Form] | None = None) -> OperatorStrategy:
+    return OperatorStrategy(
         None if inputs is None else tuple(form.operand() for form in inputs),
         None if outputs is None else tuple(form.operand() for form in outputs),
     )
 
 
-def one(record: Recorded) -> dict[str, Wanted]:
+def one(record: Recorded) -> dict[str, OperatorStrategy]:
     """A single torch operator with the recorded operands; a number takes an empty strategy with it."""
     forms, kept = list(record.inputs), []
     for argument in record.args:
@@ -91,7 +91,7 @@ def one(record: Recorded) -> dict[str, Wanted]:
     return {record.operators[-1].name: wanted([*kept, *forms], record.outputs)}
 
 
-def aligned(record: Recorded) -> dict[str, Wanted]:
+def aligned(record: Recorded) -> dict[str, OperatorStrategy]:
     """Several torch operators: every operand follows the first recorded tensor, aligned from the right; a dim of
     another size stays whole. A second strategy that disagrees with the first is told to the last operator."""
     first = next(a for a in record.args if isinstance(a, Tensor))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from strategies.core.graph import OperatorGraph
-from strategies.core.request import SEARCHES, NamedMatrix, Request, Wanted
+from strategies.core.request import SEARCHES, NamedMatrix, OperatorStrategy, Request
 from tests.conformance.forms import Form, Forms, NotMapped, Recorded, wanted
 from tests.conformance.network import Case, Step, dataset_strategy, devices, name_of
 from tests.conformance.numbers import Built
@@ -21,7 +21,7 @@ INTERLEAVED = "interleaved_parallel"
 def request_of(case: Case, graph: OperatorGraph, built: Built) -> Request:
     """Raises NotMapped for a mode, a search or a strategy that has no counterpart."""
     layouts: dict[str, NamedMatrix] = {}
-    strategies: dict[str, Wanted] = {}
+    strategies: dict[str, OperatorStrategy] = {}
     for node, step in zip(built.network.nodes, built.network.steps, strict=True):
         strategies |= wanted_of(node, step, graph, layouts, built.seen[node["id"]], devices(case))
     mode = case["mode"]
@@ -92,7 +92,7 @@ def wanted_of(
     layouts: dict[str, NamedMatrix],
     seen: tuple[tuple[int, ...], ...],
     ranks: int,
-) -> dict[str, Wanted]:
+) -> dict[str, OperatorStrategy]:
     """The strategies of one node's torch operators, by plan name."""
     parts = any(name.startswith("shard.") for name in step.attrs)
     if not node.get("in_strategy") and not node.get("out_strategy") and not parts:

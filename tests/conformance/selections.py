@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from strategies.core.request import Wanted
+from strategies.core.request import OperatorStrategy
 from tests.conformance.forms import (
     Args,
     Attrs,
@@ -50,7 +50,7 @@ def strided_slice(args: Args, attrs: Attrs) -> Tensor:
     return x.clone() if x is args[0] else x
 
 
-def spread_strided_slice(record: Recorded) -> dict[str, Wanted]:
+def spread_strided_slice(record: Recorded) -> dict[str, OperatorStrategy]:
     """Every torch operator gets the strategy of the dims that are left when it is its turn."""
     (form,), found = record.inputs, {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
@@ -67,7 +67,7 @@ def spread_strided_slice(record: Recorded) -> dict[str, Wanted]:
     return found
 
 
-def spread_tile(record: Recorded) -> dict[str, Wanted]:
+def spread_tile(record: Recorded) -> dict[str, OperatorStrategy]:
     """Counts slice the dim where it is repeated once, else the repetitions; a layout speaks of the tensor itself."""
     form, name = record.inputs[0], record.operators[-1].name
     repeats, rank = record.args[1], record.args[0].dim()
@@ -91,7 +91,7 @@ def one_hot(args: Args, attrs: Attrs) -> Tensor:
     return torch.where(hit, on, off)
 
 
-def spread_one_hot(record: Recorded) -> dict[str, Wanted]:
+def spread_one_hot(record: Recorded) -> dict[str, OperatorStrategy]:
     """The recorded strategy speaks of the result; with one entry, of the indices alone."""
     form = record.inputs[0]
     if len(form.entries) == record.args[0].dim():
@@ -165,7 +165,7 @@ def cross_entropy(args: Args, attrs: Attrs) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(scores, target, reduction="none"), scores.softmax(-1) - target
 
 
-def spread_cross_entropy(record: Recorded) -> dict[str, Wanted]:
+def spread_cross_entropy(record: Recorded) -> dict[str, OperatorStrategy]:
     return {o.name: wanted(record.inputs) for o in record.operators if o.op == "cross_entropy_loss"}
 
 
@@ -177,7 +177,7 @@ def sparse_loss(args: Args, attrs: Attrs) -> Tensor:
     return F.cross_entropy(scores, target, reduction=attrs.get("reduction", "none"))
 
 
-def spread_sparse_loss(record: Recorded) -> dict[str, Wanted]:
+def spread_sparse_loss(record: Recorded) -> dict[str, OperatorStrategy]:
     """Strategies of its two parts stand in attributes."""
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):

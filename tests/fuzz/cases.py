@@ -19,7 +19,7 @@ from torch import Tensor
 from runner.training.reference import ExactRandom
 from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
 from strategies.core.plan import Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import RULES
 from strategies.rules.random import draws
@@ -144,7 +144,7 @@ def _eager(case: Case, noise: float) -> Outcome:
 
 def sharded(case: Case) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """The case on simulated ranks: every output on every rank, whole gradients, whole buffers."""
-    program = lower(case.graph, case.plan, Options(exact=True, sharded_optimizer=case.sharded_optimizer))
+    program = lower(case.graph, case.plan, LoweringOptions(exact=True, sharded_optimizer=case.sharded_optimizer))
     simulation = Simulation(program, case.values)
     outputs = simulation.run(KEY)
     by = weights([ranks[0] for ranks in outputs])

@@ -8,7 +8,7 @@ from typing import Literal
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from tests.fuzz.plans import random_plan
@@ -45,7 +45,7 @@ def flops(graph: OperatorGraph, operator: Operator) -> float:
     return 2.0 * result.elements / max(result.shape[-1:] or (1,)) * weights
 
 
-def seeds(graph: OperatorGraph, world: int) -> dict[str, Wanted]:
+def seeds(graph: OperatorGraph, world: int) -> dict[str, OperatorStrategy]:
     """Strategies for the products with the most flops: columns and rows in turn, as far as they divide."""
     products = [operator for operator in graph.operators if operator.op in PRODUCTS and rule_of(operator, graph).known]
     total, seen = sum(flops(graph, operator) for operator in products), 0.0
@@ -55,14 +55,14 @@ def seeds(graph: OperatorGraph, world: int) -> dict[str, Wanted]:
             break
         big.add(operator.id)
         seen += flops(graph, operator)
-    found: dict[str, Wanted] = {}
+    found: dict[str, OperatorStrategy] = {}
     for operator in products:
         if operator.id in big and (wanted := _cut(graph, operator, world, rows=len(found) % 2 == 1)) is not None:
             found[operator.name] = wanted
     return found
 
 
-def _cut(graph: OperatorGraph, operator: Operator, world: int, rows: bool) -> Wanted | None:
+def _cut(graph: OperatorGraph, operator: Operator, world: int, rows: bool) -> OperatorStrategy | None:
     """`world` slices of the weight's columns (a factor that only the second factor of the product and the result have)
     or of its rows (the contraction); of whichever divides."""
     sharding = rule_of(operator, graph)
@@ -74,4 +74,4 @@ def _cut(graph: OperatorGraph, operator: Operator, world: int, rows: bool) -> Wa
     cut = next((factor for factor in wanted if sharding.sizes[factor] % world == 0), None)
     if cut is None:
         return None
-    return Wanted(tuple(tuple(world if f == cut else 1 for f in dims) for dims in sharding.operands), None)
+    return OperatorStrategy(tuple(tuple(world if f == cut else 1 for f in dims) for dims in sharding.operands), None)

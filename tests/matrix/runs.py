@@ -22,7 +22,7 @@ from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture, loss_in
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.runtime.simulate import Simulation
 from tests.matrix.plans import Mode, plan_for
@@ -91,7 +91,7 @@ def subject(architecture: Architecture, dropout: float, precision: Precision, se
 
 def run(subject: Subject, plan: Plan, kinds: Kinds = (Simulation,)) -> Differences:
     """How far the sharded step, run in each of these kinds, is from the eager one at most."""
-    program = lower(subject.graph, plan, Options(exact=True))
+    program = lower(subject.graph, plan, LoweringOptions(exact=True))
     return max((_apart(subject, kind(program, subject.values)) for kind in kinds), key=lambda one: one.worst)
 
 

@@ -19,7 +19,7 @@ from runner.config.origins import Origins
 from runner.data.loader import flatten_batch, whole_batch
 from runner.planning.prepare import datasets, request_of
 from strategies.capture import capture, loss_in
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
@@ -52,7 +52,7 @@ class Simulated:
         self.step = objective(made, names)
         captured = capture(self.step, self.batch, training=True)
         self.plan = make_plan(captured.graph, request_of(made, RANKS))
-        self.program: Program = lower(captured.graph, self.plan, Options())
+        self.program: Program = lower(captured.graph, self.plan, LoweringOptions())
         # copies, because the eager step writes buffers
         self.values = {name: tensor.detach().clone() for name, tensor in captured.tensors.items()}
         self.values |= dict(zip(names, self.batch, strict=True))

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from runner.training.reference import ExactRandom
 from strategies.capture import Objective, capture
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
@@ -79,7 +79,7 @@ def test_one_device_draws_what_ranks_draw(name: str) -> None:
     step = Objective(net, nn.MSELoss(), ("0", "1"), ("1",)).double()
     batch = torch.randn(8, 8).double(), torch.randn(8, 4).double()
     captured = capture(step, batch, training=True)
-    program = lower(captured.graph, make_plan(captured.graph, Request("semi_auto", 4)), Options(exact=True))
+    program = lower(captured.graph, make_plan(captured.graph, Request("semi_auto", 4)), LoweringOptions(exact=True))
     losses, *_ = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]}).run(KEY)
     functions = functional.dropout, functional.scaled_dot_product_attention
     with ExactRandom(KEY):

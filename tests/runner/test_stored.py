@@ -10,13 +10,13 @@ from composing import compose_config
 from runner.planning.joint import Deciding
 from runner.planning.prepare import request_of
 from strategies.core.graph import OperatorGraph
-from strategies.core.program import Options
-from strategies.core.request import WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import RecomputeRequest
 from strategies.lowering.lowering import lower
 from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.saved_bytes import least_stored
 from strategies.memory.trace import trace
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 
@@ -36,7 +36,7 @@ def made(request):
 
 
 def stored(graph: OperatorGraph, plan) -> tuple[int, int]:
-    found = trace(lower(graph, plan, Options(partial_loss=True)), Updating())
+    found = trace(lower(graph, plan, LoweringOptions(partial_loss=True)), OptimizerSettings())
     return least_stored(graph, plan), min(found.activations, found.kept)
 
 
@@ -45,7 +45,7 @@ def test_it_is_never_too_much(made, again):
     for graph, plan in made:
         if again is not None and repeated_layers(graph, None):
             rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-            plan = replace(plan, recompute=recomputed(graph, rules, WantedRecompute(again)))
+            plan = replace(plan, recompute=recomputed(graph, rules, RecomputeRequest(again)))
         least, true = stored(graph, plan)
         assert 0 <= least <= true
 
@@ -56,7 +56,7 @@ def test_it_is_most_of_what_a_transformer_stores():
     plan = make_plan(graph, request_of(one.config, one.ranks))
     rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
     for again in (None, "selective", "full"):
-        wanted = None if again is None else recomputed(graph, rules, WantedRecompute(again))
+        wanted = None if again is None else recomputed(graph, rules, RecomputeRequest(again))
         least, true = stored(graph, replace(plan, recompute=wanted))
         assert least > (0.5 if again != "full" else 0.25) * true
     sliced = replace(wanted, slices_inputs=True)

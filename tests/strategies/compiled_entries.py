@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
@@ -63,7 +63,7 @@ def _run(case: Case, rank: int, way: str) -> Ran:
 
 
 def _ran(case: Case, rank: int, way: str) -> tuple[Ran, Communicator]:
-    program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
+    program = fuse(lower(case.graph, case.plan, LoweringOptions(partial_loss=True)), case.sizes)
     chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
     used = [step.axes for chain in chains for step in chain if step.kind not in LOCAL]
     communicator = Communicator(program.mesh, rank, used)

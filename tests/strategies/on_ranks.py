@@ -14,7 +14,7 @@ from strategies import collectives
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.core.steps import LOCAL
 from strategies.lowering.fusion import fuse
 from strategies.lowering.lowering import lower
@@ -70,7 +70,7 @@ def chains_of(program: Program) -> list[tuple[Any, int]]:
 
 
 def _step(case: Case, rank: int) -> Result:
-    program = fuse(lower(case.graph, case.plan, Options(partial_loss=True)), case.sizes)
+    program = fuse(lower(case.graph, case.plan, LoweringOptions(partial_loss=True)), case.sizes)
     program = overlap(program) if case.early else program
     mesh = program.mesh
     used = [*(step.axes for step, _ in chains_of(program)), program.loss_axes, *axes_needed(program)]

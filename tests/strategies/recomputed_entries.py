@@ -11,11 +11,11 @@ from torch import Tensor
 
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.memory.trace import saved_tensors, trace
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
@@ -51,7 +51,7 @@ def steps(rank: Any, case: Case) -> list[list[Ran]]:
 
 
 def _step(case: Case, plan: Plan, rank: int) -> Ran:
-    program = lower(case.graph, plan, Options(exact=True, partial_loss=True))
+    program = lower(case.graph, plan, LoweringOptions(exact=True, partial_loss=True))
     chains = [chain for r in program.redistributions for chain in (r.forward, r.backward)]
     used = [*(step.axes for chain in chains for step in chain if step.kind not in LOCAL), *program.replicas.values()]
     communicator = Communicator(program.mesh, rank, used)
@@ -65,7 +65,7 @@ def _step(case: Case, plan: Plan, rank: int) -> Ran:
     del saved
     loss.backward()
     gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    predicted = trace(program, Updating())
+    predicted = trace(program, OptimizerSettings())
     return Ran(loss.item(), gradients, stored, dict(communicator.sent), predicted.activations, predicted.sent)
 
 

@@ -13,7 +13,7 @@ from strategies.capture import Objective, capture
 from strategies.core.addressing import addresses, in_module
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
-from strategies.core.request import Operand, Wanted
+from strategies.core.request import Operand, OperatorStrategy
 from strategies.planner.configured_strategies import configured
 from strategies.rules import rule_of
 
@@ -51,7 +51,7 @@ def meant(graph: OperatorGraph, *paths: str) -> list[str]:
     found: list[str] = []
     for operator in graph.operators:
         for path in paths:
-            ones = Wanted(tuple((1,) * len(spec.shape) for spec in graph.operand_specs(operator)), None)
+            ones = OperatorStrategy(tuple((1,) * len(spec.shape) for spec in graph.operand_specs(operator)), None)
             try:
                 found += [graph.by_id[id].name for id in configured(graph, shardings(graph), {path: ones})]
             except StrategyError as error:
@@ -63,8 +63,8 @@ def shardings(graph: OperatorGraph) -> dict:
     return {operator.id: rule_of(operator, graph) for operator in graph.operators}
 
 
-def wanted(*operands: Operand, out: Sequence[Operand] | None = None) -> Wanted:
-    return Wanted(operands, None if out is None else tuple(out))
+def wanted(*operands: Operand, out: Sequence[Operand] | None = None) -> OperatorStrategy:
+    return OperatorStrategy(operands, None if out is None else tuple(out))
 
 
 def test_every_operator_has_one_name(graph: OperatorGraph) -> None:
@@ -152,7 +152,7 @@ def test_operand_order(graph: OperatorGraph) -> None:
         assert dict(found.factors) == {"batch0": 2, "k": 4, "n": 1}
 
 
-def factors(graph: OperatorGraph, name: str, strategies: dict[str, Wanted]) -> tuple[str, dict]:
+def factors(graph: OperatorGraph, name: str, strategies: dict[str, OperatorStrategy]) -> tuple[str, dict]:
     found = configured(graph, shardings(graph), strategies)[graph.by_name[name].id]
     return found.path, dict(found.factors)
 

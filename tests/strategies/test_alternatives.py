@@ -14,12 +14,12 @@ from strategies.capture import Objective, capture
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options, Program
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.collectives import chain_seconds
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.alternatives import Alternative, Neighbourhood, legal_assignments
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
@@ -33,26 +33,26 @@ def gpt() -> tuple[OperatorGraph, Plan]:
     model = GPT(vocabulary=64, length=16, width=32, layers=1, heads=4, dropout=0.1)
     step = Objective(model, NextTokenLoss(), ("0", "1"), ("1",))
     graph = capture(step, (tokens, tokens), training=True).graph
-    strategies = {"layers.*.feed_forward.up_proj": Wanted(((2, 1, 1), (4, 1), (4,)), None)}
+    strategies = {"layers.*.feed_forward.up_proj": OperatorStrategy(((2, 1, 1), (4, 1), (4,)), None)}
     return graph, make_plan(graph, Request("auto", 8, strategies=strategies))
 
 
 def quickstart() -> tuple[OperatorGraph, Plan]:
     batch = torch.zeros(16, 32), torch.zeros(16, 16)
     graph = capture(Objective(Quickstart(), torch.nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
-    strategies = {"matmul": Wanted(((2, 4), (4, 1)), ((8, 1),))}
+    strategies = {"matmul": OperatorStrategy(((2, 4), (4, 1)), ((8, 1),))}
     return graph, make_plan(graph, Request("auto", 8, strategies=strategies))
 
 
 def whole(graph: OperatorGraph, plan: Plan) -> tuple[float, float, Program]:
     """Seconds of computing and of redistributions of a plan."""
-    program = lower(graph, plan, Options(partial_loss=True))
+    program = lower(graph, plan, LoweringOptions(partial_loss=True))
     sent = sum(
         chain_seconds(chain, one.spec.item_bytes, plan.mesh, MACHINE)
         for one in program.redistributions
         for chain in ((one.forward, one.backward) if one.differentiable else (one.forward,))
     )
-    step = step_cost(graph, plan, program, MACHINE, Updating())
+    step = step_cost(graph, plan, program, MACHINE, OptimizerSettings())
     return step.compute, sent, program
 
 

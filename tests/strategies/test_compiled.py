@@ -15,7 +15,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.program import Fused, Options, Redistribute
+from strategies.core.program import Fused, LoweringOptions, Redistribute
 from strategies.lowering.lowering import lower
 from strategies.resharding.redistribution import chain
 from strategies.runtime import compiled
@@ -122,7 +122,7 @@ def test_compiled_ranks_send_the_same_value_once(model: Model, draw: Any, tmp_pa
 
 def alone(model: Model, draw: Any, exact: bool = False, compiling: bool = True) -> tuple[fx.GraphModule, list[Tensor]]:
     """The module of the one rank of a mesh of one, and its entries."""
-    program = lower(model.graph, model.random_plan(draw, 0, Mesh((("a", 1),))), Options(exact))
+    program = lower(model.graph, model.random_plan(draw, 0, Mesh((("a", 1),))), LoweringOptions(exact))
     pieces = {s.name: model.values[s.name].clone() for s in program.sources if s.kind != "input"}
     tensors = {
         s.name: nn.Parameter(pieces[s.name], s.trainable) if s.kind == "parameter" else pieces[s.name]

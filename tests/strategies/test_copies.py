@@ -19,8 +19,8 @@ from strategies.capture import capture
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
-from strategies.core.program import Compute, Fused, Options, Program, Start, Wait
-from strategies.lowering.batch_splits import Copies, in_copies
+from strategies.core.program import Compute, Fused, LoweringOptions, Program, Start, Wait
+from strategies.lowering.batch_splits import BatchSplits, in_copies
 from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
@@ -76,7 +76,7 @@ def model() -> Model:
 PARTS: dict[tuple[Model, int], OperatorGraph] = {}
 
 
-def copied(model: Model, plan: Plan, count: int, exact: bool = False) -> Copies:
+def copied(model: Model, plan: Plan, count: int, exact: bool = False) -> BatchSplits:
     rows = len(model.batch[0]) // count
     key = (model, count)
     if key not in PARTS:
@@ -108,7 +108,7 @@ def test_one_batch_in_any_plan(model: Model, draw: Any, count: int) -> None:
             assert "which cannot be cut as the strategy of" in str(error)
             continue
         sharded = seed % 2 == 1
-        program = lower(made.graph, made.plan, Options(sharded_optimizer=sharded))
+        program = lower(made.graph, made.plan, LoweringOptions(sharded_optimizer=sharded))
         early = overlap(fuse(program, dict.fromkeys(KINDS, 2**20)), by_unit=seed % 5 == 0)
         check_order(early)
         for one in (program, early):
@@ -210,19 +210,19 @@ def test_exact_random_numbers_are_those_of_one_batch(draw: Any) -> None:
     torch.manual_seed(0)
     net = GPT(16, 6, 8, 2, 2, dropout=0.3, attention_dropout=0.2)
     model = Model(net, NextTokenLoss(), (torch.randint(0, 16, (ROWS, 6)), torch.randint(0, 16, (ROWS, 6))))
-    truth = _trained(lower(model.graph, whole(model, draw), Options(exact=True)), model)
+    truth = _trained(lower(model.graph, whole(model, draw), LoweringOptions(exact=True)), model)
     done = 0
     for seed in range(16):
         try:
             made = copied(model, model.random_plan(draw, seed), 2, exact=True)
         except StrategyError:
             continue
-        for a, b in zip(_trained(lower(made.graph, made.plan, Options(exact=True)), model), truth, strict=True):
+        for a, b in zip(_trained(lower(made.graph, made.plan, LoweringOptions(exact=True)), model), truth, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
         done += 1
     assert done > 3
     made = copied(model, whole(model, draw), 2)
-    fast, exact = (random_ordinals(made.graph, made.plan, Options(exact=exact)) for exact in (False, True))
+    fast, exact = (random_ordinals(made.graph, made.plan, LoweringOptions(exact=exact)) for exact in (False, True))
     assert len(set(fast.values())) == len(fast) == len(exact) == 2 * len(set(exact.values()))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.plan import Plan
-from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.core.request import NamedDims, NamedMatrix, OperatorStrategy, Request
 from strategies.core.steps import LOCAL
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
@@ -35,7 +35,7 @@ def heads() -> Model:
 
 
 def plan_of(model: Model, strategies: dict[str, tuple[Any, ...]], **options: Any) -> Plan:
-    wanted = {path: Wanted(inputs, None) for path, inputs in strategies.items()}
+    wanted = {path: OperatorStrategy(inputs, None) for path, inputs in strategies.items()}
     return make_plan(model.graph, Request("semi_auto", 8, strategies=wanted, **options))
 
 

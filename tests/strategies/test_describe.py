@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from models.quickstart import Net as Quickstart
 from runner.launch import run_ranks
 from strategies.core.plan import Plan
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted as predicted_gradients
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.description import communication, describe
 from strategies.planner.planner import make_plan
@@ -60,13 +60,17 @@ def awkward() -> Model:
 def quickstart() -> tuple[Model, Plan]:
     torch.manual_seed(0)
     model = Model(Quickstart(), nn.MSELoss(), (torch.randn(16, 32), torch.randn(16, 16)))
-    return model, make_plan(model.graph, Request("auto", 8, strategies={"matmul": Wanted(((2, 4), (4, 1)), None)}))
+    return model, make_plan(
+        model.graph, Request("auto", 8, strategies={"matmul": OperatorStrategy(((2, 4), (4, 1)), None)})
+    )
 
 
 def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
-    settings = {"cluster": cluster(2, 8), "updating": Updating(**options)}
+    settings = {"cluster": cluster(2, 8), "updating": OptimizerSettings(**options)}
     return json.loads(
-        json.dumps(describe(model.graph, plan, lower(model.graph, plan, Options(partial_loss=True)), **settings))
+        json.dumps(
+            describe(model.graph, plan, lower(model.graph, plan, LoweringOptions(partial_loss=True)), **settings)
+        )
     )
 
 
@@ -120,7 +124,7 @@ def test_torch_order_and_devices_left_over() -> None:
     torch.manual_seed(0)
     model = Model(nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.MSELoss(), (torch.randn(16, 16), torch.randn(16, 32)))
     plan = make_plan(
-        model.graph, Request("semi_auto", 16, strategies={"0.matmul": Wanted(((2, 1), (1, 4)), ((2, 4),))})
+        model.graph, Request("semi_auto", 16, strategies={"0.matmul": OperatorStrategy(((2, 1), (1, 4)), ((2, 4),))})
     )
     (linear, *_) = told(model, plan)["operators"]
     assert linear["in_strategy"] == [[2, 1], [4, 1], [4]]
@@ -138,7 +142,7 @@ def test_operators_without_a_rule_are_listed() -> None:
 
 def test_bytes_are_the_sum_of_the_parts() -> None:
     model, plan = quickstart()
-    program = lower(model.graph, plan, Options(partial_loss=True))
+    program = lower(model.graph, plan, LoweringOptions(partial_loss=True))
     content = told(model, plan)
     parts = Counter({"all_reduce": 8 * 2})  # the loss: one double over eight ranks, 14 / 8 elements rounded up
     parts.update(predicted_gradients(program, measure=False))
@@ -151,13 +155,13 @@ def test_bytes_are_the_sum_of_the_parts() -> None:
 
 def test_micro_batches_and_stages() -> None:
     model, plan = quickstart()
-    program = lower(model.graph, plan, Options(partial_loss=True))
-    once, thrice = communication(program, Updating()), communication(program, Updating(accumulate=3))
+    program = lower(model.graph, plan, LoweringOptions(partial_loss=True))
+    once, thrice = communication(program, OptimizerSettings()), communication(program, OptimizerSettings(accumulate=3))
     assert thrice["reduce_scatter"] == 3 * once["reduce_scatter"]
     assert thrice["all_reduce"] == once["all_reduce"]  # the gradients and the loss, once per step
     sums = predicted_gradients(program, measure=False)["all_reduce"]
-    sharded = lower(model.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
-    zero = communication(sharded, Updating(1))
+    sharded = lower(model.graph, plan, LoweringOptions(sharded_optimizer=True, partial_loss=True))
+    zero = communication(sharded, OptimizerSettings(1))
     assert zero["all_reduce"] - zero_traffic.predicted(sharded, 1)["all_reduce"] == once["all_reduce"] - sums
     assert told(model, plan, accumulate=3)["cost"]["compute"] == pytest.approx(3 * told(model, plan)["cost"]["compute"])
     sharded = told(model, plan, stage=3)["memory"]
@@ -196,8 +200,8 @@ def test_predicted_bytes_are_sent(executed: tuple[Model, list[Plan], list[Result
     model, plans, results = executed
     for plan, result in zip(plans, results, strict=True):
         assert result.predicted == result.sent  # per rank and collective
-        program = lower(model.graph, plan, Options(partial_loss=True))
-        whole = Counter(communication(program, Updating()))
+        program = lower(model.graph, plan, LoweringOptions(partial_loss=True))
+        whole = Counter(communication(program, OptimizerSettings()))
         whole.subtract(predicted_gradients(program, measure=False))
         for kind in {kind for rank in result.sent for kind in rank}:
             most = max(rank.get(kind, 0) for rank in result.sent) + (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from models.quickstart import Net
 from strategies.capture import Objective, capture
 from strategies.core.plan import Plan
-from strategies.core.program import Options, Program, Redistribute
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions, Program, Redistribute
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering import ir
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
@@ -24,7 +24,7 @@ from tests.strategies.whole_model import Model
 def quickstart() -> tuple[Model, Plan, Program]:
     torch.manual_seed(0)
     model = Model(Net(), nn.MSELoss(), (torch.randn(16, 32), torch.randn(16, 16)))
-    plan = make_plan(model.graph, Request("auto", 8, strategies={"matmul": Wanted(((2, 4), (4, 1)), None)}))
+    plan = make_plan(model.graph, Request("auto", 8, strategies={"matmul": OperatorStrategy(((2, 4), (4, 1)), None)}))
     return model, plan, lower(model.graph, plan)
 
 
@@ -86,9 +86,9 @@ def test_nothing_is_left_out() -> None:
     torch.manual_seed(0)
     batch = (torch.randint(0, 16, (8, 4)), torch.randn(8, 4, 8))
     graph = capture(Objective(Odd(), nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
-    wanted = Wanted(((4, 1), (2, 1)), ((4, 1, 2),))
+    wanted = OperatorStrategy(((4, 1), (2, 1)), ((4, 1, 2),))
     plan = make_plan(graph, Request("semi_auto", 8, strategies={"emb": wanted}))
-    program = lower(graph, plan, Options(exact=True, partial_loss=True))
+    program = lower(graph, plan, LoweringOptions(exact=True, partial_loss=True))
     begin, texts = ir.begin(graph, plan), [ir.end(graph, plan, program, rank) for rank in range(8)]
     for operator in graph.operators:
         assert f"    name {operator.name}  " in begin

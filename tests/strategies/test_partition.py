@@ -16,8 +16,8 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options, Program
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.runtime.communicator import Communicator
@@ -165,8 +165,8 @@ def test_code_can_be_read() -> None:
         (torch.randn(8, 8), torch.randint(0, 4, (8,))),
         training=True,
     ).graph
-    plan = make_plan(graph, Request("auto", 4, strategies={"dense1": Wanted(((2, 1), (2, 1)), None)}))
-    program = lower(graph, plan, Options(partial_loss=True))
+    plan = make_plan(graph, Request("auto", 4, strategies={"dense1": OperatorStrategy(((2, 1), (2, 1)), None)}))
+    program = lower(graph, plan, LoweringOptions(partial_loss=True))
     tensors = {
         s.name: nn.Parameter(torch.zeros(program.layouts[s.id].local_shape(s.spec.shape, plan.mesh)))
         for s in program.sources

@@ -11,7 +11,7 @@ from torch import nn
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan, layout_from_json, layout_to_json
-from strategies.core.request import NamedDims, NamedMatrix, Request, Wanted
+from strategies.core.request import NamedDims, NamedMatrix, OperatorStrategy, Request
 from strategies.planner.planner import make_plan
 from tests.strategies.whole_model import TOLERANCE, Model
 
@@ -43,8 +43,10 @@ def test_planned_plans_survive_json() -> None:
     model = small_model()
     cube = NamedMatrix((2, 2, 2), ("dp", "sp", "mp"))
     strategies = {
-        "0": Wanted(((2, 2), (2, 2)), ((8, 1),)),
-        "2": Wanted((NamedDims("cube", (("mp",), ("sp", "dp"))), NamedDims("cube", ((), ("sp", "dp")))), None),
+        "0": OperatorStrategy(((2, 2), (2, 2)), ((8, 1),)),
+        "2": OperatorStrategy(
+            (NamedDims("cube", (("mp",), ("sp", "dp"))), NamedDims("cube", ((), ("sp", "dp")))), None
+        ),
     }
     plan = make_plan(model.graph, Request("auto", 8, strategies=strategies, layouts={"cube": cube}))
     assert through_json(plan) == plan
@@ -65,7 +67,7 @@ def test_order_of_axes_and_operators_is_kept() -> None:
 
 
 def test_the_same_request_gives_the_same_plan() -> None:
-    request = Request("auto", 8, strategies={"0": Wanted(((2, 4), (1, 4)), None)})
+    request = Request("auto", 8, strategies={"0": OperatorStrategy(((2, 4), (1, 4)), None)})
     first, second = (make_plan(small_model().graph, request) for _ in range(2))
     assert (first.mesh, first.operators, first.inputs, first.tensors) == (
         second.mesh,

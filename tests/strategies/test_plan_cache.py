@@ -15,7 +15,7 @@ from torch import nn
 from strategies.capture import Objective, capture
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.planner import plan_cache
 from strategies.planner.planner import make_plan
 
@@ -56,7 +56,7 @@ def test_a_question_is_graph_request_and_code(graph: OperatorGraph, monkeypatch:
         plan_cache.key_of(graph_of(24), REQUEST),
         plan_cache.key_of(graph, replace(REQUEST, world_size=8)),
         plan_cache.key_of(graph, replace(REQUEST, mesh=(("a", 4),))),
-        plan_cache.key_of(graph, replace(REQUEST, strategies={"linear": Wanted(((4, 1), (1, 1)), None)})),
+        plan_cache.key_of(graph, replace(REQUEST, strategies={"linear": OperatorStrategy(((4, 1), (1, 1)), None)})),
         plan_cache.key_of(graph, REQUEST, "another cluster"),
     ]
     monkeypatch.setattr(plan_cache, "_code", lambda: "another version")

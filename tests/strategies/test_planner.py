@@ -15,7 +15,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
-from strategies.core.request import NamedDims, NamedMatrix, Operand, Request, Wanted
+from strategies.core.request import NamedDims, NamedMatrix, Operand, OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import follow, make_plan
 from strategies.rules import rule_of
@@ -52,8 +52,8 @@ def two() -> Model:
     return Model(TwoMatMul(32, 64, 16), nn.MSELoss(), (torch.randn(64, 32), torch.randn(64, 16)))
 
 
-def wanted(*operands: Operand, out: tuple[Operand, ...] | None = None) -> Wanted:
-    return Wanted(operands or None, out)
+def wanted(*operands: Operand, out: tuple[Operand, ...] | None = None) -> OperatorStrategy:
+    return OperatorStrategy(operands or None, out)
 
 
 def cube(*dims: Any) -> NamedDims:

@@ -18,7 +18,7 @@ from strategies.core.graph import OperatorGraph, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.request import Operand, Request, Wanted
+from strategies.core.request import Operand, OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
@@ -48,8 +48,8 @@ def model_of(body: Callable[[Any, Tensor], Tensor], *shape: int) -> Model:
     return Model(net, nn.MSELoss(), (x, torch.zeros_like(net(x).detach())))
 
 
-def wanted(*operands: Operand, out: tuple[Operand, ...] | None = None) -> Wanted:
-    return Wanted(operands, out)
+def wanted(*operands: Operand, out: tuple[Operand, ...] | None = None) -> OperatorStrategy:
+    return OperatorStrategy(operands, out)
 
 
 def plan_of(model: Model, world_size: int = 8, **options: Any) -> Plan:
@@ -301,7 +301,7 @@ def test_any_start_gives_a_plan_that_trains(seed: int, draw: Any) -> None:
     for operator in source.rng.sample(model.graph.operators, 3):
         sharding = rule_of(operator, model.graph)
         assignment = source.assignment(sharding, mesh)
-        strategies[operator.name] = Wanted(
+        strategies[operator.name] = OperatorStrategy(
             tuple(layout.counts(mesh) for layout in sharding.operand_layouts(assignment)), None
         )
     plan = plan_of(model, 12, strategies=strategies)

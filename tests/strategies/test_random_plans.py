@@ -10,7 +10,7 @@ from torch import nn
 from strategies.capture import Objective, capture
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.runtime.simulate import Simulation
@@ -86,7 +86,7 @@ def check(net, draw, seed):
     plan = random_plan(draw(seed), graph, mesh)
     assert Plan.from_json(plan.to_json()) == plan
     sharded = seed % 2 == 1  # a sharded optimizer divides by the number of ranks
-    simulation = Simulation(lower(graph, plan, Options(sharded_optimizer=sharded)), values)
+    simulation = Simulation(lower(graph, plan, LoweringOptions(sharded_optimizer=sharded)), values)
     (losses,) = simulation.run()
     simulation.backward(losses)
     for got in losses:

@@ -22,11 +22,11 @@ from runner.launch import run_ranks
 from strategies.capture import Captured, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, RecomputeRequest, Request
 from strategies.lowering.lowering import lower
 from strategies.memory.trace import saved_tensors, trace
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import describe
 from strategies.planner.planner import make_plan
 from strategies.runtime import initial_weights as weights
@@ -36,14 +36,14 @@ from tests.strategies.machines import cluster
 from tests.strategies.recomputed_entries import Case, Ran
 
 WAYS = {
-    "full": WantedRecompute("full"),
-    "kept collectives": WantedRecompute("full", communication="keep"),
-    "selective": WantedRecompute("selective"),
-    "repeated collectives": WantedRecompute("selective", communication="recompute"),
-    "kinds": WantedRecompute(("gelu", "layer_norm")),
-    "modules": WantedRecompute("full", ("layers.*.feed_forward", "norm")),
-    "sliced": WantedRecompute("full", slice_inputs=True),
-    "selective sliced": WantedRecompute("selective", slice_inputs=True),
+    "full": RecomputeRequest("full"),
+    "kept collectives": RecomputeRequest("full", communication="keep"),
+    "selective": RecomputeRequest("selective"),
+    "repeated collectives": RecomputeRequest("selective", communication="recompute"),
+    "kinds": RecomputeRequest(("gelu", "layer_norm")),
+    "modules": RecomputeRequest("full", ("layers.*.feed_forward", "norm")),
+    "sliced": RecomputeRequest("full", slice_inputs=True),
+    "selective sliced": RecomputeRequest("selective", slice_inputs=True),
 }
 LAYERS = ("layers.0", "layers.1")
 
@@ -59,13 +59,13 @@ def gpt() -> Captured:
     return captured(GPT(32, 16, 16, 2, 2, dropout=0.2, attention_dropout=0.1), tokens, tokens.roll(1))
 
 
-def planned(found: Captured, wanted: WantedRecompute | None, world_size: int = 1) -> Plan:
+def planned(found: Captured, wanted: RecomputeRequest | None, world_size: int = 1) -> Plan:
     return make_plan(found.graph, Request("data_parallel", world_size, recompute=wanted))
 
 
 def step(found: Captured, plan: Plan, *batch: Tensor, steps: int = 1) -> tuple[float, dict[str, Tensor], int]:
     """Loss, every gradient (and buffer), and the bytes stored between forward and backward, on one rank."""
-    program = lower(found.graph, plan, Options(partial_loss=True))
+    program = lower(found.graph, plan, LoweringOptions(partial_loss=True))
     trainable = {source.name for source in program.sources if source.trainable}
     tensors = {name: nn.Parameter(t.clone()) if name in trainable else t.clone() for name, t in found.tensors.items()}
     module = build(program, tensors, Communicator(plan.mesh, 0), "cpu")
@@ -95,7 +95,7 @@ def test_gradients_are_equal_to_the_bit_and_bytes_are_those_predicted(gpt, way):
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
     assert stored < without
-    assert stored == trace(lower(gpt.graph, plan, Options(partial_loss=True)), Updating()).activations
+    assert stored == trace(lower(gpt.graph, plan, LoweringOptions(partial_loss=True)), OptimizerSettings()).activations
 
 
 def test_full_recompute_stores_the_inputs_of_the_layers_and_what_is_outside(gpt):
@@ -116,7 +116,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(found: Captured, wanted: WantedRecompute | None) -> Counter[str]:
+def calls(found: Captured, wanted: RecomputeRequest | None) -> Counter[str]:
     with Calls() as mode:
         step(found, planned(found, wanted), *batch_of(found))
     return mode.count
@@ -167,17 +167,19 @@ def test_written_buffers_shared_modules_and_several_results(operators):
     batch = batch_of(None)
     found = captured(Repeated(), *batch)
     _, truth, without = step(found, planned(found, None), *batch, steps=2)
-    plan = planned(found, WantedRecompute(operators, ("blocks.*",)))
+    plan = planned(found, RecomputeRequest(operators, ("blocks.*",)))
     _, again, stored = step(found, plan, *batch, steps=2)
     assert "blocks.0.norm.running_mean" in truth
     for name, value in truth.items():
         assert torch.equal(again[name], value), name
     assert stored < without
-    assert stored == trace(lower(found.graph, plan, Options(partial_loss=True)), Updating()).activations
+    assert (
+        stored == trace(lower(found.graph, plan, LoweringOptions(partial_loss=True)), OptimizerSettings()).activations
+    )
 
 
 def test_nothing_stays_after_backward(gpt):
-    program = lower(gpt.graph, planned(gpt, WAYS["selective"]), Options(partial_loss=True))
+    program = lower(gpt.graph, planned(gpt, WAYS["selective"]), LoweringOptions(partial_loss=True))
     trainable = {source.name for source in program.sources if source.trainable}
     tensors = {name: nn.Parameter(t.clone()) if name in trainable else t for name, t in gpt.tensors.items()}
     module, alive = build(program, tensors, Communicator(program.mesh, 0), "cpu"), []
@@ -215,7 +217,7 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
     assert plan.recompute.keeps_communication
     assert Plan.from_json(plan.to_json()) == plan
     assert planned(gpt, None).recompute is None
-    assert planned(gpt, WantedRecompute("full", ("layers.*", "layers.0.attention"))).recompute.modules == LAYERS
+    assert planned(gpt, RecomputeRequest("full", ("layers.*", "layers.0.attention"))).recompute.modules == LAYERS
     kinds = planned(gpt, WAYS["kinds"]).recompute
     assert "layers.0.feed_forward.gelu" not in kinds.kept
     assert "layers.0.feed_forward_dropout" in kinds.kept
@@ -223,12 +225,12 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
 
 def test_the_plan_tells_the_bytes(gpt):
     plan = planned(gpt, WAYS["full"])
-    program = lower(gpt.graph, plan, Options(partial_loss=True))
-    content = describe(gpt.graph, plan, program, updating=Updating(), cluster=cluster(8))
-    without = trace(replace(program, recompute=None), Updating())
+    program = lower(gpt.graph, plan, LoweringOptions(partial_loss=True))
+    content = describe(gpt.graph, plan, program, updating=OptimizerSettings(), cluster=cluster(8))
+    without = trace(replace(program, recompute=None), OptimizerSettings())
     entry = content["recompute"]
     assert entry["modules"] == LAYERS
-    traced = trace(program, Updating())
+    traced = trace(program, OptimizerSettings())
     assert entry["stored_bytes"] == traced.activations < without.activations
     assert content["memory"]["activations"] == traced.kept < without.kept  # the batch and the loss are there too
     assert entry["stored_bytes_without"] == without.activations
@@ -239,11 +241,11 @@ def test_the_plan_tells_the_bytes(gpt):
     ("wanted", "text"),
     [
         (
-            WantedRecompute("full", ("layer.*",)),
+            RecomputeRequest("full", ("layer.*",)),
             r"^parallel.recompute.modules: 'layer.\*' matches no module .* Did you",
         ),
-        (WantedRecompute(("gelu", "relu")), r"^parallel.recompute.operators: no operator of kind 'relu' is in .*gelu"),
-        (WantedRecompute(("embedding",)), r"no operator of kind 'embedding'"),
+        (RecomputeRequest(("gelu", "relu")), r"^parallel.recompute.operators: no operator of kind 'relu' is in .*gelu"),
+        (RecomputeRequest(("embedding",)), r"no operator of kind 'embedding'"),
     ],
 )
 def test_globs_and_kinds_that_match_nothing(gpt, wanted, text):
@@ -255,19 +257,19 @@ def test_a_model_without_repeated_layers_needs_modules():
     tokens = torch.randint(0, 32, (4, 16))
     found = captured(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), tokens, tokens)
     with pytest.raises(StrategyError, match=r"no repeated layers .* parallel.recompute.modules must name"):
-        planned(found, WantedRecompute("full"))
+        planned(found, RecomputeRequest("full"))
 
 
 @pytest.fixture(scope="module")
 def ran(gpt, tmp_path_factory) -> dict[str | None, list[Ran]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     weights.write(folder / "weights.pt", gpt.tensors)
-    columns, rows = Wanted(((1, 1, 1), (1, 2)), None), Wanted(((1, 1, 2), (2, 1)), None)
+    columns, rows = OperatorStrategy(((1, 1, 1), (1, 2)), None), OperatorStrategy(((1, 1, 2), (2, 1)), None)
     strategies = {
         "layers.*.attention.[qkv]_proj.matmul": columns, "layers.*.attention.o_proj.matmul": rows,
         "layers.*.feed_forward.up_proj.matmul": columns, "layers.*.feed_forward.down_proj.matmul": rows,
-        "layers.*.add": Wanted(((1, 1, 1), (1, 1, 1)), None), "dropout": Wanted(((1, 1, 1),), None),
-        "layers.*.*_dropout": Wanted(((1, 1, 1),), None),
+        "layers.*.add": OperatorStrategy(((1, 1, 1), (1, 1, 1)), None), "dropout": OperatorStrategy(((1, 1, 1),), None),
+        "layers.*.*_dropout": OperatorStrategy(((1, 1, 1),), None),
     }  # fmt: skip
     request = Request("auto", 2, strategies=strategies)
     plans = [make_plan(gpt.graph, replace(request, recompute=wanted)) for wanted in (None, *WAYS.values())]

@@ -8,7 +8,7 @@ from strategies.capture import Objective, capture
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.recoverable import recoverable
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.planner.planner import make_plan
 
 
@@ -27,7 +27,7 @@ def layouts(mode, strategies, ranks=32):
     torch.manual_seed(0)
     step = Objective(Three(), nn.MSELoss(), ("0", "1"), ("1",))
     graph = capture(step, (torch.randn(128, 64), torch.randn(128, 64)), training=True).graph
-    wanted = {f"{name}.matmul": Wanted(counts, None) for name, counts in strategies.items()}
+    wanted = {f"{name}.matmul": OperatorStrategy(counts, None) for name, counts in strategies.items()}
     plan = make_plan(graph, Request(mode, ranks, strategies=wanted))
     names = [source.name for source in graph.of_kind("parameter")]
     return [plan.tensors[name] for name in names], plan.mesh

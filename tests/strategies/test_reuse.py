@@ -15,8 +15,8 @@ from models.losses import NextTokenLoss
 from runner.launch import run_ranks
 from runner.training.execution import blamed
 from strategies.capture import Captured, Objective, capture
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, RecomputeRequest, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.runtime import compiled
@@ -28,7 +28,7 @@ from strategies.runtime.opaque_random import as_key
 from tests.strategies.compiled_entries import Case
 
 TOKENS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
-SELECTIVE = WantedRecompute("selective", (), "kept", False)
+SELECTIVE = RecomputeRequest("selective", (), "kept", False)
 
 
 def gpt(layers: int) -> Captured:
@@ -37,10 +37,10 @@ def gpt(layers: int) -> Captured:
     return capture(Objective(net, NextTokenLoss(), ("0", "1"), ("1",)), (TOKENS, TOKENS), training=True)
 
 
-def module_of(seen: Captured, recompute: WantedRecompute | None = None, compiling: bool = False) -> fx.GraphModule:
+def module_of(seen: Captured, recompute: RecomputeRequest | None = None, compiling: bool = False) -> fx.GraphModule:
     """The module of the one rank."""
     plan = make_plan(seen.graph, Request("data_parallel", 1, recompute=recompute))
-    program = lower(seen.graph, plan, Options(partial_loss=True))
+    program = lower(seen.graph, plan, LoweringOptions(partial_loss=True))
     tensors: dict[str, Tensor] = {}
     for source in program.sources:
         if source.kind != "input":
@@ -65,8 +65,8 @@ def ran(module: fx.GraphModule, key: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("recompute", [None, SELECTIVE, WantedRecompute("full", (), "repeated", False)])
-def test_codes_do_not_grow_with_the_depth(recompute: WantedRecompute | None) -> None:
+@pytest.mark.parametrize("recompute", [None, SELECTIVE, RecomputeRequest("full", (), "repeated", False)])
+def test_codes_do_not_grow_with_the_depth(recompute: RecomputeRequest | None) -> None:
     small, large = (module_of(gpt(layers), recompute) for layers in (3, 8))
     assert codes(small) == codes(large) < 20
     assert len(units(large)) > 2 * codes(large)
@@ -77,7 +77,7 @@ def test_codes_do_not_grow_with_the_depth(recompute: WantedRecompute | None) -> 
 
 @pytest.mark.parametrize("recompute", [None, SELECTIVE])
 def test_numbers_are_those_of_layers_with_their_own_code(
-    recompute: WantedRecompute | None, monkeypatch: pytest.MonkeyPatch
+    recompute: RecomputeRequest | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random operators draw other numbers in every layer; all layers have other weights."""
     seen = gpt(3)
@@ -136,7 +136,7 @@ def test_an_error_names_the_operator_of_its_own_layer() -> None:
 def planned(layers: int, folder: Any) -> Case:
     """A GPT with weights sliced over 2 ranks."""
     seen = gpt(layers)
-    columns = Wanted(((1, 1, 1), (1, 2)), None)
+    columns = OperatorStrategy(((1, 1, 1), (1, 2)), None)
     wanted = {"layers.*.feed_forward.up_proj.matmul": columns, "layers.*.attention.[qkv]_proj.matmul": columns}
     plan = make_plan(seen.graph, Request("auto", 2, strategies=wanted))
     file = folder / f"{layers}.pt"

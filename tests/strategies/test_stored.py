@@ -15,7 +15,7 @@ from strategies.lowering.lowering import lower
 from strategies.runtime import initial_weights as weights
 from strategies.runtime import tensor_files as stored
 from strategies.runtime.simulate import assemble
-from strategies.runtime.tensor_files import Reader, Stored, index
+from strategies.runtime.tensor_files import Reader, StoredTensor, index
 from tests.strategies.whole_model import Model
 
 FORMS = ("one.safetensors", "one.pt", "nested.pt", "pieces", "pieces.bin", "folder")
@@ -162,7 +162,7 @@ def test_what_is_wrong_with_an_index_is_told(tmp_path: Path) -> None:
 
 def test_a_file_that_has_gone_is_told(tmp_path: Path) -> None:
     for form in ("one.safetensors", "one.pt"):
-        entry: Stored = index(write(form, tmp_path, tensors()))["half"]
+        entry: StoredTensor = index(write(form, tmp_path, tensors()))["half"]
         Path(entry.file).unlink()
         with pytest.raises(StrategyError, match="cannot be read as weights"):
             Reader().whole(entry)

@@ -16,7 +16,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import Request
 from strategies.lowering.lowering import lower
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import describe
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
@@ -36,7 +36,9 @@ def ours(width: int = 16, rows: int = 8) -> OperatorGraph:
 def saved() -> tuple[Plan, Any]:
     graph = ours()
     plan = make_plan(graph, Request("semi_auto", 4))
-    content = describe(graph, plan, lower(graph, plan), updating=Updating(0, torch.optim.SGD), cluster=cluster(4))
+    content = describe(
+        graph, plan, lower(graph, plan), updating=OptimizerSettings(0, torch.optim.SGD), cluster=cluster(4)
+    )
     return plan, json.loads(json.dumps(content))
 
 

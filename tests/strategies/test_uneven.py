@@ -12,8 +12,8 @@ from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
@@ -75,7 +75,7 @@ def check(odd, draw, seed):
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
     plan = Plan(mesh, operators, inputs, {name: layout for name, layout in layouts.items() if name not in inputs})
     sharded = seed % 2 == 1
-    simulation = Simulation(lower(graph, plan, Options(sharded_optimizer=sharded)), values)
+    simulation = Simulation(lower(graph, plan, LoweringOptions(sharded_optimizer=sharded)), values)
     (losses,) = simulation.run()
     simulation.backward(losses)
     for got in losses:
@@ -110,7 +110,7 @@ def test_slices_of_a_dim_that_does_not_divide():
 
 
 def plan_of(odd, **strategies):
-    wanted = {name: Wanted(tuple(counts), None) for name, counts in strategies.items()}
+    wanted = {name: OperatorStrategy(tuple(counts), None) for name, counts in strategies.items()}
     return make_plan(odd[0], Request("auto", 8, strategies=wanted))
 
 

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from models.ffn import FFN
 from strategies.capture import Captured, Objective, capture
 from strategies.core.plan import Plan
-from strategies.core.program import Compute, Options, Program
-from strategies.core.request import Request, Wanted
+from strategies.core.program import Compute, LoweringOptions, Program
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate import Simulation
 
 SIZES = [96, 64, 48, 32, 4]
-SLICED = {"dense1.matmul": Wanted(((2, 4), (4, 1)), None), "dense3.matmul": Wanted(((1, 8), (8, 1)), None)}
+SLICED = {
+    "dense1.matmul": OperatorStrategy(((2, 4), (4, 1)), None),
+    "dense3.matmul": OperatorStrategy(((1, 8), (8, 1)), None),
+}
 
 
 def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,7 +49,7 @@ def eager(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def gradients(seen: Captured, options: Options, dtype: torch.dtype) -> dict[str, Tensor]:
+def gradients(seen: Captured, options: LoweringOptions, dtype: torch.dtype) -> dict[str, Tensor]:
     x, y = batch(dtype)
     values = {name: value.detach() for name, value in copy.deepcopy(seen.tensors).items()} | {"0": x, "1": y}
     simulation = Simulation(lower(seen.graph, planned(seen), options), values)
@@ -63,8 +66,8 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_gradients_are_those_of_one_device(dtype: torch.dtype, limit: float) -> None:
     """Through relus, which another rounding flips."""
     seen, expected = captured(dtype), eager(dtype)
-    assert worst(gradients(seen, Options(), dtype), expected) < limit
-    assert worst(gradients(seen, Options(wide_sums=False), dtype), expected) > limit
+    assert worst(gradients(seen, LoweringOptions(), dtype), expected) < limit
+    assert worst(gradients(seen, LoweringOptions(wide_sums=False), dtype), expected) > limit
 
 
 def dtypes(program: Program, added: bool) -> list[str]:
@@ -75,7 +78,7 @@ def dtypes(program: Program, added: bool) -> list[str]:
 
 def test_only_sums_are_wide() -> None:
     seen = captured(torch.bfloat16)
-    options = [Options(partial_loss=True, wide_sums=on) for on in (True, False)]
+    options = [LoweringOptions(partial_loss=True, wide_sums=on) for on in (True, False)]
     made, narrow = (lower(seen.graph, planned(seen), one) for one in options)
     assert set(dtypes(made, added=True)) == {"float32"} and "bfloat16" in dtypes(narrow, added=True)
     assert dtypes(made, added=False) == dtypes(narrow, added=False) and "bfloat16" in dtypes(made, added=False)
@@ -83,9 +86,9 @@ def test_only_sums_are_wide() -> None:
 
 def test_nothing_is_cast_in_single_precision() -> None:
     seen = captured(torch.float32)
-    program = lower(seen.graph, planned(seen), Options(partial_loss=True))
+    program = lower(seen.graph, planned(seen), LoweringOptions(partial_loss=True))
     assert (
         program.instructions
-        == lower(seen.graph, planned(seen), Options(partial_loss=True, wide_sums=False)).instructions
+        == lower(seen.graph, planned(seen), LoweringOptions(partial_loss=True, wide_sums=False)).instructions
     )
     assert not any(isinstance(one, Compute) and one.target == "aten.to.dtype" for one in program.instructions)

@@ -13,7 +13,7 @@ from strategies.capture import Captured, Objective, capture, loss_in
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.runtime.simulate import Simulation
@@ -70,10 +70,10 @@ class Model:
         assert names == {name for name, p in found.items() if p.requires_grad}
         return loss.detach(), {n: torch.zeros_like(found[n]) if found[n].grad is None else found[n].grad for n in names}
 
-    def difference(self, plan: Plan, options: Options | None = None) -> float:
+    def difference(self, plan: Plan, options: LoweringOptions | None = None) -> float:
         """The largest difference of the loss on any rank, of any gradient relative to its largest element, and of any
         buffer after the step."""
-        simulation = Simulation(lower(self.graph, plan, options or Options()), self.values)
+        simulation = Simulation(lower(self.graph, plan, options or LoweringOptions()), self.values)
         (losses,) = simulation.run()
         simulation.backward(losses)
         size = plan.mesh.size if options and options.sharded_optimizer else 1
@@ -107,7 +107,7 @@ class Model:
     def worst(self, draw: Callable[[int], Any], seeds: int = 6) -> float:
         """`difference` over random plans, every second one as for a sharded optimizer."""
         return max(
-            self.difference(self.random_plan(draw, seed), Options(sharded_optimizer=seed % 2 == 1))
+            self.difference(self.random_plan(draw, seed), LoweringOptions(sharded_optimizer=seed % 2 == 1))
             for seed in range(seeds)
         )
 

@@ -21,7 +21,7 @@ from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Block
 from strategies.runtime.shards import MODEL
-from strategies.runtime.tensor_files import Reader, Stored, index
+from strategies.runtime.tensor_files import Reader, StoredTensor, index
 
 
 class Holding(Protocol):
@@ -39,7 +39,7 @@ class Holding(Protocol):
 class Files:
     """Whole tensors in files, by name; all of them are weights."""
 
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
 
     @cached_property
     def tensors(self) -> dict[str, Entry]:

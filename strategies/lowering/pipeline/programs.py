@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from strategies.core.program import Options, Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage
 
 
 def stage_programs(
-    stages: Sequence[Stage], groups: int, options: Options, lower: Callable[..., Program] = lower
+    stages: Sequence[Stage], groups: int, options: LoweringOptions, lower: Callable[..., Program] = lower
 ) -> tuple[Program, ...]:
     """The program of every stage, where stage k is run by group k % groups."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.optimizer.buckets import sent
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, here
+from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, recorder
 
 
 def count_on(backend: Any, communicator: Communicator) -> Callable[[], None]:
@@ -56,9 +56,9 @@ def count_on(backend: Any, communicator: Communicator) -> Callable[[], None]:
 def _noted(kind: int, over: Any, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The result of a call over a group, which this rank's whereabouts tell as long as it lasts."""
     group = dist.group.WORLD if over is None else over
-    here.know(group, dist.get_process_group_ranks(group), "the ranks of ZeRO")
-    here.cells[PLACE] = 0
-    here.enter(group, kind)
+    recorder.know(group, dist.get_process_group_ranks(group), "the ranks of ZeRO")
+    recorder.cells[PLACE] = 0
+    recorder.enter(group, kind)
     result = call(*args, **named)
-    here.leave()
+    recorder.leave()
     return result

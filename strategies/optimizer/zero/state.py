@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
-from strategies.optimizer.state import Plain, States, check_shape, groups_of, is_scalar, placed, set_groups
+from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
 from strategies.optimizer.updates import local_elements, parameters
 from strategies.optimizer.zero.partition import Range, part_of_flat, part_of_one, ranges_of_each, ranges_of_flat
-from strategies.runtime.shards import MODEL, OPTIMIZER, Piece, Pieces, of_range, of_slice
+from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_range, of_slice
 
 
 class ZeroState:
@@ -93,11 +93,11 @@ class ZeroState:
             )
         return found
 
-    def pieces(self, write: bool) -> Iterator[Pieces]:
+    def pieces(self, write: bool) -> Iterator[Shards]:
         """See `Updates.pieces`. At stage 3 what does not learn is in pieces too."""
         for index, flat in enumerate(self.masters()):
             with self.fetched(index, write=write):
-                found: dict[str, list[Piece]] = {}
+                found: dict[str, list[Shard]] = {}
                 held = {MODEL: flat} | {f"{OPTIMIZER}{state}/": value for state, value in self._states(flat)}
                 for name, part in self.ranges(index):
                     if write or name not in self._follows:
@@ -116,7 +116,7 @@ class ZeroState:
                 check_shape(self.optimizer, state, value, "the parameters", value.shape == flat.shape)
                 yield state, value
 
-    def _frozen(self, name: str, write: bool) -> Iterator[Pieces]:
+    def _frozen(self, name: str, write: bool) -> Iterator[Shards]:
         """A parameter that does not learn, and so is in no flat tensor."""
         parameter: Any = self._found[name]
         shape, block, local = self._place(name)
@@ -130,16 +130,16 @@ class ZeroState:
             made = of_range(shape, block, local, first, part.data.view(-1)[:count])
             yield {MODEL + name: [replace(one, lasting=part.final_location != "nvme") for one in made]}
 
-    def plain(self) -> Plain:
+    def plain(self) -> OptimizerScalars:
         """See `Updates.plain`."""
-        plain = Plain(groups_of(self.optimizer, self._members))
+        plain = OptimizerScalars(groups_of(self.optimizer, self._members))
         for index, flat in enumerate(self.masters()):
             state = self.optimizer.state.get(flat, {})
             scalars = {key: value for key, value in state.items() if is_scalar(value, flat)}
             plain.scalars.update({name: scalars for name in self.names(index)})
         return plain
 
-    def begin(self, states: States, plain: Plain) -> None:
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
         """See `Updates.begin`."""
         set_groups(self.optimizer, self._members, plain)
         for index, flat in enumerate(self.masters()):

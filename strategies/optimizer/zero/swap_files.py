@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies.runtime.disk import Disk, Extent
-from strategies.runtime.offload import Moved, on_side
+from strategies.runtime.offload import OffloadTraffic, on_side
 
 
 class SwapFiles:
@@ -22,7 +22,7 @@ class SwapFiles:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self.extents: dict[str, Extent] = {}
-        self.moved = {"optimizer": Moved(), "parameters": Moved()}
+        self.moved = {"optimizer": OffloadTraffic(), "parameters": OffloadTraffic()}
 
     def builder(self) -> SwapFiles:
         return self
@@ -30,7 +30,7 @@ class SwapFiles:
     def load(self, **_: Any) -> SwapFiles:
         return self
 
-    def of(self, path: str) -> Moved:
+    def of(self, path: str) -> OffloadTraffic:
         return self.moved["optimizer" if path.split("/")[-3] == "optimizer" else "parameters"]
 
     def aio_handle(self, **_: Any) -> Handle:

@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
 from strategies.optimizer.loss_scale import LossScale
-from strategies.optimizer.state import Plain, States
+from strategies.optimizer.state import OptimizerScalars, States
 from strategies.optimizer.updates import (
     Groups,
     OptimizerFactory,
     Precision,
     check_optimizer,
-    learning_groups,
     parameters,
+    trainable_groups,
 )
 from strategies.optimizer.zero.counters import count_on
 from strategies.optimizer.zero.deepspeed_config import (
@@ -56,9 +56,9 @@ from strategies.runtime.activation_offload import look_up_parameters
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Disk
 from strategies.runtime.naming import attach, held, private
-from strategies.runtime.offload import NOTHING, Moved, Offload
+from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
 from strategies.runtime.peers import Peers
-from strategies.runtime.shards import Pieces
+from strategies.runtime.shards import Shards
 
 MARKER = "_replica_groups"
 EVALUATION = "_evaluation"
@@ -88,7 +88,7 @@ class ZeroUpdates:
         evaluation: nn.Module | None = None,
         short: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
-        offload: Offload = NOTHING,
+        offload: Offload = NO_OFFLOAD,
         loss_scale: float | None = None,
         peers: Peers | None = None,
     ) -> None:
@@ -107,13 +107,17 @@ class ZeroUpdates:
                 parameter.data = parameter.data.view(1)
         self._learning, self._waiting = frozenset(program.learns), 0
         check_parameters(self._parameters, self._learning, stage, precision)
-        torch_groups = learning_groups(program, groups)
+        torch_groups = trainable_groups(program, groups)
         device = next(iter(self._parameters.values())).device
         self._deepspeed = deepspeed_for(device)
         elements = sum(parameter.numel() for parameter in self._parameters.values())
         on_disk = "disk" in (offload.optimizer, offload.parameters)
         self._files = SwapFiles(Disk(offload.place)) if on_disk else None
-        self._moved = {"optimizer": Moved(), "parameters": Moved()} if self._files is None else self._files.moved
+        self._moved = (
+            {"optimizer": OffloadTraffic(), "parameters": OffloadTraffic()}
+            if self._files is None
+            else self._files.moved
+        )
         moving = offload_section(offload, *sizes_of(module, program, self._parameters))
         zero = zero_section(stage, elements, options or {}, known_options(), moving)
         config = engine_config(zero, clip=clip, accumulate=accumulate, precision=precision, loss_scale=loss_scale)
@@ -294,16 +298,16 @@ class ZeroUpdates:
         with self._deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone().view(self._shapes[name])
 
-    def pieces(self, write: bool = False) -> Iterator[Pieces]:
+    def pieces(self, write: bool = False) -> Iterator[Shards]:
         return self._state.pieces(write)
 
-    def plain(self) -> Plain:
+    def plain(self) -> OptimizerScalars:
         plain = self._state.plain()
         if (scale := self.loss_scale) is not None:
             plain.loss_scale = asdict(scale)
         return plain
 
-    def begin(self, states: States, plain: Plain) -> None:
+    def begin(self, states: States, plain: OptimizerScalars) -> None:
         if self._scaled and self._adapts and plain.loss_scale is not None:
             saved, scaler = LossScale(**plain.loss_scale), self._zero.loss_scaler
             scaler.cur_scale, scaler.cur_iter = saved.value, scaler.last_overflow_iter + 1 + saved.good
@@ -314,7 +318,7 @@ class ZeroUpdates:
         self._state.loaded()
 
     @property
-    def moved(self) -> Mapping[str, Moved]:
+    def moved(self) -> Mapping[str, OffloadTraffic]:
         held = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
         if self._offload.optimizer == "host":
             states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]

@@ -14,7 +14,7 @@ from test_refusals import ranks_of_this_process
 from runner.errors import RunFailed
 from runner.launch import hangs, run_ranks
 from runner.launch.hangs import GRACE, Stall, diagnose, where
-from strategies.runtime.flight_recorder import GATHER, PLACE, RECEIVE, SEND, SUM, Whereabouts
+from strategies.runtime.flight_recorder import GATHER, PLACE, RECEIVE, SEND, SUM, FlightRecorder
 
 WORLD = 4
 
@@ -24,7 +24,7 @@ def ranks(tmp_path):
     """Four ranks in a mesh (dp 2, tp 2): each knows the world, its row and its column."""
     found = []
     for rank in range(WORLD):
-        one = Whereabouts()
+        one = FlightRecorder()
         one.attach(tmp_path / f"{rank}.where")
         row, column = rank // 2 * 2, rank % 2
         one.know("world", range(WORLD), "dp, tp")
@@ -189,7 +189,7 @@ def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
 
 
 def test_every_byte_is_read_by_others(tmp_path):
-    one = Whereabouts()
+    one = FlightRecorder()
     one.know("before", [0, 2], "x")
     one.attach(tmp_path / "0.where")
     one.know("after", [0, 1], "y")

@@ -15,7 +15,7 @@ from runner.errors import RunFailed
 from runner.launch import forks, hangs, liveness
 from runner.launch.hangs import GRACE, Stall, diagnose, where
 from runner.launch.liveness import Signs
-from strategies.runtime.flight_recorder import SAVES, SAVING, Whereabouts
+from strategies.runtime.flight_recorder import SAVES, SAVING, FlightRecorder
 
 TWO = (*SMALL, *MODES["data_parallel"], "world_size=2", "data.target=troubles.Troubled", "data.batch_size=4")
 
@@ -213,7 +213,7 @@ class Shown:
 
 
 def test_a_stall_is_no_slowness(tmp_path):
-    ranks = [Whereabouts() for _ in range(2)]
+    ranks = [FlightRecorder() for _ in range(2)]
     for rank, one in enumerate(ranks):
         one.attach(tmp_path / f"{rank}.where")
         one.at(SAVING)
@@ -244,7 +244,7 @@ def test_a_stall_is_no_slowness(tmp_path):
 def test_who_looks_late_knows_nothing(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(hangs.time, "monotonic", lambda: clock[0])
-    one = Whereabouts()
+    one = FlightRecorder()
     one.attach(tmp_path / "0.where")
     shown = Shown()
     shown.silent = True

@@ -10,12 +10,12 @@ from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture
 from strategies.core.graph import OperatorGraph
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, RecomputeRequest, Request
 from strategies.cost.by_operator import operator_costs
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
@@ -32,11 +32,11 @@ def gpt() -> OperatorGraph:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute: bool) -> None:
-    strategies = {"layers.*.feed_forward.up_proj": Wanted(((2, 1, 1), (4, 1), (4,)), None)}
-    wanted = WantedRecompute("full") if recompute else None
+    strategies = {"layers.*.feed_forward.up_proj": OperatorStrategy(((2, 1, 1), (4, 1), (4,)), None)}
+    wanted = RecomputeRequest("full") if recompute else None
     plan = make_plan(gpt, Request("auto", 8, strategies=strategies, recompute=wanted))
-    program = lower(gpt, plan, Options(sharded_optimizer=stage > 0, partial_loss=True))
-    updating = Updating(stage, torch.optim.Adam, accumulate=3)
+    program = lower(gpt, plan, LoweringOptions(sharded_optimizer=stage > 0, partial_loss=True))
+    updating = OptimizerSettings(stage, torch.optim.Adam, accumulate=3)
     costs = operator_costs(gpt, plan, program, MACHINE, updating).values()
     step = step_cost(gpt, plan, program, MACHINE, updating)
     assert sum(cost.forward for cost in costs) == pytest.approx(step.forward)
@@ -60,8 +60,8 @@ def test_parameters_are_counted_once_and_by_parts_under_zero(gpt: OperatorGraph)
     plan = make_plan(gpt, Request("data_parallel", 8))
     size = sum(source.spec.elements * 4 for source in gpt.of_kind("parameter"))
     for stage, share in ((0, 1), (2, 1), (3, 8)):
-        program = lower(gpt, plan, Options(sharded_optimizer=stage > 0, partial_loss=True))
-        costs = operator_costs(gpt, plan, program, MACHINE, Updating(stage, torch.optim.SGD))
+        program = lower(gpt, plan, LoweringOptions(sharded_optimizer=stage > 0, partial_loss=True))
+        costs = operator_costs(gpt, plan, program, MACHINE, OptimizerSettings(stage, torch.optim.SGD))
         assert sum(cost.parameters for cost in costs.values()) == pytest.approx(size / share, rel=1e-3)
 
 
@@ -70,7 +70,7 @@ def test_large_products_are_bound_by_flops_and_norms_are_not() -> None:
     batch = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
     graph = capture(Objective(net.to("meta"), nn.MSELoss(), ("0", "1"), ("1",)), batch, training=True).graph
     plan = make_plan(graph, Request("data_parallel", 8))
-    costs = operator_costs(graph, plan, lower(graph, plan), MACHINE, Updating())
+    costs = operator_costs(graph, plan, lower(graph, plan), MACHINE, OptimizerSettings())
     assert [name for name, cost in costs.items() if cost.flop_bound] == ["1"]
     assert len(costs) > 2
     assert costs["1"].flops == 2 * 4096**3

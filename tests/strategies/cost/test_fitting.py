@@ -13,14 +13,14 @@ from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.core.program import Options
-from strategies.core.request import Request, WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import RecomputeRequest, Request
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.memory.limit import over
 from strategies.memory.parts import Memory
 from strategies.memory.recompute_selection import Choice, Fitting, Way, choices, together
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
@@ -60,15 +60,17 @@ def gpt() -> Captured:
     return capture(Objective(model, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, tokens.roll(1)), training=True)
 
 
-def fitting(found: Captured, wanted: WantedRecompute | None = None, updating: Updating | None = None) -> Fitting:
+def fitting(
+    found: Captured, wanted: RecomputeRequest | None = None, updating: OptimizerSettings | None = None
+) -> Fitting:
     plan = make_plan(found.graph, Request("data_parallel", 2))
     return Fitting(
         found.graph,
         plan,
-        wanted or WantedRecompute("full"),
-        updating or Updating(factory=adamw),
+        wanted or RecomputeRequest("full"),
+        updating or OptimizerSettings(factory=adamw),
         CLUSTER,
-        lambda one: lower(found.graph, one, Options(partial_loss=True)),
+        lambda one: lower(found.graph, one, LoweringOptions(partial_loss=True)),
     )
 
 
@@ -105,7 +107,7 @@ def test_first_layers_come_first(gpt):
 
 
 def test_only_what_may_be_computed_again_is(gpt):
-    one = fitting(gpt, WantedRecompute("full", ("layers.0.feed_forward",), "keep"))
+    one = fitting(gpt, RecomputeRequest("full", ("layers.0.feed_forward",), "keep"))
     plan = one.within(one._needed(one.plan).peak - 1)
     assert plan.recompute is not None
     assert plan.recompute.modules == ("layers.0.feed_forward",)
@@ -118,12 +120,16 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
 @pytest.mark.parametrize(
     ("largest", "updating", "advice"),
     [
-        ("activations", Updating(), "parallel.recompute=auto, more train.accumulate, parallel.offload.activations.to="),
-        ("optimizer", Updating(), "parallel.zero.stage=1, sliced weights (parallel.strategies), more ranks"),
-        ("optimizer", Updating(1), "parallel.offload.optimizer=host, sliced weights"),
-        ("gradients", Updating(1), "parallel.zero.stage=2, sliced weights"),
-        ("parameters", Updating(3), "parallel.offload.parameters=host, sliced weights"),
-        ("buffers", Updating(3), "a smaller parallel.zero.options.reduce_bucket_size, more ranks"),
+        (
+            "activations",
+            OptimizerSettings(),
+            "parallel.recompute=auto, more train.accumulate, parallel.offload.activations.to=",
+        ),
+        ("optimizer", OptimizerSettings(), "parallel.zero.stage=1, sliced weights (parallel.strategies), more ranks"),
+        ("optimizer", OptimizerSettings(1), "parallel.offload.optimizer=host, sliced weights"),
+        ("gradients", OptimizerSettings(1), "parallel.zero.stage=2, sliced weights"),
+        ("parameters", OptimizerSettings(3), "parallel.offload.parameters=host, sliced weights"),
+        ("buffers", OptimizerSettings(3), "a smaller parallel.zero.options.reduce_bucket_size, more ranks"),
     ],
 )
 def test_what_does_not_fit_says_what_would_help(largest, updating, advice):

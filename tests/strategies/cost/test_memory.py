@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
-from strategies.core.program import Options, Program
-from strategies.core.request import Request, WantedRecompute
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.schedule import Action
@@ -23,7 +23,7 @@ from strategies.memory.pipeline import group_memory
 from strategies.memory.trace import trace
 from strategies.memory.zero import Group
 from strategies.optimizer.replicated import BucketedUpdates
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from strategies.runtime.activation_offload import Activations, meant
 from strategies.runtime.communicator import Communicator
@@ -44,15 +44,15 @@ def gpt() -> Captured:
     return capture(Objective(model, NextTokenLoss(), ("0", "1"), ("1",)), (tokens, tokens.roll(1)), training=True)
 
 
-def program_of(found: Captured, wanted: WantedRecompute | None = None, hosted: tuple[str, ...] = ()) -> Program:
+def program_of(found: Captured, wanted: RecomputeRequest | None = None, hosted: tuple[str, ...] = ()) -> Program:
     plan = make_plan(found.graph, Request("data_parallel", 1, recompute=wanted))
-    return place(lower(found.graph, plan, Options(partial_loss=True)), on_host(found.graph, hosted))
+    return place(lower(found.graph, plan, LoweringOptions(partial_loss=True)), on_host(found.graph, hosted))
 
 
 class Step:
     """Real steps of one rank at stage 0: peaks of the second one by phase, its gradients, and what stands."""
 
-    def __init__(self, found: Captured, program: Program, updating: Updating) -> None:
+    def __init__(self, found: Captured, program: Program, updating: OptimizerSettings) -> None:
         learns = {source.name for source in program.sources if source.trainable}
         self.tensors: dict[str, Tensor] = {
             name: nn.Parameter(tensor.clone()) if name in learns else tensor.clone()
@@ -106,20 +106,20 @@ class Step:
         return result
 
 
-FULL, CHEAP = WantedRecompute("full"), WantedRecompute("selective")
-HOST = Updating(factory=adamw, offload=Offload(activations="host"))
-CASES: dict[str, tuple[WantedRecompute | None, tuple[str, ...], Updating]] = {
-    "plain": (None, (), Updating(factory=adamw)),
-    "accumulated": (None, (), Updating(factory=adamw, accumulate=3)),
-    "full": (FULL, (), Updating(factory=adamw)),
-    "selective": (CHEAP, (), Updating(factory=adamw)),
+FULL, CHEAP = RecomputeRequest("full"), RecomputeRequest("selective")
+HOST = OptimizerSettings(factory=adamw, offload=Offload(activations="host"))
+CASES: dict[str, tuple[RecomputeRequest | None, tuple[str, ...], OptimizerSettings]] = {
+    "plain": (None, (), OptimizerSettings(factory=adamw)),
+    "accumulated": (None, (), OptimizerSettings(factory=adamw, accumulate=3)),
+    "full": (FULL, (), OptimizerSettings(factory=adamw)),
+    "selective": (CHEAP, (), OptimizerSettings(factory=adamw)),
     "offloaded": (None, (), HOST),
     "offloaded in part": (None, (), replace(HOST, offload=Offload(activations="host", modules=("layers.1",)))),
     "full, offloaded": (FULL, (), HOST),
     "selective, offloaded": (CHEAP, (), HOST),
-    "placed": (None, ("layers.*.feed_forward",), Updating(factory=adamw)),
-    "full, placed": (FULL, ("layers.*.feed_forward",), Updating(factory=adamw)),
-    "selective, placed": (CHEAP, ("layers.0", "norm"), Updating(factory=adamw)),
+    "placed": (None, ("layers.*.feed_forward",), OptimizerSettings(factory=adamw)),
+    "full, placed": (FULL, ("layers.*.feed_forward",), OptimizerSettings(factory=adamw)),
+    "selective, placed": (CHEAP, ("layers.0", "norm"), OptimizerSettings(factory=adamw)),
     "full, placed, offloaded": (FULL, ("layers.1.attention",), HOST),
 }
 SMALL = 4096 + 1024
@@ -128,7 +128,7 @@ SMALL = 4096 + 1024
 
 @pytest.fixture(scope="module")
 def truth(gpt) -> dict[str, Tensor]:
-    return Step(gpt, program_of(gpt), Updating(factory=adamw)).gradients
+    return Step(gpt, program_of(gpt), OptimizerSettings(factory=adamw)).gradients
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,20 +162,20 @@ def test_recompute_and_offload_take_off_what_they_say(gpt):
 
 
 def test_micro_batches_under_way_add_their_activations(gpt):
-    traced = trace(program_of(gpt), Updating())
-    one = memory(traced, Updating())
+    traced = trace(program_of(gpt), OptimizerSettings())
+    one = memory(traced, OptimizerSettings())
     actions = [Action("forward", number, 0) for number in range(3)] + [Action("backward", n, 0) for n in range(3)]
-    three = group_memory(0, {0: traced}, actions, 1, Updating())
+    three = group_memory(0, {0: traced}, actions, 1, OptimizerSettings())
     assert three.activations == 3 * one.activations
     assert three.peaks["backward"] == one.peaks["backward"] + 2 * one.activations
     assert three.peaks["update"] == one.peaks["update"]
 
 
 def test_stages_of_one_group_stand_together(gpt):
-    traced = trace(program_of(gpt), Updating())
-    one = memory(traced, Updating())
+    traced = trace(program_of(gpt), OptimizerSettings())
+    one = memory(traced, OptimizerSettings())
     actions = [Action("forward", 0, 0), Action("forward", 0, 2), Action("backward", 0, 2), Action("backward", 0, 0)]
-    both = group_memory(0, dict.fromkeys(range(4), traced), actions, 2, Updating())
+    both = group_memory(0, dict.fromkeys(range(4), traced), actions, 2, OptimizerSettings())
     assert (both.held, both.activations) == (2 * one.held, 2 * one.activations)
     assert both.peaks["update"] == 2 * one.peaks["update"]
     assert both.peaks["backward"] == one.peaks["backward"] + one.held + one.activations + traced.gradients
@@ -190,8 +190,8 @@ def test_parts_of_flat_groups():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_sharded_optimizer_keeps_its_part(gpt, stage):
     plan = make_plan(gpt.graph, Request("data_parallel", 4))
-    program = lower(gpt.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
-    updating = Updating(stage, adamw)
+    program = lower(gpt.graph, plan, LoweringOptions(sharded_optimizer=True, partial_loss=True))
+    updating = OptimizerSettings(stage, adamw)
     found = memory(trace(program, updating), updating)
     elements = sum(source.spec.elements for source in gpt.graph.of_kind("parameter"))
     assert found.optimizer == pytest.approx(elements / 4 * 12, rel=0.01)

@@ -16,8 +16,8 @@ from models.llama import Llama
 from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture
 from strategies.core.graph import OperatorGraph
-from strategies.core.program import Options, Program
-from strategies.core.request import Request, WantedRecompute
+from strategies.core.program import LoweringOptions, Program
+from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
 from strategies.lowering.pipeline.cutting import cut
@@ -30,8 +30,8 @@ from strategies.memory.repeated_blocks import SLACK, Traces, trace_repeated
 from strategies.memory.trace import trace
 from strategies.memory.truncation import form, repeated_part, shortened
 from strategies.optimizer.buckets import buckets
-from strategies.optimizer.settings import Updating
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import BucketLimits
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
 from strategies.runtime.live_tensors import Live
@@ -56,15 +56,17 @@ def program_of(
     plan = make_plan(graph, Request("auto", 4, "dynamic_programming", mesh=(("a", 2), ("b", 2))))
     if again is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        plan = replace(plan, recompute=recomputed(graph, rules, WantedRecompute(again)))  # type: ignore[arg-type]
-    return overlap(lower(graph, plan, Options(partial_loss=True, sharded_optimizer=stage > 0)), by_unit=stage == 3)
+        plan = replace(plan, recompute=recomputed(graph, rules, RecomputeRequest(again)))  # type: ignore[arg-type]
+    return overlap(
+        lower(graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0)), by_unit=stage == 3
+    )
 
 
 @pytest.fixture
 def never_whole(monkeypatch):
     """A trace of all repetitions fails."""
 
-    def refuse(program: Program, updating: Updating) -> None:
+    def refuse(program: Program, updating: OptimizerSettings) -> None:
         raise AssertionError("the whole program was traced")
 
     monkeypatch.setattr(repeating, "trace", refuse)
@@ -79,7 +81,7 @@ def never_whole(monkeypatch):
 )
 def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtype, stage, again):
     program = program_of(name, again, stage, dtype=dtype)
-    updating = Updating(stage, torch.optim.AdamW, accumulate=accumulate)
+    updating = OptimizerSettings(stage, torch.optim.AdamW, accumulate=accumulate)
     assert trace_repeated(program, updating) == trace(program, updating)
 
 
@@ -87,24 +89,26 @@ def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtyp
 @pytest.mark.parametrize("bucket", [3000, 9000, 40000])
 def test_buckets_of_zero_are_added_up_where_they_are_full(never_whole, stage, bucket):
     program = program_of("llama", None, stage)
-    updating = Updating(stage, torch.optim.AdamW, bucket=bucket)
+    updating = OptimizerSettings(stage, torch.optim.AdamW, bucket=bucket)
     assert trace_repeated(program, updating) == trace(program, updating)
 
 
 def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
     graph = graph_of("llama", DEPTH["llama"], torch.float32)
-    program = lower(graph, make_plan(graph, Request("data_parallel", 4)), Options(partial_loss=True))
-    updating = Updating(0, torch.optim.AdamW, cut=Cut(5000), overlap=True)
+    program = lower(graph, make_plan(graph, Request("data_parallel", 4)), LoweringOptions(partial_loss=True))
+    updating = OptimizerSettings(0, torch.optim.AdamW, cut=BucketLimits(5000), overlap=True)
     found, true = (memory(one(program, updating), updating) for one in (trace_repeated, trace))
     assert replace(found, peaks={}) == replace(true, peaks={})
     assert true.peaks["backward"] <= found.peaks["backward"] <= (1 + SLACK) * true.peaks["backward"]
-    apart = memory(trace(program, replace(updating, cut=Cut(0))), updating)
+    apart = memory(trace(program, replace(updating, cut=BucketLimits(0))), updating)
     joined = [4 * one.elements for one in buckets(program, updating.cut) if len(one.names) > 1]
     assert found.peaks["backward"] - apart.peaks["backward"] == max(joined)
     assert found.peaks["forward"] == true.peaks["forward"]
 
 
-@pytest.mark.parametrize("updating", [Updating(0, overlap=True), Updating(3, bucket=100)], ids=["joined", "small"])
+@pytest.mark.parametrize(
+    "updating", [OptimizerSettings(0, overlap=True), OptimizerSettings(3, bucket=100)], ids=["joined", "small"]
+)
 def test_what_repetitions_do_not_tell_is_traced(updating):
     """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
     program = program_of("gpt", None, updating.stage)
@@ -118,7 +122,7 @@ def test_layers_of_two_plans_are_told_from_more_repetitions(never_whole, share):
     request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
     limit = int(share * make_plan(graph, request).search["bytes"])
     plan = make_plan(graph, replace(request, memory_limit=limit))
-    program, updating = overlap(lower(graph, plan, Options(partial_loss=True))), Updating(0)
+    program, updating = overlap(lower(graph, plan, LoweringOptions(partial_loss=True))), OptimizerSettings(0)
     ways = {(re.sub(r"\d+", "", name), str(one.assignment)) for name, one in plan.operators.items()}
     assert len(ways) > len({name for name, _ in ways})
     assert trace_repeated(program, updating) == trace(program, updating)
@@ -136,7 +140,7 @@ def test_calls_do_not_grow_with_the_layers(never_whole, monkeypatch, again):
     seen = []
     for layers in (8, 12):
         calls[0] = 0
-        trace_repeated(program_of("llama", again, 2, layers), Updating(2, torch.optim.AdamW))
+        trace_repeated(program_of("llama", again, 2, layers), OptimizerSettings(2, torch.optim.AdamW))
         seen.append(calls[0])
     assert seen[0] == seen[1] > 0
 
@@ -148,7 +152,7 @@ def test_a_shortened_program_is_that_of_a_model_with_fewer_layers():
     found = shortened(deep, part, part.count - 6)
     assert [type(one) for one in found.instructions] == [type(one) for one in small.instructions]
     assert {s.name: s.spec for s in found.sources if s.kind == "parameter"}.keys() != {s.name for s in deep.sources}
-    assert trace(found, Updating()) == trace(small, Updating())
+    assert trace(found, OptimizerSettings()) == trace(small, OptimizerSettings())
 
 
 def test_layers_of_other_widths_are_no_repetition():
@@ -165,7 +169,7 @@ def test_layers_of_other_widths_are_no_repetition():
 
     x = torch.zeros(4, 8)
     graph = capture(Objective(Uneven(), nn.MSELoss(), ("0", "1"), ("1",)), (x, x), training=True).graph
-    program = lower(graph, make_plan(graph, Request("data_parallel", 2)), Options(partial_loss=True))
+    program = lower(graph, make_plan(graph, Request("data_parallel", 2)), LoweringOptions(partial_loss=True))
     assert repeated_part(program) is None
 
 
@@ -173,16 +177,18 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
     """Stages of one model; a group of the optimizer of its own makes one another."""
     graph = graph_of("llama", 8, torch.float32)
     plan = make_plan(graph, Request("data_parallel", 2))
-    stages = cut(graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, plan, Options(partial_loss=True)))
-    programs = stage_programs(stages, 4, Options(partial_loss=True))
-    plain = Updating(0, torch.optim.AdamW, accumulate=4)
+    stages = cut(
+        graph, plan, in_stages(graph, 4, "auto", 1), random_ordinals(graph, plan, LoweringOptions(partial_loss=True))
+    )
+    programs = stage_programs(stages, 4, LoweringOptions(partial_loss=True))
+    plain = OptimizerSettings(0, torch.optim.AdamW, accumulate=4)
     name = programs[2].learns[0]
     others = [one for program in programs for one in program.learns if one != name]
     apart = replace(plain, groups=[{"names": [name]}, {"names": others}])
     one_by_one = [trace_repeated(program, plain) for program in programs]
     traced, once = [], repeating.trace_repeated
 
-    def counted(program: Program, updating: Updating):
+    def counted(program: Program, updating: OptimizerSettings):
         traced.append(program)
         return once(program, updating)
 
@@ -191,7 +197,7 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
     assert [id(one) for one in traced] == [id(programs[number]) for number in (0, 1, 3)]
     traced.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(Updating, "groups_for", lambda self, program: self.groups)
+        patched.setattr(OptimizerSettings, "groups_for", lambda self, program: self.groups)
         for found in [Traces()]:
             [found.of(program, apart) for program in programs]
     assert len(traced) == 4

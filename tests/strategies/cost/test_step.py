@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted, WantedRecompute
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, RecomputeRequest, Request
 from strategies.cost.step import StepCost, step_cost
 from strategies.lowering.lowering import lower
-from strategies.optimizer.settings import Updating
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import BucketLimits
 from strategies.optimizer.zero import traffic as zero_traffic
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
@@ -40,14 +40,14 @@ def model() -> Model:
     return Model(Layers(), None, (torch.randn(256, 512),))
 
 
-def cost(model: Model, updating: Updating, request: Request | None = None, machine: object = None) -> StepCost:
+def cost(model: Model, updating: OptimizerSettings, request: Request | None = None, machine: object = None) -> StepCost:
     plan = make_plan(model.graph, request or Request("data_parallel", 8))
-    program = lower(model.graph, plan, Options(sharded_optimizer=updating.stage > 0, partial_loss=True))
+    program = lower(model.graph, plan, LoweringOptions(sharded_optimizer=updating.stage > 0, partial_loss=True))
     return step_cost(model.graph, plan, program, machine or MACHINE, updating)  # type: ignore[arg-type]
 
 
 def test_backward_hides_all_of_adding_gradients_but_the_last_bucket(model: Model) -> None:
-    each = Updating(overlap=True, cut=Cut(0))
+    each = OptimizerSettings(overlap=True, cut=BucketLimits(0))
     alone, hidden = cost(model, replace(each, overlap=False)), cost(model, each)
     assert alone.exposed == alone.gradients == hidden.gradients > 0
     assert 0 < hidden.exposed < hidden.gradients / 4
@@ -58,19 +58,21 @@ def test_backward_hides_all_of_adding_gradients_but_the_last_bucket(model: Model
 
 def test_a_short_backward_hides_no_more_than_its_own_time(model: Model) -> None:
     fast = replace(MACHINE, flops={"float32": 1e18, "float64": 1e18}, memory_bandwidth=1e18, launch=0.0)
-    found = cost(model, Updating(overlap=True), machine=fast)
+    found = cost(model, OptimizerSettings(overlap=True), machine=fast)
     assert found.exposed == pytest.approx(found.gradients - found.backward)
 
 
 def test_micro_batches_repeat_compute_and_not_the_update(model: Model) -> None:
-    once, thrice = cost(model, Updating()), cost(model, Updating(accumulate=3))
+    once, thrice = cost(model, OptimizerSettings()), cost(model, OptimizerSettings(accumulate=3))
     assert thrice.compute == pytest.approx(3 * once.compute)
     assert (thrice.gradients, thrice.optimizer) == (once.gradients, once.optimizer)
 
 
 def test_recompute_repeats_forward_of_its_modules(model: Model) -> None:
-    plain = cost(model, Updating())
-    again = cost(model, Updating(), Request("data_parallel", 8, recompute=WantedRecompute("full", None, None, False)))
+    plain = cost(model, OptimizerSettings())
+    again = cost(
+        model, OptimizerSettings(), Request("data_parallel", 8, recompute=RecomputeRequest("full", None, None, False))
+    )
     assert plain.recomputed == 0
     assert again.forward == plain.forward
     assert 0.8 * plain.forward < again.recomputed < plain.forward  # all layers, without the loss
@@ -78,48 +80,54 @@ def test_recompute_repeats_forward_of_its_modules(model: Model) -> None:
 
 def test_recomputed_collectives_run_again(model: Model) -> None:
     pairs = {
-        f"layers.{i}.0.matmul": Wanted(((1, 1), (1, 8)) if i % 2 == 0 else ((1, 8), (8, 1)), None) for i in range(4)
+        f"layers.{i}.0.matmul": OperatorStrategy(((1, 1), (1, 8)) if i % 2 == 0 else ((1, 8), (8, 1)), None)
+        for i in range(4)
     }
     request = Request("semi_auto", 8, strategies=pairs)
-    plain = cost(model, Updating(), request)
-    repeated = replace(request, recompute=WantedRecompute("full", None, "repeat", False))
-    kept = replace(request, recompute=WantedRecompute("full", None, "keep", False))
-    assert sum(cost(model, Updating(), repeated).redistributions.values()) > sum(plain.redistributions.values())
-    assert cost(model, Updating(), kept).redistributions == plain.redistributions
+    plain = cost(model, OptimizerSettings(), request)
+    repeated = replace(request, recompute=RecomputeRequest("full", None, "repeat", False))
+    kept = replace(request, recompute=RecomputeRequest("full", None, "keep", False))
+    assert sum(cost(model, OptimizerSettings(), repeated).redistributions.values()) > sum(
+        plain.redistributions.values()
+    )
+    assert cost(model, OptimizerSettings(), kept).redistributions == plain.redistributions
 
 
 def test_zero_sends_as_many_bytes_as_predicted_and_updates_a_part(model: Model) -> None:
     plan = make_plan(model.graph, Request("data_parallel", 8))
-    program = lower(model.graph, plan, Options(sharded_optimizer=True, partial_loss=True))
+    program = lower(model.graph, plan, LoweringOptions(sharded_optimizer=True, partial_loss=True))
 
     def states(stage: int) -> float:
-        adam = Updating(stage, factory=torch.optim.Adam)
-        return cost(model, adam).optimizer - cost(model, Updating(stage)).optimizer
+        adam = OptimizerSettings(stage, factory=torch.optim.Adam)
+        return cost(model, adam).optimizer - cost(model, OptimizerSettings(stage)).optimizer
 
     for stage in (1, 2, 3):
-        found = cost(model, Updating(stage))
+        found = cost(model, OptimizerSettings(stage))
         assert found.zero.keys() == zero_traffic.predicted(program, stage).keys() | {"all_reduce"}  # the norm
         assert found.gradients == 0
         assert states(stage) == pytest.approx(states(0) / 8)
-    once, twice, thrice = (cost(model, Updating(2, accumulate=n)).zero["all_reduce"] for n in (1, 2, 3))
+    once, twice, thrice = (cost(model, OptimizerSettings(2, accumulate=n)).zero["all_reduce"] for n in (1, 2, 3))
     assert thrice - twice == pytest.approx(twice - once)
     assert twice > once
-    assert cost(model, Updating(1, accumulate=3)).zero["all_reduce"] == pytest.approx(once)
+    assert cost(model, OptimizerSettings(1, accumulate=3)).zero["all_reduce"] == pytest.approx(once)
 
 
 def test_an_update_takes_what_its_calls_read_and_write(model: Model) -> None:
-    plain, adam = cost(model, Updating()), cost(model, Updating(factory=torch.optim.Adam))
+    plain, adam = cost(model, OptimizerSettings()), cost(model, OptimizerSettings(factory=torch.optim.Adam))
     assert adam.optimizer - plain.optimizer == pytest.approx(
         (18 - 3) * 8 * 4 * (512 * 512 + 512) / MACHINE.memory_bandwidth  # so often every number, which are fp64
     )
-    at_once = cost(model, Updating(factory=partial(torch.optim.Adam, fused=True)))
+    at_once = cost(model, OptimizerSettings(factory=partial(torch.optim.Adam, fused=True)))
     assert plain.optimizer < at_once.optimizer < plain.optimizer + (adam.optimizer - plain.optimizer) / 2
     busy = replace(MACHINE, view=1e-3)  # Adam begins more calls for each of 8 parameters than SGD
-    slower = [cost(model, one, machine=busy).optimizer for one in (Updating(), Updating(factory=torch.optim.Adam))]
+    slower = [
+        cost(model, one, machine=busy).optimizer
+        for one in (OptimizerSettings(), OptimizerSettings(factory=torch.optim.Adam))
+    ]
     assert slower[1] - slower[0] > 8 * 5 * 1e-3
 
 
 def test_parts_make_the_total(model: Model) -> None:
-    told = cost(model, Updating(3)).to_json()
+    told = cost(model, OptimizerSettings(3)).to_json()
     assert told["total"] == told["compute"] + told["communication"] + told["optimizer"]  # type: ignore[operator]
     assert told["cluster"] == "described"

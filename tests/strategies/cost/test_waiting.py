@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program, Redistribute, Start, Wait
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
 from strategies.cost.exposed_communication import COPIES, added_seconds
@@ -115,6 +115,6 @@ def test_a_sum_hides_behind_the_other_branch_both_ways(model: Model, forward: fl
 
 def split(model: Model) -> Program:
     """Only `first` is sliced along what it sums over, so that its result must be added up."""
-    wanted = {"first": Wanted(((1, 8), (1, 8), (1,)), None)}
+    wanted = {"first": OperatorStrategy(((1, 8), (1, 8), (1,)), None)}
     plan = make_plan(model.graph, Request("semi_auto", 8, strategies=wanted, dataset_strategy="full_batch"))
     return overlap(lower(model.graph, plan))

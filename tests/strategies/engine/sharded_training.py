@@ -24,17 +24,17 @@ from strategies.core.graph import OperatorGraph, Ref, Source, refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Compute, Options, Program
+from strategies.core.program import Compute, LoweringOptions, Program
 from strategies.core.steps import LOCAL
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted
 from strategies.optimizer.stages import make_updates
-from strategies.optimizer.updates import CHOSEN, Cut, Updates, axes_needed
+from strategies.optimizer.updates import DEFAULT_BUCKETS, BucketLimits, Updates, axes_needed
 from strategies.rules import rule_of
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import COPIED, build
-from strategies.runtime.offload import NOTHING, Moved, Offload
+from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
 from strategies.runtime.simulate import assemble, shard
 
 MESH = Mesh((("a", 2), ("b", 2)))
@@ -104,9 +104,9 @@ class Case:
     precision: str = "fp32"
     accumulate: int = 2
     options: dict[str, Any] = field(default_factory=dict)
-    cut: Cut = CHOSEN
+    cut: BucketLimits = DEFAULT_BUCKETS
     overlap: bool = False
-    offload: Offload = NOTHING
+    offload: Offload = NO_OFFLOAD
     place: tuple[str, ...] = ()
     loss_scale: float | None = 64.0
 
@@ -123,9 +123,9 @@ class Result:
     predicted: int
     replicas_equal: bool
     evaluated: list[Tensor] = field(default_factory=list)
-    moved: dict[str, Moved] = field(default_factory=dict)
+    moved: dict[str, OffloadTraffic] = field(default_factory=dict)
     on_disk: int = 0
-    copied: Moved = field(default_factory=Moved)
+    copied: OffloadTraffic = field(default_factory=OffloadTraffic)
 
 
 def task(dtype: torch.dtype = torch.float32, steps: int = 3, accumulate: int = 2) -> tuple[Net, Task]:
@@ -280,7 +280,7 @@ class Setup:
 
     def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH) -> None:
         self.plan = plan_of(task.graph, case.seed, mesh)
-        program = lower(task.graph, self.plan, Options(sharded_optimizer=case.stage > 0, partial_loss=True))
+        program = lower(task.graph, self.plan, LoweringOptions(sharded_optimizer=case.stage > 0, partial_loss=True))
         self.program = place(program, on_host(task.graph, case.place))
         layouts = {**self.plan.inputs, **self.plan.tensors}
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
@@ -298,7 +298,7 @@ class Setup:
         self.communicator = Communicator(mesh, rank, [*axes, self.program.loss_axes, *axes_needed(self.program)])
         self.tensors = pieces_of(self.program, task.tensors, rank)
         module = build(self.program, self.tensors, self.communicator, "cpu")
-        self.copied: Moved = module.meta[COPIED]
+        self.copied: OffloadTraffic = module.meta[COPIED]
         shared = {**pieces_of(self.evaluation, task.tensors, rank), **self.tensors}
         evaluation = build(self.evaluation, shared, self.communicator, "cpu")
         self.updates: Updates = make_updates(

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from strategies.runtime.activation_offload import Activations, look_up_parameters
 from strategies.runtime.disk import Disk
-from strategies.runtime.offload import Moved
+from strategies.runtime.offload import OffloadTraffic
 
 CPU = torch.device("cpu")
 
@@ -73,16 +73,16 @@ def test_each_storage_travels_once(home):
     away.attach([net], [])
     x = torch.randn(10, 10, requires_grad=True)
     loss = net(x)
-    assert away.moved == Moved(400, 0, 400)
+    assert away.moved == OffloadTraffic(400, 0, 400)
     loss.backward()
-    assert away.moved == Moved(400, 800, 400)
+    assert away.moved == OffloadTraffic(400, 800, 400)
 
 
 def test_what_is_small_stays(home):
     away, net = home(401), Products()
     away.attach([net], [])
     net(torch.randn(10, 10, requires_grad=True)).backward()
-    assert away.moved == Moved()
+    assert away.moved == OffloadTraffic()
 
 
 def test_what_is_kept_anyway_stays(home):
@@ -90,7 +90,7 @@ def test_what_is_kept_anyway_stays(home):
     away.attach([net], list(net.parameters()))
     x = torch.randn(2, 50, requires_grad=True)
     net(x).sum().backward()
-    assert away.moved == Moved(400, 400, 400), "x, not the weight"
+    assert away.moved == OffloadTraffic(400, 400, 400), "x, not the weight"
 
 
 def test_parameters_are_looked_up_in_backward():
@@ -135,7 +135,7 @@ def test_other_modules_and_evaluation_keep_as_before(home):
     x = torch.randn(10, requires_grad=True)
     with torch.no_grad():
         net(x)
-    assert away.moved == Moved()
+    assert away.moved == OffloadTraffic()
     net(x).sum().backward()
     assert away.moved.out == 40
 

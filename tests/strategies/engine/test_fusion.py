@@ -13,7 +13,7 @@ from runner.launch import run_ranks
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.core.program import Fused, Options
+from strategies.core.program import Fused, LoweringOptions
 from strategies.lowering import ir
 from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower
@@ -59,7 +59,7 @@ def test_joined_is_equal_to_apart(model: Model, draw: Any) -> None:
     for seed in range(40):
         mesh = MESH if seed % 2 else Mesh((("a", 2), ("b", 2), ("c", 2)))
         plan = model.random_plan(draw, seed, mesh)
-        apart = lower(model.graph, plan, Options(sharded_optimizer=seed % 4 > 1))
+        apart = lower(model.graph, plan, LoweringOptions(sharded_optimizer=seed % 4 > 1))
         together = fuse(apart, EVERYTHING)
         joined += sum(isinstance(one, Fused) for one in together.instructions)
         for a, b in zip(model.simulated(apart), model.simulated(together), strict=True):
@@ -154,7 +154,7 @@ def test_real_ranks_do_the_same(model: Model, draw: Any, tmp_path: Any) -> None:
     for plan, apart, together in zip(plans, found[::2], found[1::2], strict=True):
         assert together.sent == together.predicted == apart.sent
         assert together.names == apart.names
-        program = fuse(lower(model.graph, plan, Options(partial_loss=True)), EVERYTHING)
+        program = fuse(lower(model.graph, plan, LoweringOptions(partial_loss=True)), EVERYTHING)
         assert together.calls == dict(program.calls)
         assert abs(together.loss - apart.loss) < 1e-12
         for name, gradient in together.gradients.items():

@@ -15,8 +15,8 @@ from strategies.optimizer.buckets import buckets, completed, predicted
 from strategies.optimizer.loss_scale import WINDOW, LossScale, scale_of
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.stages import make_updates
-from strategies.optimizer.state import Stored
-from strategies.optimizer.updates import Cut
+from strategies.optimizer.state import StoredState
+from strategies.optimizer.updates import BucketLimits
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
 from strategies.runtime.shards import OPTIMIZER
@@ -154,7 +154,7 @@ def taken_over(second, first):
     for key, (piece,) in held.items():
         if key.startswith(OPTIMIZER):
             _, state, name = key.split("/", 2)
-            states.setdefault(state, {})[name] = Stored(piece.shape, piece.view.dtype, True)
+            states.setdefault(state, {})[name] = StoredState(piece.shape, piece.view.dtype, True)
     second.begin(states, copy.deepcopy(first.plain()))
     for batch in second.pieces(write=True):
         for key, (piece,) in batch.items():
@@ -185,31 +185,31 @@ def sharded_program(training, mesh):
 def test_buckets_hold_every_open_gradient_once_within_their_size(training):
     program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
     for size in (1, 300, 700, 10**6):
-        found = buckets(program, Cut(size))
+        found = buckets(program, BucketLimits(size))
         names = [name for bucket in found for name in bucket.names]
         assert sorted(names) == sorted(name for name in program.learns if program.reductions[name])
         for bucket in found:
             assert bucket.elements == sum(program_elements(program, name) for name in bucket.names)
             assert bucket.elements * 4 <= size or len(bucket.names) == 1
-    assert len(buckets(program, Cut(10**6))) == 1
-    assert len(buckets(program, Cut(1))) == len(program.learns)
+    assert len(buckets(program, BucketLimits(10**6))) == 1
+    assert len(buckets(program, BucketLimits(1))) == len(program.learns)
 
 
 def test_buckets_leave_in_the_order_of_backward(training):
     program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
     order = completed(program)
     assert order[-1] == "emb.weight" and order[0].startswith("dense")  # the tied weight is used first and last
-    last = [max(order.index(name) for name in bucket.names) for bucket in buckets(program, Cut(300))]
+    last = [max(order.index(name) for name in bucket.names) for bucket in buckets(program, BucketLimits(300))]
     assert last == sorted(last) and len(last) > 2
 
 
 def test_buckets_are_cut_where_asked(training):
     program = sharded_program(training, Mesh((("a", 2), ("b", 2))))
     order = completed(program)
-    assert [bucket.names for bucket in buckets(program, Cut(at=(2, 3)))] == [order[:2], order[2:3], order[3:]]
-    assert [bucket.names for bucket in buckets(program, Cut(at=()))] == [order]
+    assert [bucket.names for bucket in buckets(program, BucketLimits(at=(2, 3)))] == [order[:2], order[2:3], order[3:]]
+    assert [bucket.names for bucket in buckets(program, BucketLimits(at=()))] == [order]
     with pytest.raises(StrategyError, match=rf"cuts behind gradient 99, but there are {len(order)} gradients"):
-        buckets(program, Cut(at=(1, 99)))
+        buckets(program, BucketLimits(at=(1, 99)))
 
 
 def program_elements(program, name):
@@ -222,8 +222,8 @@ def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks, 
     tasks = {precision: training.task(dtype)[1] for precision, dtype in DTYPES.items()}
     seeds = (training.DATA_PARALLEL, 1, 4)
     kinds = [(seed, p) for seed in seeds for p in DTYPES if every or seed == seeds[0] or p == "fp32"]
-    cases = [training.Case(seed, precision=precision, cut=Cut(300), clip=0.3) for seed, precision in kinds]
-    cases.append(training.Case(training.DATA_PARALLEL, cut=Cut(at=(1, 4)), clip=0.3))
+    cases = [training.Case(seed, precision=precision, cut=BucketLimits(300), clip=0.3) for seed, precision in kinds]
+    cases.append(training.Case(training.DATA_PARALLEL, cut=BucketLimits(at=(1, 4)), clip=0.3))
     done = ranks("overlapped", [(tasks[case.precision], case) for case in cases])
     for case, (same, during, after, as_many) in zip(cases, done, strict=True):
         assert same and as_many, case

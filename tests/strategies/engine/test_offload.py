@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strategies.optimizer.zero import swap_files as swapping
-from strategies.runtime.offload import Moved, Offload
+from strategies.runtime.offload import Offload, OffloadTraffic
 
 WIDTH, COUNT, STEPS, RANKS = 1100, 2, 2, 4
 PIECE = WIDTH * WIDTH // RANKS * 4
@@ -94,7 +94,7 @@ def test_what_is_said_to_be_on_the_disk_is_there(results):
 def test_what_went_to_the_host_is_counted(results):
     moved = results[0]["all on the host"].moved
     elements = COUNT * (WIDTH * WIDTH + WIDTH) // RANKS
-    assert moved["parameters"] == Moved(STEPS * 4 * elements, STEPS * 2 * 4 * elements, 4 * elements)
+    assert moved["parameters"] == OffloadTraffic(STEPS * 4 * elements, STEPS * 2 * 4 * elements, 4 * elements)
     assert moved["optimizer"].out == moved["optimizer"].back == STEPS * 4 * elements
     assert moved["optimizer"].held == 3 * 4 * elements + 2 * 4, "masters, two moments, the steps of two groups"
 

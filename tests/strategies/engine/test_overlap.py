@@ -14,7 +14,7 @@ from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
-from strategies.core.program import Compute, Options, Program, Redistribute, Start, Wait
+from strategies.core.program import Compute, LoweringOptions, Program, Redistribute, Start, Wait
 from strategies.lowering import ir
 from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower
@@ -75,7 +75,7 @@ def test_what_only_scales_a_gradient_is_no_work_to_wait_beside(model: Model, dra
     """With a sharded optimizer such edges stand at every parameter."""
     pairs = scaling = 0
     for seed in range(40):
-        options = Options(sharded_optimizer=True)
+        options = LoweringOptions(sharded_optimizer=True)
         program = overlap(lower(model.graph, model.random_plan(draw, seed), options))
         place = {one.id: number for number, one in enumerate(program.instructions)}
         for one in program.instructions:
@@ -93,7 +93,9 @@ def test_the_same_bits_in_another_order(model: Model, draw: Any) -> None:
     for seed in range(40):
         mesh = MESH if seed % 2 else Mesh((("a", 2), ("b", 2), ("c", 2)))
         plan = model.random_plan(draw, seed, mesh)
-        plain = fuse(lower(model.graph, plan, Options(sharded_optimizer=seed % 4 > 1)), EVERYTHING if seed % 3 else {})
+        plain = fuse(
+            lower(model.graph, plan, LoweringOptions(sharded_optimizer=seed % 4 > 1)), EVERYTHING if seed % 3 else {}
+        )
         early = overlap(plain, by_unit=seed % 5 == 0)
         check_order(early)
         started += sum(isinstance(one, Start) for one in early.instructions)

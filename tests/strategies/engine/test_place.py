@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from strategies.core.errors import StrategyError
-from strategies.core.program import Compute, Copy, Options, Redistribute
+from strategies.core.program import Compute, Copy, LoweringOptions, Redistribute
 from strategies.lowering import ir
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
-from strategies.runtime.offload import Moved, copier
+from strategies.runtime.offload import OffloadTraffic, copier
 from strategies.runtime.simulate import Simulation
 
 
@@ -26,7 +26,7 @@ def values(task):
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2, 3])
 def test_same_numbers(training, task, globs, seed):
     plan = training.plan_of(task.graph, seed)
-    plain = lower(task.graph, plan, Options(exact=True))
+    plain = lower(task.graph, plan, LoweringOptions(exact=True))
     found = []
     for program in (plain, place(plain, on_host(task.graph, globs))):
         simulation = Simulation(program, values(task))
@@ -42,7 +42,7 @@ def test_same_numbers(training, task, globs, seed):
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2, 3])
 def test_every_operand_is_on_its_side(training, task, seed, globs):
     hosted = on_host(task.graph, globs)
-    program = place(lower(task.graph, training.plan_of(task.graph, seed), Options(partial_loss=True)), hosted)
+    program = place(lower(task.graph, training.plan_of(task.graph, seed), LoweringOptions(partial_loss=True)), hosted)
     host, copies = {source.id: False for source in program.sources}, []
     for instruction in program.instructions:
         if isinstance(instruction, Copy):
@@ -63,7 +63,7 @@ def test_every_operand_is_on_its_side(training, task, seed, globs):
 
 @pytest.mark.parametrize("host", [True, False])
 def test_the_gradient_takes_the_way_back(host):
-    moved, value = Moved(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    moved, value = OffloadTraffic(), torch.ones(3, dtype=torch.float64, requires_grad=True)
     copy = copier(host, torch.device("cpu"), moved)(value)
     copied = 24
     assert copy.data_ptr() != value.data_ptr()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strategies.core.mesh import Mesh
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.optimizer.zero import traffic as zero_traffic
 
@@ -167,7 +167,7 @@ def test_predicted_bytes_by_hand(training):
         plan = training.plan_of(task.graph, training.DATA_PARALLEL, Mesh((("a", 4),)))
         sources = task.graph.of_kind("parameter")
         sizes = {source.name: math.prod(source.spec.shape) for source in sources}
-        return lower(task.graph, plan, Options(sharded_optimizer=True)), sizes
+        return lower(task.graph, plan, LoweringOptions(sharded_optimizer=True)), sizes
 
     program, sizes = lowered(training.task()[1])
     learns = sum(sizes.values()) - sizes["ln.bias"] - sizes["unused.weight"] - sizes["unused.bias"]

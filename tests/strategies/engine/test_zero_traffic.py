@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import MODULE, build
@@ -42,7 +42,7 @@ def test_predicted_bytes_are_sent(cases, counted):
 def test_units_are_those_of_the_module(training, cases, seed, monkeypatch):
     monkeypatch.setattr(Communicator, "group", lambda *_: None)
     task, mesh = cases[0], training.MESH
-    program = lower(task.graph, training.plan_of(task.graph, seed, mesh), Options(sharded_optimizer=True))
+    program = lower(task.graph, training.plan_of(task.graph, seed, mesh), LoweringOptions(sharded_optimizer=True))
     tensors = {}
     for source in program.sources:
         shape = program.layouts[source.id].local_shape(source.spec.shape, mesh)

@@ -15,8 +15,8 @@ from models.losses import NextTokenLoss
 from strategies.capture import Objective, capture, loss_in
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.core.program import Options
-from strategies.core.request import Request, Wanted
+from strategies.core.program import LoweringOptions
+from strategies.core.request import OperatorStrategy, Request
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.pipeline.cutting import Stage, cut
 from strategies.lowering.pipeline.schedule import make_schedule
@@ -26,10 +26,10 @@ from strategies.runtime.simulate_pipeline import Lockstep
 from tests.strategies.whole_model import TOLERANCE
 
 TENSOR_PARALLEL = {
-    "layers.*.attention.[qkv]_proj.matmul": Wanted(((2, 1, 1), (1, 2)), None),
-    "layers.*.attention.o_proj.matmul": Wanted(((2, 1, 2), (2, 1)), None),
-    "layers.*.feed_forward.up_proj.matmul": Wanted(((2, 1, 1), (1, 2)), None),
-    "layers.*.feed_forward.down_proj.matmul": Wanted(((2, 1, 2), (2, 1)), None),
+    "layers.*.attention.[qkv]_proj.matmul": OperatorStrategy(((2, 1, 1), (1, 2)), None),
+    "layers.*.attention.o_proj.matmul": OperatorStrategy(((2, 1, 2), (2, 1)), None),
+    "layers.*.feed_forward.up_proj.matmul": OperatorStrategy(((2, 1, 1), (1, 2)), None),
+    "layers.*.feed_forward.down_proj.matmul": OperatorStrategy(((2, 1, 2), (2, 1)), None),
 }
 ALONE = Request("data_parallel", 1)
 DATA = Request("data_parallel", 2)
@@ -56,7 +56,9 @@ class Pipeline:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return total, gradients, dict(model.named_buffers())
 
-    def stages(self, request: Request, count: int, cuts: Cuts, options: Options, virtual: int = 1) -> tuple[Stage, ...]:
+    def stages(
+        self, request: Request, count: int, cuts: Cuts, options: LoweringOptions, virtual: int = 1
+    ) -> tuple[Stage, ...]:
         graph = self.captured.graph
         plan: Plan = make_plan(graph, request)
         return cut(graph, plan, in_stages(graph, count, cuts, virtual), random_ordinals(graph, plan, options))
@@ -70,7 +72,7 @@ class Pipeline:
         exact: bool = False,
         virtual: int = 1,
     ) -> tuple[float, Lockstep]:
-        options = Options(exact)
+        options = LoweringOptions(exact)
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         batches = [dict(zip(self.names, batch, strict=True)) for batch in self.batches]
         stages = self.stages(request, count, cuts, options, virtual)
@@ -177,7 +179,7 @@ def test_values_that_skip_stages(request_: Request) -> None:
     batches: list[tuple[Tensor, ...]] = [(torch.randn(8, 8), torch.randint(0, 4, (8,))) for _ in range(3)]
     cuts = {"first": 0, "second": 1, "norm": 1, "third": 2}
     pipeline = Pipeline(Branches(), nn.CrossEntropyLoss(), batches)
-    stages = pipeline.stages(request_, 3, cuts, Options())
+    stages = pipeline.stages(request_, 3, cuts, LoweringOptions())
     assert {stage.number: sorted(stage.holders) for stage in stages}[0] == ["shared"]
     assert not all(stages[1].trainable) and any(stages[1].trainable)
     assert pipeline.difference(request_, 3, cuts) <= TOLERANCE
@@ -216,7 +218,8 @@ def test_a_weight_of_two_stages_of_the_same_ranks(kind: str) -> None:
     pipeline = Pipeline(Shifted(), nn.CrossEntropyLoss(), batches)
     cuts = {f"layers.{number}": number for number in range(4)} | {"shift": 2}
     programs = [
-        lower(stage.graph, stage.plan, outputs=stage.sends) for stage in pipeline.stages(DATA, 2, cuts, Options(), 2)
+        lower(stage.graph, stage.plan, outputs=stage.sends)
+        for stage in pipeline.stages(DATA, 2, cuts, LoweringOptions(), 2)
     ]
     assert [programs[number].reductions["shared"] for number in (0, 2)] == [("dp",), ()]
     assert pipeline.difference(DATA, 2, cuts, kind=kind, virtual=2) <= TOLERANCE
@@ -251,7 +254,7 @@ def test_a_written_buffer_lives_in_one_stage() -> None:
             return out
 
     pipeline = Pipeline(Counting(), nn.MSELoss(), [(torch.randn(4, 4), torch.randn(4, 4))])
-    told = refused(lambda: pipeline.stages(ALONE, 2, {"second": 1}, Options()))
+    told = refused(lambda: pipeline.stages(ALONE, 2, {"second": 1}, LoweringOptions()))
     assert "buffer mean is written in the step and used by stages 0, 1" in told
 
 

@@ -10,7 +10,7 @@ from runner.training.reference import ExactRandom
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.attention import attention_block
@@ -140,7 +140,7 @@ def run(cases, assignments, *, exact, key=KEY):
     graph = cases.captured.graph
     operators = {o.name: OperatorPlan(assignments.get(o.name, {}), "configured") for o in graph.operators}
     tensors = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
-    program = lower(graph, Plan(MESH, operators, {}, tensors), Options(exact=exact))
+    program = lower(graph, Plan(MESH, operators, {}, tensors), LoweringOptions(exact=exact))
     simulation = Simulation(program, cases.captured.tensors)
     losses, *results = simulation.run(key)
     simulation.backward(losses)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.random import dropout_block, mix
@@ -40,7 +40,7 @@ def run(cases, assignments, *, exact, key=KEY):
     graph = cases.captured.graph
     operators = {o.name: OperatorPlan(assignments.get(o.name, {}), "configured") for o in graph.operators}
     tensors = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
-    program = lower(graph, Plan(MESH, operators, {}, tensors), Options(exact=exact))
+    program = lower(graph, Plan(MESH, operators, {}, tensors), LoweringOptions(exact=exact))
     assert program.random
     simulation = Simulation(program, cases.captured.tensors)
     losses, *results = simulation.run(key)

@@ -10,7 +10,7 @@ from runner.training.reference import ExactRandom
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.runtime.simulate import Simulation
@@ -111,7 +111,7 @@ def run(cases, axes, *, exact):
     operators = {o.name: OperatorPlan({"n": axes} if o.op in sliced else {}, "configured") for o in graph.operators}
     tensors = {source.name: Layout.replicated(len(source.spec.shape)) for source in graph.sources}
     simulation = Simulation(
-        lower(graph, Plan(MESH, operators, {}, tensors), Options(exact=exact)), cases.captured.tensors
+        lower(graph, Plan(MESH, operators, {}, tensors), LoweringOptions(exact=exact)), cases.captured.tensors
     )
     losses, *results = simulation.run(KEY)
     simulation.backward(losses)

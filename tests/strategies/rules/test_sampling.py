@@ -8,7 +8,7 @@ from runner.training.reference import ExactRandom
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.random import draws, seeded
@@ -77,7 +77,7 @@ def plan(cases, assignments):
 
 def run(cases, assignments, *, exact, key=KEY):
     """Every rank's results by case, and the gradients, with one assignment per operator."""
-    program = lower(cases.captured.graph, plan(cases, assignments), Options(exact=exact))
+    program = lower(cases.captured.graph, plan(cases, assignments), LoweringOptions(exact=exact))
     simulation = Simulation(program, cases.captured.tensors)
     losses, *results = simulation.run(key)
     simulation.backward(losses)
@@ -150,7 +150,7 @@ def test_nothing_is_drawn_where_nothing_falls_out(capture_cases):
         _, *want = cases.suite()
     assert reference.ordinal == 0
     graph = cases.captured.graph
-    program = lower(graph, plan(cases, {o.name: {"d0": ("b",)} for o in drawing(cases)}), Options(exact=True))
+    program = lower(graph, plan(cases, {o.name: {"d0": ("b",)} for o in drawing(cases)}), LoweringOptions(exact=True))
     assert not program.random
     _, *results = Simulation(program, cases.captured.tensors).run(KEY)
     for ranks, expected in zip(results, want, strict=True):

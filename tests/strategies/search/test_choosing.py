@@ -11,7 +11,7 @@ from torch import nn
 from models.ffn import FFN
 from models.quickstart import Net
 from strategies.core.mesh import Mesh
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.search import choosing
@@ -87,7 +87,7 @@ def test_without_a_runner_up_an_exact_search_ends_with_the_best() -> None:
 
 def test_a_configured_strategy_may_cut_a_named_axis() -> None:
     made, machine = slow()
-    halves = {"matmul": Wanted(((2, 1), (1, 1)), None)}
+    halves = {"matmul": OperatorStrategy(((2, 1), (1, 1)), None)}
     request = Request("auto", 8, "dynamic_programming", mesh=(("all", 8),), strategies=halves)
     plan = make_plan(made.graph, request, machine)
     assert plan.mesh.names[0] == "all.0" and plan.mesh.size == 8

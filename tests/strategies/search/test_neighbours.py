@@ -16,7 +16,7 @@ from torch import nn
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan, Plan
-from strategies.core.request import Wanted
+from strategies.core.request import OperatorStrategy
 from strategies.resharding.redistribution import chain
 from strategies.rules import rule_of
 from strategies.search.propagation import Propagation
@@ -32,7 +32,7 @@ def tied() -> Model:
 
 
 ROWS, COLUMNS, SUMS, BOTH = ((8, 1), (1, 1)), ((1, 1), (8, 1)), ((1, 8), (1, 8)), ((2, 4), (1, 4))
-WAYS: dict[str, tuple[Callable[[], Model], dict[str, Wanted]]] = {
+WAYS: dict[str, tuple[Callable[[], Model], dict[str, OperatorStrategy]]] = {
     "successors": (lambda: model_of(lambda n, x: n.b(torch.relu(n.a(x)))), {"a": wanted(*BOTH)}),
     "predecessors": (lambda: model_of(lambda n, x: n.c(torch.tanh(n.b(n.a(x))))), {"c": wanted(*SUMS)}),
     "both sides": (lambda: model_of(lambda n, x: n.c(torch.relu(n.b(torch.tanh(n.a(x)))))), {"b": wanted(*COLUMNS)}),

@@ -10,12 +10,12 @@ import torch
 
 from strategies.core.graph import Ref
 from strategies.core.layout import Layout
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.core.request import Request
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.optimizer.bytes_per_element import needed
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from strategies.search.own import Own
 from strategies.search.problem import Problem
@@ -69,8 +69,8 @@ def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> No
         asked = replace(problem, stage=stage, moved=need.moved, overlaps=overlaps)
         whole = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
         plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=whole)
-        updating = Updating(stage, optimizer, overlap=overlaps)
-        program = lower(asked.graph, plan, Options(partial_loss=True, sharded_optimizer=stage > 0))
+        updating = OptimizerSettings(stage, optimizer, overlap=overlaps)
+        program = lower(asked.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
         cost = step_cost(asked.graph, plan, program, NODES, updating)
         axes = frozenset(plan.mesh.names) if stage == 0 else frozenset()
         own = Own(replace(asked, mesh=plan.mesh), NODES)

@@ -12,7 +12,7 @@ from models.gpt import GPT
 from models.llama import Llama
 from strategies.core.errors import StrategyError
 from strategies.core.plan import Plan
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.search.cheapest import StepPrice
@@ -61,7 +61,7 @@ def test_slower_links_slice_less(models: dict[str, Model]) -> None:
 def test_configured_strategies_are_kept_and_cost_no_less(models: dict[str, Model]) -> None:
     graph, name = models["llama"].graph, "layers.1.feed_forward.down_proj"
     free = make_plan(graph, EXACT, cluster(1e9))
-    wanted = {name: Wanted(((1, 1, 4), (1, 4)), None)}
+    wanted = {name: OperatorStrategy(((1, 1, 4), (1, 4)), None)}
     plan = make_plan(graph, replace(EXACT, strategies=wanted), cluster(1e9))
     assert plan.operators[name].origin == "configured"
     assert plan.operators[name].assignment == {"k": ("a", "b")}
@@ -85,7 +85,7 @@ def test_without_a_machine_plans_are_priced_on_one_level_of_devices(models: dict
 @pytest.mark.parametrize("search", ["dynamic_programming", "sharding_propagation"])
 def test_a_plan_whose_step_cannot_run_is_not_taken(models: dict[str, Model], search: str) -> None:
     product = models["llama"].graph.by_name["layers.1.feed_forward.down_proj"].name
-    strategies = {"layers.0.feed_forward.down_proj": Wanted(((4, 1, 1), (1, 1)), None)}
+    strategies = {"layers.0.feed_forward.down_proj": OperatorStrategy(((4, 1, 1), (1, 1)), None)}
     request = replace(EXACT, search=search, strategies=strategies)
     first = make_plan(models["llama"].graph, request, cluster(1e9)).operators[product].assignment
 

@@ -20,7 +20,7 @@ from models.moe import MoE
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import accumulate
 from strategies.core.plan import Plan
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of, sharding
@@ -64,9 +64,9 @@ def test_what_it_finds_trains(name: str, world_size: int) -> None:
 def test_configured_strategies_are_kept() -> None:
     model = MODELS["llama"]()
     strategies = {
-        "layers.0.feed_forward.down_proj": Wanted(((1, 1, 8), (1, 8)), None),
-        "layers.1.attention.q_proj": Wanted(((2, 4, 1), (1, 1)), None),
-        "layers.1@1": Wanted(((4, 1, 2), (4, 1, 2)), None),
+        "layers.0.feed_forward.down_proj": OperatorStrategy(((1, 1, 8), (1, 8)), None),
+        "layers.1.attention.q_proj": OperatorStrategy(((2, 4, 1), (1, 1)), None),
+        "layers.1@1": OperatorStrategy(((4, 1, 2), (4, 1, 2)), None),
     }
     plan = searched(model, 8, strategies=strategies)
     for name, wanted in strategies.items():
@@ -79,7 +79,7 @@ def test_configured_strategies_are_kept() -> None:
 
 def test_handed_on_results_and_named_meshes_are_kept() -> None:
     model = MODELS["llama"]()
-    wanted = Wanted(((2, 1, 4), (1, 4)), ((2, 4, 1),))
+    wanted = OperatorStrategy(((2, 1, 4), (1, 4)), ((2, 4, 1),))
     plan = searched(model, 8, mesh=(("dp", 2), ("tp", 4)), strategies={"layers.0.feed_forward.down_proj": wanted})
     assert plan.mesh.axes == (("dp", 2), ("tp", 4))
     (result,) = plan.operators["layers.0.feed_forward.down_proj"].outputs or ()

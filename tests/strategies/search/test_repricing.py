@@ -10,7 +10,7 @@ from torch import nn
 
 from models.quickstart import Net
 from strategies.core.mesh_refinement import meshing
-from strategies.core.request import Request, Wanted
+from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
@@ -79,6 +79,6 @@ def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() ->
 
 def test_a_plan_tells_both_prices() -> None:
     graph = quickstart().graph
-    request = Request("auto", 4, strategies={"matmul": Wanted(((2, 2), (2, 1)), None)})
+    request = Request("auto", 4, strategies={"matmul": OperatorStrategy(((2, 2), (2, 1)), None)})
     told = make_plan(graph, request, SLOW).search["propagation"]
     assert told["cheapest"] < told["followed"] and told["by_price"] is False

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.mesh_refinement import merged
 from strategies.core.plan import Plan
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.cost.step import calling_seconds, need_of, norm_seconds, step_cost
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
-from strategies.optimizer.settings import Updating
+from strategies.optimizer.settings import OptimizerSettings
 from strategies.search.cheapest import least_seconds
 from strategies.search.options import Menu
 from strategies.search.problem import Problem
@@ -68,14 +68,16 @@ def graph_of(net: type[nn.Module], width: int) -> OperatorGraph:
         return shaped(net(), Same(), torch.zeros(8, width), torch.zeros(8))
 
 
-def seconds_of(graph: OperatorGraph, plan: Plan, machine: Cluster, updating: Updating, scalar: bool = True) -> float:
+def seconds_of(
+    graph: OperatorGraph, plan: Plan, machine: Cluster, updating: OptimizerSettings, scalar: bool = True
+) -> float:
     """A step as it runs by default."""
-    options = Options(sharded_optimizer=updating.stage > 0, partial_loss=scalar)
+    options = LoweringOptions(sharded_optimizer=updating.stage > 0, partial_loss=scalar)
     program = overlap(fuse(lower(graph, plan, options), JOINED))
     return step_cost(graph, plan, program, machine, updating).total
 
 
-def running(graph: OperatorGraph, machine: Cluster, updating: Updating, ranks: int) -> Running:
+def running(graph: OperatorGraph, machine: Cluster, updating: OptimizerSettings, ranks: int) -> Running:
     learning = {ref for one in graph.operators if one.id in graph.returning for ref in one.operands}
     count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
     constant = calling_seconds(count, machine, updating)
@@ -94,7 +96,7 @@ def plans(made: Problem) -> Iterator[Plan]:
         yield plan_of(made, Found(dict(zip(ids, picks, strict=True)), {}, 0.0, 0.0, 0.0))
 
 
-def check(made: Problem, machine: Cluster, updating: Updating, scalar: bool) -> float:
+def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: bool) -> float:
     made = replace(made, stage=updating.stage, turns=updating.accumulate, overlaps=updating.overlap)
     known = running(made.graph, machine, updating, made.mesh.size)
     bound = max(bound for bound, _ in least_seconds(made, machine, (), known))
@@ -104,8 +106,10 @@ def check(made: Problem, machine: Cluster, updating: Updating, scalar: bool) -> 
 
 
 @pytest.mark.parametrize("share", MACHINES)
-@pytest.mark.parametrize("updating", [Updating(overlap=True), Updating(1, accumulate=2), Updating(3)], ids=str)
-def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: Updating) -> None:
+@pytest.mark.parametrize(
+    "updating", [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3)], ids=str
+)
+def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: OptimizerSettings) -> None:
     for net, width in ((Branches, 8), (Chain, 16)):
         made = problem(graph_of(net, width), MESHES[0])
         check(made, MACHINES[share], updating, True)
@@ -115,4 +119,4 @@ def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: Updat
 @pytest.mark.parametrize("share", MACHINES)
 def test_no_plan_of_a_random_graph_is_below_a_bound(share: float) -> None:
     for seed in range(40):
-        check(problem_of(seed, MESHES[seed % len(MESHES)]), MACHINES[share], Updating(overlap=True), False)
+        check(problem_of(seed, MESHES[seed % len(MESHES)]), MACHINES[share], OptimizerSettings(overlap=True), False)
