@@ -217,7 +217,7 @@ def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Pl
             if room is None and fits is not None:
                 break
         if fits is None:
-            raise StrategyError(f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
+            raise StrategyError("MW502", f"no plan at ZeRO stage {choice.zero} was found that keeps {limit} bytes")
         yield fits
 
     bounds = {Choice(1, zero, 1, "none"): Bound(0.0, 0.0) for zero in sorted({0, hand.stage})}

@@ -1,8 +1,8 @@
 """The errors that end a run with a message instead of a traceback.
 
 Invariant: the text of these exceptions is all that the user needs to see. It says what is wrong, where, and what would
-be right. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with 128 + its signal. Only the
-standard library is imported here, so parents, ranks and readers of data files can all raise them.
+be right; a code names its kind. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with
+128 + its signal. No library is imported here, so parents, ranks and readers of data files can all raise them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ import difflib
 import signal
 from collections.abc import Iterable
 
-
-class ConfigError(Exception):
-    """A command or config that cannot run. Each argument is one paragraph; usually there is one."""
-
-    def __str__(self) -> str:
-        return "\n".join(str(paragraph) for paragraph in self.args)
+from strategies.core.errors import CodedError
 
 
-class RunFailed(Exception):
+class ConfigError(CodedError):
+    """A command or config that cannot run."""
+
+
+class RunFailed(CodedError):
     """A run that started and could not end well: a rank raised, was killed, or hung. The text names which and where;
     `rank` is that one, `hung` are those that hang, `hosts` those that no longer answer."""
 
     def __init__(
-        self, text: str, *, rank: int | None = None, hung: tuple[int, ...] = (), hosts: tuple[str, ...] = ()
+        self,
+        code: str,
+        text: str,
+        *,
+        rank: int | None = None,
+        hung: tuple[int, ...] = (),
+        hosts: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(text)
+        super().__init__(code, text)
         self.rank, self.hung, self.hosts = rank, hung, hosts
 
 

@@ -14,8 +14,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
+            "MW804",
             f"{os.fspath(path)}: the home folder that ~ stands for is unknown here; write the path in full, or set the "
-            "environment variable HOME."
+            "environment variable HOME.",
         ) from error
 
 

@@ -126,8 +126,9 @@ def _known(axes: Axes) -> tuple[str, ...]:
     for name in names:
         if name not in _current.mesh.sizes:
             raise StrategyError(
+                "MW450",
                 f"A hybrid module names mesh axis {name!r}.{closest(name, _current.mesh.names)} Set parallel.mesh to "
-                "name axes."
+                "name axes.",
             )
     return names
 
@@ -137,7 +138,8 @@ def _divided(x: Tensor, axes: Axes, dim: int) -> int:
     dim, count = _dim(x, dim), _current.mesh.product(_known(axes))
     if x.shape[dim] % count:
         raise StrategyError(
-            f"Dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {count} equal slices (axes {axes})."
+            "MW450",
+            f"Dim {dim} of a tensor of shape {tuple(x.shape)} cannot be cut into {count} equal slices (axes {axes}).",
         )
     return dim
 
@@ -145,6 +147,7 @@ def _divided(x: Tensor, axes: Axes, dim: int) -> int:
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise StrategyError(
-            f"A tensor of shape {tuple(x.shape)} has {x.dim()} dims, so there is no dim {dim} to slice or join."
+            "MW450",
+            f"A tensor of shape {tuple(x.shape)} has {x.dim()} dims, so there is no dim {dim} to slice or join.",
         )
     return dim % x.dim()

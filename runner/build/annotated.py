@@ -30,7 +30,7 @@ def check(function: Callable[..., Any], args: Mapping[str, Any], target: str, wh
     for name, value in args.items():
         if name in hints and not _fits(value, hints[name]):
             wanted = " or ".join(dict.fromkeys(_words(hints[name])))
-            raise ConfigError(f"{what}.args.{name} = {value!r}: {target} takes {wanted} there.")
+            raise ConfigError("MW303", f"{what}.args.{name} = {value!r}: {target} takes {wanted} there.")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -41,21 +41,25 @@ def build(model: Model) -> Any:
     if model.config is None:
         if (automatic or kind is not None) and "config" not in model.args:
             raise ConfigError(
+                "MW306",
                 f"model.target = {model.target!r} is made from a config; set model.config, e.g. "
                 f"model.config={{{'model_type: llama, ' * automatic}hidden_size: 64, num_hidden_layers: 2}}. What it "
-                "leaves out has the default of the class, at full size."
+                "leaves out has the default of the class, at full size.",
             )
         return targets.call(function, model.args, model.target, "model")
     if automatic:
         return _automatic(function, model)
     if kind is None:
         raise ConfigError(
+            "MW306",
             f"model.config is given, but model.target = {model.target!r} has no config class as the models of "
-            f"{LIBRARY} have; give its arguments as model.args."
+            f"{LIBRARY} have; give its arguments as model.args.",
         )
     given = dict(model.config)
     if (named := given.pop("model_type", kind.model_type)) != kind.model_type:
-        raise ConfigError(f"model.config.model_type = {named!r}, but {model.target} is of type {kind.model_type!r}.")
+        raise ConfigError(
+            "MW306", f"model.config.model_type = {named!r}, but {model.target} is of type {kind.model_type!r}."
+        )
     return targets.call(function, model.args | {"config": _configured(kind, given)}, model.target, "model")
 
 
@@ -99,11 +103,14 @@ def _automatic(function: Any, model: Model) -> Any:
     if name not in known:
         what = "is not set" if name is None else f"= {name!r} is not a type of model"
         raise ConfigError(
-            f"model.config.model_type {what}; {model.target} chooses the model by it.{closest(name or '', known)}"
+            "MW306",
+            f"model.config.model_type {what}; {model.target} chooses the model by it.{closest(name or '', known)}",
         )
     kind = CONFIG_MAPPING[name]
     if kind not in function._model_mapping:
-        raise ConfigError(f"model.target = {model.target!r} has no model of model.config.model_type = {name!r}.")
+        raise ConfigError(
+            "MW306", f"model.target = {model.target!r} has no model of model.config.model_type = {name!r}."
+        )
     config = _configured(kind, given)
     make: Callable[..., Any] = function.from_config
     return targets.call(make, model.args | {"config": config}, f"{model.target}.from_config", "model")
@@ -114,7 +121,9 @@ def _configured(kind: type, given: Mapping[str, Any]) -> Any:
     try:
         config = kind(**given)
     except Exception as error:
-        raise ConfigError(f"model.config: {kind.__name__} cannot be made: {targets.describe(error)}.") from error
+        raise ConfigError(
+            "MW306", f"model.config: {kind.__name__} cannot be made: {targets.describe(error)}."
+        ) from error
     _check_known(kind, config, given, "model.config")
     _switch_cache_off(config, given)
     return config
@@ -125,7 +134,7 @@ def _check_known(kind: type, config: Any, given: Mapping[str, Any], where: str) 
     declared = _declared(kind)
     for key, value in given.items():
         if key in vars(config) and key not in declared:
-            raise ConfigError(f"{where}: {kind.__name__} has no {key!r}.{closest(key, sorted(declared))}")
+            raise ConfigError("MW306", f"{where}: {kind.__name__} has no {key!r}.{closest(key, sorted(declared))}")
         inner = getattr(config, key, None)
         if isinstance(value, Mapping) and key in getattr(kind, "sub_configs", {}) and inner is not None:
             _check_known(type(inner), inner, value, f"{where}.{key}")

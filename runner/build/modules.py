@@ -30,7 +30,9 @@ def build_model(config: Config) -> nn.Module:
     model = huggingface.build(config.model)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise ConfigError(f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed.")
+        raise ConfigError(
+            "MW305", f"model.target = {config.model.target!r} makes a {kind}; a torch.nn.Module is needed."
+        )
     named = dict(model.named_parameters())
     for name in optimizers.frozen(list(named), config.optimizer):
         named[name].requires_grad_(False)
@@ -56,17 +58,19 @@ def target_names(config: Config, model: nn.Module, names: Sequence[str]) -> tupl
     if all(name.isdigit() for name in names):
         if len(names) < 2:
             raise ConfigError(
+                "MW313",
                 f"data: a sample of {config.data.target} has one entry, but loss.target = {config.loss.target!r} needs "
                 "a target beside the model's input; return (input, target), or set loss.target=null if the model "
-                "returns its loss."
+                "returns its loss.",
             )
         return (names[-1],)
     taken = [name for name in names if targets.accepts(model.forward, name)]
     left = tuple(name for name in names if name not in taken)
     if not left:
         raise ConfigError(
+            "MW313",
             f"data: {config.model.target}.forward takes every entry of a sample ({', '.join(names)}), so none is left "
-            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss."
+            f"for loss.target = {config.loss.target!r}; set loss.target=null if the model returns its loss.",
         )
     return left
 

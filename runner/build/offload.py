@@ -28,5 +28,6 @@ def check_modules(config: Config, model: nn.Module) -> None:
     for glob in config.parallel.offload.activations.modules:
         if not any(means_module(glob, name) for name in names):
             raise ConfigError(
-                f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}"
+                "MW211",
+                f"parallel.offload.activations.modules: {glob!r} matches no module of the model.{closest(glob, names)}",
             )

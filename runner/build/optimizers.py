@@ -61,7 +61,7 @@ def parameter_groups(names: Sequence[str], trainable: Iterable[str], config: Opt
 def _matches(glob: str, names: Sequence[str], where: str) -> list[str]:
     found = [name for name in names if fnmatchcase(name, glob)]
     if not found:
-        raise ConfigError(f"{where} = {glob!r} matches no parameter of the model.{closest(glob, names)}")
+        raise ConfigError("MW211", f"{where} = {glob!r} matches no parameter of the model.{closest(glob, names)}")
     return found
 
 
@@ -78,7 +78,9 @@ def optimizer_factory(config: Optimizer) -> OptimizerFactory:
         made = call(partial(function, groups), args, config.target, what)
         if not isinstance(made, TorchOptimizer):
             raise ConfigError(
-                f"optimizer.target = {config.target!r} made a {type(made).__name__}; a torch.optim.Optimizer is needed."
+                "MW305",
+                f"optimizer.target = {config.target!r} made a {type(made).__name__}; a torch.optim.Optimizer "
+                "is needed.",
             )
         return made
 
@@ -109,7 +111,9 @@ def check_scheduler(config: Scheduler, optimizer: TorchOptimizer) -> None:
         optimizer.step()
         made.step()
     except Exception as error:
-        raise ConfigError(f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}.") from error
+        raise ConfigError(
+            "MW323", f"optimizer.scheduler: {config.target} fails in a step: {describe(error)}."
+        ) from error
 
 
 def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | None:
@@ -125,12 +129,14 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
     made = call(partial(function, optimizer), config.args, config.target, "optimizer.scheduler")
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
+            "MW323",
             f"optimizer.scheduler.target = {config.target!r} must be told a measurement at every step, which is not "
-            "offered; torch.optim.lr_scheduler.CosineAnnealingLR and StepLR follow the step alone."
+            "offered; torch.optim.lr_scheduler.CosineAnnealingLR and StepLR follow the step alone.",
         )
     if not isinstance(made, LRScheduler):
         raise ConfigError(
+            "MW305",
             f"optimizer.scheduler.target = {config.target!r} made a {type(made).__name__}; "
-            "a torch.optim.lr_scheduler.LRScheduler is needed."
+            "a torch.optim.lr_scheduler.LRScheduler is needed.",
         )
     return made

@@ -42,6 +42,7 @@ def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], devic
         if "Half" not in str(error):  # torch's name for it, in whatever sentence
             raise
         raise ConfigError(
+            "MW324",
             f"train.precision = fp16 cannot be used with this model on a CPU, where torch lacks an operator in fp16: "
-            f"{error} Use train.precision=bf16 or bf16_autocast."
+            f"{error} Use train.precision=bf16 or bf16_autocast.",
         ) from error

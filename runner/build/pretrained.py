@@ -51,7 +51,7 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     try:
         files = checkpoints.weights(path) if checkpoints.is_one(path) else index(path)
     except StrategyError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError("MW308", f"{where}: {error}") from error
     for file in {one.file for one in files.values() if not one.parts}:
         checkpoints.check_file(Path(file))
     held = _renamed(files, model.rename, where)
@@ -60,7 +60,7 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     if missing or unexpected:
         if not model.rename and huggingface.load(module, home.expanded(model.weights)):
             return {}
-        raise ConfigError(f"{where}: {_told(missing, unexpected, wanted, held, module)}")
+        raise ConfigError("MW307", f"{where}: {_told(missing, unexpected, wanted, held, module)}")
     found = {}
     for one in wanted:
         stored = [held[name] for name in one.names if name in held]
@@ -76,7 +76,9 @@ def _renamed(files: Mapping[str, StoredTensor], rename: Sequence[Rename], where:
     for name, stored in files.items():
         new = _new_name(name, rename)
         if new in held:
-            raise ConfigError(f"{where}: model.rename gives {held[new].key} and {stored.key} the same name, {new}.")
+            raise ConfigError(
+                "MW307", f"{where}: model.rename gives {held[new].key} and {stored.key} the same name, {new}."
+            )
         held[new] = stored
     return held
 
@@ -118,21 +120,23 @@ def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
     for candidate in stored:
         if candidate.shape != one.shape:
             raise ConfigError(
+                "MW307",
                 f"{where}: {candidate.key} has shape {list(candidate.shape)} there, but {one.names[0]} of the model "
-                f"has {list(one.shape)}; model.args or model.config describe another model."
+                f"has {list(one.shape)}; model.args or model.config describe another model.",
             )
         if ("float" in candidate.dtype) != one.floating:
             kind = "floating-point" if one.floating else "whole"
             raise ConfigError(
-                f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
+                "MW307", f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
             )
     first, *others = stored
     reader = Reader()
     for other in others:
         if not reader.whole(first).equal(reader.whole(other)):
             raise ConfigError(
+                "MW307",
                 f"{where}: the model has one tensor for {' and '.join(one.names)} (tied weights), but {first.key} and "
-                f"{other.key} differ there; build the model without tying them."
+                f"{other.key} differ there; build the model without tying them.",
             )
 
 

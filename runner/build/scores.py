@@ -72,9 +72,10 @@ def accuracy(output: Any, target: Tensor) -> float:
     found = next(leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     if found.shape[:1] + found.shape[2:] != target.shape or found.dim() < 2 or target.is_floating_point():
         raise ConfigError(
+            "MW322",
             "evaluate.metric = accuracy needs class scores [n, classes, ...] and class indices [n, ...]; the model "
             f"returns {list(found.shape)} for targets {list(target.shape)} of {target.dtype}. Name a function of your "
-            "own in evaluate.metric, or choose evaluate.metric=null for the loss alone."
+            "own in evaluate.metric, or choose evaluate.metric=null for the loss alone.",
         )
     return float((found.argmax(1) == target).double().mean())
 
@@ -93,15 +94,18 @@ def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Str
             output = Objective(step.model, None, kept, (), step.autocast)(*(batch[name] for name in kept))
             if step.loss is not None and output is not _plain(output):
                 raise ConfigError(
+                    "MW322",
                     f"evaluate: the model returns a {type(output).__name__}, which cannot be handed to the loss in "
-                    "pieces; return a tensor, a tuple or a dict, or let the model return its loss (loss.target=null)."
+                    "pieces; return a tensor, a tuple or a dict, or let the model return its loss (loss.target=null).",
                 )
             if set(step.names) <= set(batch):
                 measured.of(output, [batch[name] for name in step.names if name in step.targets])
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"evaluate: the first batch cannot be evaluated: {targets.describe(error)}.") from error
+        raise ConfigError(
+            "MW322", f"evaluate: the first batch cannot be evaluated: {targets.describe(error)}."
+        ) from error
     finally:
         step.train()
         with torch.no_grad():
@@ -120,8 +124,10 @@ def _plain(output: Any) -> Any:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(f"{what} is a tensor of shape {list(value.shape)} in evaluation; one number is needed.")
+        raise ConfigError(
+            "MW322", f"{what} is a tensor of shape {list(value.shape)} in evaluation; one number is needed."
+        )
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{what} is a {type(value).__name__} in evaluation; one number is needed.") from None
+        raise ConfigError("MW322", f"{what} is a {type(value).__name__} in evaluation; one number is needed.") from None

@@ -42,7 +42,7 @@ def resolve(target: str, what: str) -> Callable[..., Any]:
     """
     words = target.split(".")
     if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
+        raise ConfigError("MW301", f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
     _add_working_directory()
     packages.add_theirs()
     found: Any = _top_level(words[0], target, what)
@@ -50,9 +50,11 @@ def resolve(target: str, what: str) -> Callable[..., Any]:
         found = _member(found, ".".join(words[:position]), word, target, what)
     if isinstance(found, ModuleType):
         inside = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(f"{what} = {target!r} is a module; name a class or function in it.{closest('', inside)}")
+        raise ConfigError(
+            "MW301", f"{what} = {target!r} is a module; name a class or function in it.{closest('', inside)}"
+        )
     if not callable(found):
-        raise ConfigError(f"{what} = {target!r} is a {type(found).__name__}; a class or function is needed.")
+        raise ConfigError("MW301", f"{what} = {target!r} is a {type(found).__name__}; a class or function is needed.")
     function: Callable[..., Any] = found
     return function
 
@@ -75,7 +77,7 @@ def call(function: Callable[..., Any], args: Mapping[str, Any], target: str, wha
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
+        raise ConfigError("MW304", f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
 
 
 def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]:
@@ -89,7 +91,9 @@ def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]
     parameters = _parameters(function)
     unknown = [name for name in args if parameters is not None and name not in parameters]
     if parameters is not None and unknown and not _open_ended(parameters):
-        raise ConfigError(f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}")
+        raise ConfigError(
+            "MW303", f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}"
+        )
     return functools.partial(function, **args)
 
 
@@ -115,7 +119,8 @@ def _top_level(name: str, target: str, what: str) -> ModuleType:
     if name in EXTRAS:
         guess = f' It is an optional part: pip install "meshwright[{EXTRAS[name]}]".'
     raise ConfigError(
-        f"{what} = {target!r}: there is no module {name!r}, neither installed nor in the working directory.{guess}"
+        "MW301",
+        f"{what} = {target!r}: there is no module {name!r}, neither installed nor in the working directory.{guess}",
     )
 
 
@@ -124,7 +129,7 @@ def _import(name: str, target: str, what: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a script without a main guard may exit
         text = describe(error)
-        raise ConfigError(f"{what} = {target!r}: importing the module {name} fails: {text}.") from error
+        raise ConfigError("MW302", f"{what} = {target!r}: importing the module {name} fails: {text}.") from error
 
 
 def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
@@ -133,7 +138,9 @@ def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
     try:
         found = getattr(owner, word, missing)
     except Exception as error:  # lazy packages import only now
-        raise ConfigError(f"{what} = {target!r}: looking up {path}.{word} fails: {describe(error)}.") from error
+        raise ConfigError(
+            "MW302", f"{what} = {target!r}: looking up {path}.{word} fails: {describe(error)}."
+        ) from error
     if found is not missing:
         return found
     options = [name for name in dir(owner) if not name.startswith("_")]
@@ -143,7 +150,7 @@ def _member(owner: Any, path: str, word: str, target: str, what: str) -> Any:
             return _import(name, target, what)
         options += [module.name for module in pkgutil.iter_modules(owner.__path__)]
     text = f"{path} has no {word!r}.{_hidden(f'{path}.{word}', owner)}{closest(word, sorted(set(options)))}"
-    raise ConfigError(f"{what} = {target!r}: {text}")
+    raise ConfigError("MW301", f"{what} = {target!r}: {text}")
 
 
 def _hidden(dotted: str, owner: Any) -> str:
@@ -166,12 +173,12 @@ def _check_arguments(function: Callable[..., Any], args: Mapping[str, Any], targ
     if unknown and not _open_ended(parameters):
         options = closest(unknown[0], parameters) or " It takes no arguments."
         leave_out = f" '~{what}.args.{unknown[0]}' on the command line leaves out what a recipe gives."
-        raise ConfigError(f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}{leave_out}")
+        raise ConfigError("MW303", f"{what}.args: {target} takes no argument {unknown[0]!r}.{options}{leave_out}")
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
     lacking = [name for name in needed if name not in args]
     if lacking:
         names = " and ".join(map(repr, lacking))
-        raise ConfigError(f"{what}.args: {target} needs {names}; set {what}.args.{lacking[0]}=VALUE.")
+        raise ConfigError("MW303", f"{what}.args: {target} needs {names}; set {what}.args.{lacking[0]}=VALUE.")
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -54,7 +54,7 @@ def locate(path: Path, key: str = "train.resume") -> Path:
         if others:
             why = f"holds no checkpoint of its own run, but of another one: {', '.join(others)}"
         raise ConfigError(
-            f"{key} = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
+            "MW604", f"{key} = {str(path)!r}: this folder {why}. Give a run folder, its checkpoints, or one of them."
         )
     return found
 

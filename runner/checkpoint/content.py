@@ -139,7 +139,8 @@ def plain(content: Content, copies: int = 1) -> bytes:
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]
         raise ConfigError(
+            "MW609",
             "The optimizer or its scheduler keeps something in its state that a checkpoint cannot hold; it can hold "
-            f"numbers, strings, lists, dicts and tensors ({line})."
+            f"numbers, strings, lists, dicts and tensors ({line}).",
         ) from error
     return buffer.getvalue()

@@ -85,18 +85,20 @@ def compare(
     if refused:
         key, was, is_now = refused[0]
         raise StrategyError(
+            "MW607",
             f"The checkpoint {path} cannot be continued by this run: {key} was {_shown(was)} and is now "
             f"{_shown(is_now)}. Plan, mode, number of ranks, ZeRO stage and precision may be others; the model's "
-            "parameters and the optimizer must be those of the checkpoint."
+            "parameters and the optimizer must be those of the checkpoint.",
         )
     data = [one for key in DATA for one in differences(_data(before, key), _data(after, key), key)]
     had = saved.get("samples")
     if None not in (had, samples) and had != samples:
         if not any(key.startswith(SOURCE) for key, _, _ in data):
             raise StrategyError(
+                "MW607",
                 f"The checkpoint {path} cannot be continued by this run: the training data had {had} rows and has "
                 f"{samples} now, although the config names the same data. Give the data of that run; for other data "
-                "change data.target, data.args or data.path, or start anew from its weights with model.weights."
+                "change data.target, data.args or data.path, or start anew from its weights with model.weights.",
             )
         data.append(("the number of training rows", had, samples))
     return Continuation(tuple(programs), tuple(data))

@@ -129,8 +129,9 @@ def check_folder(config: Config, run_dir: Path) -> None:
         return
     if (name := _foreign(run_dir)) is not None:
         raise ConfigError(
+            "MW601",
             f"{run_dir / name} is not a file of this program, and the command would replace it. Give another folder "
-            "with hydra.run.dir=DIR, or run.overwrite=true to replace it."
+            "with hydra.run.dir=DIR, or run.overwrite=true to replace it.",
         )
     if not _trained(run_dir):
         return
@@ -138,15 +139,17 @@ def check_folder(config: Config, run_dir: Path) -> None:
     whose = "another training run" if run is None else f"the training run {run.began.told}"
     if config.job.name not in TRAINING:
         raise ConfigError(
+            "MW601",
             f"{run_dir} is the folder of {whose}, and `run {config.job.name}` would replace its files. Give another "
             "folder with hydra.run.dir=DIR (by default each command gets a new one), or run.overwrite=true to replace "
-            "what both write, such as config.json and plan.json; checkpoints and metrics stay."
+            "what both write, such as config.json and plan.json; checkpoints and metrics stay.",
         )
     if not continues(config, run_dir):
         raise ConfigError(
+            "MW601",
             f"{run_dir} is the folder of {whose}, with which a new run would mix. Go on with it by train.resume=auto, "
             "give another folder with hydra.run.dir=DIR, or begin anew with run.overwrite=true, which removes its "
-            "checkpoints and metrics."
+            "checkpoints and metrics.",
         )
 
 

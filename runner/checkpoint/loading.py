@@ -139,8 +139,9 @@ def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path
         return Path(run.resumed)
     if passed:
         raise ConfigError(
+            "MW606",
             f"train.resume = 'auto': every checkpoint in {place} is damaged ({', '.join(passed)}). "
-            "Remove them to start from the beginning, or give another with train.resume=PATH."
+            "Remove them to start from the beginning, or give another with train.resume=PATH.",
         )
     return None
 
@@ -168,7 +169,7 @@ def examined(path: Path) -> Mapping[str, str]:
         if not found:
             raise
         others = str(error).partition("). ")[2]
-        raise ConfigError(f"The checkpoint {path} is damaged: {_listed(found)}. {others}") from error
+        raise ConfigError("MW606", f"The checkpoint {path} is damaged: {_listed(found)}. {others}") from error
     return found
 
 
@@ -181,8 +182,9 @@ def _note(path: Path, found: Mapping[str, str]) -> None:
         mark(path, found)
     except OSError as error:
         raise ConfigError(
+            "MW606",
             f"The checkpoint {path} is damaged: {_listed(found)}. It cannot be noted there which files to do without "
-            f"({error.strerror}); copy the checkpoint to a folder that can be written."
+            f"({error.strerror}); copy the checkpoint to a folder that can be written.",
         ) from error
     ranks = _without_random_states(found)
     but = f", except the random states of {ranks}, which begin anew" if ranks else ""
@@ -220,7 +222,7 @@ def check_file(file: Path) -> None:
         path = file.parent
         wanted = read_header(path).files.get(file.name)
         if wanted is not None and (what := faults(path, {file.name: wanted}).get(file.name)):
-            raise ConfigError(f"The checkpoint {path} is damaged: {file.name}: {what}.")
+            raise ConfigError("MW606", f"The checkpoint {path} is damaged: {file.name}: {what}.")
     elif folder.NAME.fullmatch(file.parent.name):
         print(f"warning: {file.parent} has no {HEADER}, so the checksum of {file.name} is not known", flush=True)
 
@@ -266,12 +268,14 @@ def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: fr
         if entry is None or entry.shape != source.spec.shape:
             was = "not there" if entry is None else f"of shape {list(entry.shape)}"
             raise StrategyError(
+                "MW607",
                 f"The checkpoint {checkpoint.path} cannot be continued by this run: {source.name} is {was} in it, and "
-                f"this model has it with shape {list(source.spec.shape)}."
+                f"this model has it with shape {list(source.spec.shape)}.",
             )
     strange = sorted({name for names in checkpoint.states.values() for name in names} - known)
     if strange and published is not None:
         raise StrategyError(
+            "MW607",
             f"The checkpoint {checkpoint.path} cannot be continued by this run: it has trained {strange[0]}, which "
-            "this model does not have."
+            "this model does not have.",
         )

@@ -76,19 +76,23 @@ def to_text(header: Header) -> str:
 def read_header(path: Path) -> Header:
     """The header of the checkpoint `path`. Raises ConfigError if there is none, or a damaged one."""
     if not (path / HEADER).exists():
-        raise ConfigError(f"{path} is not a checkpoint: it has no {HEADER}. Give a folder that is called step-... .")
+        raise ConfigError(
+            "MW604", f"{path} is not a checkpoint: it has no {HEADER}. Give a folder that is called step-... ."
+        )
     with damaged(path):
         text = read_bytes(path / HEADER)
         if (version := parse(text).get("version", 1)) != VERSION:
             raise ConfigError(
+                "MW605",
                 f"The checkpoint {path} is of version {version}; this program reads version "
-                f"{VERSION}. Load it with the program that wrote it."
+                f"{VERSION}. Load it with the program that wrote it.",
             )
         found = from_text(text)
         if folder.NAME.fullmatch(path.name) and folder.number(path) != found.step:
             raise ConfigError(
+                "MW605",
                 f"The checkpoint {path} was saved after step {found.step}, so this is not its name; rename the folder "
-                f"to {folder.target(path.parent, found.step).name}."
+                f"to {folder.target(path.parent, found.step).name}.",
             )
         return found
 
@@ -182,12 +186,13 @@ def damaged(path: Path) -> Iterator[None]:
         text = " ".join(str(error).split())[:300]
         others = ", ".join(other.name for other in folder.complete(path.parent) if other != path)
         raise ConfigError(
+            "MW606",
             f"The checkpoint {path} is damaged ({type(error).__name__}: {text}). "
             + (
                 f"Others beside it: {others}; choose one with train.resume=PATH."
                 if others
                 else "There is no other beside it."
-            )
+            ),
         ) from error
 
 

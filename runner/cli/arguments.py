@@ -71,13 +71,13 @@ def split_verb(words: Sequence[str]) -> tuple[str | None, list[str]]:
         elif verb is not None and VERBS[verb].argument and not any(VERBS[verb].argument in given for given in rest):
             rest.append(f"{VERBS[verb].argument}={quoted(word)}")
         elif word not in VERBS:
-            raise ConfigError(_stranger(verb, word))
+            raise ConfigError("MW101", _stranger(verb, word))
         elif verb is not None:
-            raise ConfigError(f"two verbs are given, {verb!r} and {word!r}; a command has one.")
+            raise ConfigError("MW101", f"two verbs are given, {verb!r} and {word!r}; a command has one.")
         else:
             verb = word
     if verb != "explain" and any(word.startswith(f"{SLICES}=") for word in rest):
-        raise ConfigError("--slices NAME is an option of `run explain`.")
+        raise ConfigError("MW101", "--slices NAME is an option of `run explain`.")
     return verb, [FLAGS.get((verb or "", word), word) for word in rest]
 
 
@@ -93,7 +93,9 @@ def _with_slices(words: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         name = name if given else next(left, "")
         if not name or name.startswith("+") or "=" in name:
-            raise ConfigError("--slices needs the name of a parameter, batch entry or operator, such as --slices '*'.")
+            raise ConfigError(
+                "MW101", "--slices needs the name of a parameter, batch entry or operator, such as --slices '*'."
+            )
         names.append(f"{SLICES}={quoted(name)}")
     return others, names
 
@@ -123,7 +125,7 @@ def check_options(words: Sequence[str]) -> str | None:
     except SystemExit as exit_:
         if exit_.code:
             reason = said.getvalue().strip().rpartition("error: ")[2]
-            raise ConfigError(f"{reason}; `run --help` shows what can be given.") from None
+            raise ConfigError("MW101", f"{reason}; `run --help` shows what can be given.") from None
         raise
 
 
@@ -149,10 +151,11 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
         if rank in environment and environment.get(size) != "1":
             ranks = f"world_size={environment[size]} " if environment.get(size, "").isdecimal() else ""
             raise ConfigError(
+                "MW102",
                 f"run starts its own ranks, but it was itself started as one of several processes ({rank} = "
                 f"{environment[rank]} is set, as torchrun, srun and mpirun do); start it once, without a launcher, "
                 f"sweeps (-m) too: `run {ranks}launch={launcher} ...` starts ranks with {launcher}. Or unset {rank} "
-                "if it is a leftover."
+                "if it is a leftover.",
             )
 
 
@@ -185,7 +188,7 @@ def _readable(word: str) -> str:
     key, equals, value = word.partition("=")
     if TUPLE.fullmatch(value):
         lists = value.strip().replace("(", "[").replace(")", "]")
-        raise ConfigError(f"{word!r}: lists are written with square brackets: '{key}={lists}'.")
+        raise ConfigError("MW103", f"{word!r}: lists are written with square brackets: '{key}={lists}'.")
     if key.lstrip("+") in GROUPS and NO_NAME.fullmatch(value):
         return key + equals + quoted(value)
     return key + equals + readable(value)

@@ -39,40 +39,46 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     origins = Origins(tuple(overrides))
     text = _one_line(f"{error} {error.__cause__ or ''}")
     if isinstance(error, OverrideParseException):
-        return ConfigError(_grammar(error.override.removeprefix("++"), text))
+        return ConfigError("MW103", _grammar(error.override.removeprefix("++"), text))
     if isinstance(error, YAMLError):
-        return ConfigError(f"a config file is not valid YAML: {in_yaml(error)}.")
+        return ConfigError("MW107", f"a config file is not valid YAML: {in_yaml(error)}.")
     if isinstance(error, RecursionError):
         return ConfigError(
+            "MW107",
             f"the defaults of a recipe lead back to itself, by {', '.join(READ) or 'a file of --config-dir'}; a recipe "
-            "that builds on a shipped one needs another name."
+            "that builds on a shipped one needs another name.",
         )
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, name = _chosen(str(error.missing_cfg_file), overrides)
         right = allowed(name, error.options)
         own = OPTIONAL if name in OPTIONAL_PARTS.get(group, ()) else OWN.get(group, "")
         own = "" if "Did you mean" in right and own != OPTIONAL else own
-        return ConfigError(f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
+        return ConfigError("MW106", f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
     if isinstance(error, MissingConfigException):
-        return ConfigError(f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
+        return ConfigError("MW803", f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
     if found := re.search(r"Could not override '([^'@]+)", text):
-        return ConfigError(_override(found[1], origins))
+        return ConfigError("MW201", _override(found[1], origins))
     if found := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):
         return ConfigError(
+            "MW104",
             f"{found[1].removeprefix('++')!r} gives several values: add -m to run one job for each, or write "
-            "KEY=[VALUE,VALUE] for a list."
+            "KEY=[VALUE,VALUE] for a list.",
         )
     if found := re.search(r"Sweep parameters '(.*?)' requires", text):
-        return ConfigError(f"{found[1].removeprefix('++')!r} is a sweep: add -m to run one job for each value.")
+        return ConfigError(
+            "MW104", f"{found[1].removeprefix('++')!r} is a sweep: add -m to run one job for each value."
+        )
     if found := re.search(r"Error merging override \+*([^=]+)=(.*?) Cannot merge DictConfig with", text):
-        return ConfigError(f"{found[1]} = {found[2]}: must be a mapping such as {{name: value}}.")
+        return ConfigError("MW204", f"{found[1]} = {found[2]}: must be a mapping such as {{name: value}}.")
     if found := re.search(r"An item is already at '([^']+)'", text):
-        return ConfigError(f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")
+        return ConfigError("MW105", f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")
     if found := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
-        return ConfigError(f"{found[1]} cannot be removed with ~: it is not there. {unknown(found[1])}")
+        return ConfigError("MW105", f"{found[1]} cannot be removed with ~: it is not there. {unknown(found[1])}")
     if found := re.search(r"Multiple values for (\S+?)\.", text):
-        return ConfigError(f"{found[1]} is chosen twice; give it once, or several at once as '+{found[1]}=[a,b]'.")
-    return ConfigError(_fallback(text))
+        return ConfigError(
+            "MW105", f"{found[1]} is chosen twice; give it once, or several at once as '+{found[1]}=[a,b]'."
+        )
+    return ConfigError("MW107", _fallback(text))
 
 
 def _chosen(missing: str, overrides: Sequence[str]) -> tuple[str, str]:

@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner import packages
+from runner import packages, refusals
 from runner.checkpoint import lineage
 from runner.cli import arguments as words
 from runner.cli import console, recipes
@@ -58,6 +58,7 @@ from runner.launch.folder_lock import occupied
 from runner.launch.interrupts import Interrupts, error_of
 from runner.sweep.job import Job, folder_of, records, typed
 from runner.sweep.results import Sweep, mark_of
+from strategies.core.errors import CodedError
 
 ERROR_FILE = "error.txt"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
@@ -92,12 +93,8 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        if isinstance(error, ConfigError):
-            return cls(tuple(map(str, error.args)), 2)
-        if _is_strategy_error(error):
-            return cls((str(error),), 2)
-        if isinstance(error, RunFailed):
-            return cls((str(error),), 1)
+        if isinstance(error, CodedError):
+            return cls(error.marked, 1 if isinstance(error, RunFailed) else 2)
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
@@ -128,7 +125,7 @@ def main() -> None:
         _leave(("interrupted.",), 130)
     except COMPOSITION_ERRORS as error:
         _tell_traceback(error)
-        _leave(tuple(map(str, reword(error, typed).args)), 2)
+        _leave(reword(error, typed).marked, 2)
     except Exception as error:
         _tell_traceback(error)
         failure = Failure.of(error)
@@ -147,6 +144,9 @@ def _command(typed: list[str]) -> None:
         print("\n".join(verbs))
     require_working_directory()
     recipes.search(None)
+    if len(typed) == 2 and typed[0] == "explain" and refusals.CODE.fullmatch(typed[1]):
+        print(refusals.explanation(typed[1]))
+        return
     verb, rest = words.split_verb(typed)
     if verb is None and "--version" in rest:
         print(f"meshwright {version('meshwright')}")
@@ -332,7 +332,7 @@ class CheckConfig(Callback):
         try:
             CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count, recipe)
         except ConfigError as error:
-            _leave(tuple(map(str, error.args)), 2)
+            _leave(error.marked, 2)
 
     def _check_grid(self, config: DictConfig) -> int:
         """How many jobs a grid sweep has."""
@@ -345,9 +345,9 @@ class CheckConfig(Callback):
             try:
                 found = _faults(loader.load_sweep_config(config, list(overrides)))
             except COMPOSITION_ERRORS as error:
-                found = tuple(map(str, reword(error, list(overrides)).args))
+                found = reword(error, list(overrides)).marked
             except ConfigError as error:
-                found = tuple(map(str, error.args))
+                found = error.marked
             faults += [f"job #{number} ({' '.join(typed(overrides))}): {fault}" for fault in found]
         if faults:
             _leave(faults, 2)
@@ -367,7 +367,7 @@ def _faults(composed: DictConfig) -> tuple[str, ...]:
     try:
         config.load(ours, Origins.of(composed))
     except ConfigError as error:
-        return tuple(map(str, error.args))
+        return error.marked
     return ()
 
 
@@ -387,7 +387,7 @@ def _unwritable(folder: str, key: str) -> tuple[str, ...]:
     try:
         require_writable(folder, key)
     except ConfigError as error:
-        return (str(error),)
+        return error.marked
     return ()
 
 
@@ -396,12 +396,6 @@ def _verb_table() -> str:
     return "\n".join(
         f"  {name:<{width}}  {verb.summary}\n  {'':<{width}}    {verb.example}" for name, verb in VERBS.items()
     )
-
-
-def _is_strategy_error(error: Exception) -> bool:
-    # Asked of the module only if it is loaded: importing it here could import torch.
-    module = sys.modules.get("strategies.core.errors")
-    return module is not None and isinstance(error, module.StrategyError)
 
 
 def _record(failure: Failure, run_dir: Path) -> None:

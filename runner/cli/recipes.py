@@ -137,27 +137,30 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
         text = file.read_text(encoding="utf-8")
         config = OmegaConf.create(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {where} cannot be read: {error}.") from None
+        raise ConfigError("MW111", f"the recipe {where} cannot be read: {error}.") from None
     except OmegaConfBaseException as error:
         what = str(error).splitlines()[0].replace("Incompatible key type 'NoneType'", "null cannot be a key")
-        raise ConfigError(f"the recipe {where}: {error.full_key}: {what}.") from None
+        raise ConfigError("MW111", f"the recipe {where}: {error.full_key}: {what}.") from None
     except YAMLError as error:
-        raise ConfigError(f"the recipe {where} is not valid YAML: {in_yaml(error)}.") from None
+        raise ConfigError("MW111", f"the recipe {where} is not valid YAML: {in_yaml(error)}.") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(
-            f"the recipe {where} holds a list, but a recipe is a mapping of config keys, e.g. `train: {{steps: 10}}`."
+            "MW111",
+            f"the recipe {where} holds a list, but a recipe is a mapping of config keys, e.g. `train: {{steps: 10}}`.",
         )
     if not config:
         raise ConfigError(
+            "MW111",
             f"the recipe {where} is empty; begin it with `# @package _global_` and give at least model.target and "
-            "data.target, or `defaults: [NAME, _self_]` of another recipe."
+            "data.target, or `defaults: [NAME, _self_]` of another recipe.",
         )
     _check_defaults(config, where)
     header = RecipeSource._get_header_dict(text)
     if header.get("package") != "_global_":
         raise ConfigError(
+            "MW111",
             f"the recipe {where} must begin with the line `# @package _global_`, without which its keys are not those "
-            "of the config."
+            "of the config.",
         )
     return config, header
 
@@ -165,14 +168,15 @@ def _read(file: Path) -> tuple[DictConfig, dict[str, str | None]]:
 def _check_defaults(config: DictConfig, where: str) -> None:
     defaults = config.get("defaults")
     if defaults is not None and not isinstance(defaults, ListConfig):
-        raise ConfigError(f"the recipe {where}: defaults must be a list such as [NAME, _self_].")
+        raise ConfigError("MW111", f"the recipe {where}: defaults must be a list such as [NAME, _self_].")
     for default in defaults or ():
         for key, value in {str(k): v for k, v in default.items()}.items() if isinstance(default, DictConfig) else ():
             group = key.removeprefix("override ").strip().removeprefix("/")
             if group in CHOSEN and key != f"override /{group}":
                 raise ConfigError(
+                    "MW111",
                     f"the recipe {where}: `- {key}: {value}` in its defaults must be `- override /{group}: {value}`, "
-                    f"because a choice of {group} is there already."
+                    f"because a choice of {group} is there already.",
                 )
 
 

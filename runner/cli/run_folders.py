@@ -23,7 +23,9 @@ def require_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(f"the working directory is gone ({error.strerror}); change to another one.") from None
+        raise ConfigError(
+            "MW805", f"the working directory is gone ({error.strerror}); change to another one."
+        ) from None
 
 
 def require_writable(folder: str, key: str) -> None:
@@ -41,8 +43,9 @@ def require_writable(folder: str, key: str) -> None:
             file.write(bytes(ROOM))
     except UnicodeEncodeError:
         raise ConfigError(
+            "MW603",
             f"{key} = {folder!r}: the name is not ASCII, which Python takes for this system's encoding; set "
-            "PYTHONUTF8=1 or a locale such as LC_ALL=C.UTF-8."
+            "PYTHONUTF8=1 or a locale such as LC_ALL=C.UTF-8.",
         ) from None
     except (OSError, ValueError) as error:
         for one in made:
@@ -50,14 +53,18 @@ def require_writable(folder: str, key: str) -> None:
                 one.rmdir()
         shown = folder if len(folder) < 100 else f"{folder[:97]}..."
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR.") from None
+        raise ConfigError(
+            "MW603", f"{key} = {shown!r} cannot be written: {reason}; choose another folder, {key}=DIR."
+        ) from None
 
 
 def check_files(run_dir: Path) -> None:
     """Raise ConfigError where something that is no file has the name of one of ours: a FIFO would be waited for."""
     for name in FILES:
         if (run_dir / name).exists() and not (run_dir / name).is_file():
-            raise ConfigError(f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir.")
+            raise ConfigError(
+                "MW603", f"{run_dir / name} is not a regular file; remove it, or give another hydra.run.dir."
+            )
 
 
 def write_config(run_dir: Path, text: str) -> None:

@@ -88,11 +88,11 @@ VERBS = {
     ),
     "explain": Verb(
         "print the plan as a table: every operator, its slices, what is sent; why one is sliced so; or every rank's "
-        "slice of a tensor (--slices NAME)",
+        "slice of a tensor (--slices NAME); or what the code of an error means",
         "run explain matmul2 +recipe=semi_auto_redistribution",
         "runner.commands.explain:run",
         argument="explain.operator",
-        usage="run explain [OPERATOR] [--slices NAME] +recipe=NAME [KEY=VALUE ...]",
+        usage="run explain [OPERATOR] [--slices NAME] +recipe=NAME [KEY=VALUE ...]\nrun explain CODE",
         keys=("explain", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(

@@ -69,26 +69,28 @@ def _written(name: Path, force: bool) -> Iterator[Path]:
     try:
         partial.open("x", encoding="utf-8").close()
     except OSError as error:
-        raise ConfigError(f"{what} cannot be written there: {error.strerror}.") from None
+        raise ConfigError("MW806", f"{what} cannot be written there: {error.strerror}.") from None
     try:
         yield partial
         _check(name, file, what, force)  # it may have appeared since
         os.replace(partial, file)
     except OSError as error:
-        raise ConfigError(f"{what} cannot be written there: {error.strerror}.") from None
+        raise ConfigError("MW806", f"{what} cannot be written there: {error.strerror}.") from None
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _check(name: Path, file: Path, what: str, force: bool) -> None:
     if not file.parent.is_dir() or file.is_dir():
-        raise ConfigError(f"{what} cannot be written there; name a file in a folder.")
+        raise ConfigError("MW806", f"{what} cannot be written there; name a file in a folder.")
     if not file.exists():
         if name.is_symlink() and not force:
-            raise ConfigError(f"{what} is a link to {file}, which does not exist; name another file, or add --force.")
+            raise ConfigError(
+                "MW806", f"{what} is a link to {file}, which does not exist; name another file, or add --force."
+            )
         return
     if not stat.S_ISREG(file.stat().st_mode):
-        raise ConfigError(f"{what} is no regular file; name another one.")
+        raise ConfigError("MW806", f"{what} is no regular file; name another one.")
     if force:
         return
     try:
@@ -98,8 +100,9 @@ def _check(name: Path, file: Path, what: str, force: bool) -> None:
         ours = False
     if not ours:
         raise ConfigError(
+            "MW806",
             f"{what} exists already and was not written by `run calibrate`; name another file, or add --force to "
-            "overwrite it."
+            "overwrite it.",
         )
 
 
@@ -122,8 +125,9 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
         raise
     if error is None:
         raise RunFailed(
+            "MW732",
             f"calibrate: {who} are too slow to measure anything within calibrate.seconds = "
-            f"{config.calibrate.seconds:g}; give it more seconds, or a quieter machine."
+            f"{config.calibrate.seconds:g}; give it more seconds, or a quieter machine.",
         )
     return text, error
 

@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     try:
         write(holding, target, cut)
     except OSError as error:
-        raise ConfigError(f"convert: {target} cannot be written: {error.strerror}.") from error
+        raise ConfigError("MW603", f"convert: {target} cannot be written: {error.strerror}.") from error
     count = len(holding.tensors)
     size = sum(file.stat().st_size for file in target.iterdir())
     shown = form if cut is None else f"{form} for {cut.ranks} ranks"
@@ -39,20 +39,24 @@ def _read(words: Sequence[str]) -> tuple[Path, Path, str, Path | None]:
     paths = [word for word in words if "=" not in word]
     given = dict(word.split("=", 1) for word in words if "=" in word)
     if strangers := [key for key in given if key not in KEYS]:
-        raise ConfigError(f"convert takes no {strangers[0]!r}.{allowed(strangers[0], KEYS)}")
+        raise ConfigError("MW112", f"convert takes no {strangers[0]!r}.{allowed(strangers[0], KEYS)}")
     if len(paths) != 2:
-        raise ConfigError(f"convert needs a source and a target, but got {len(paths)} paths; {USAGE}.")
+        raise ConfigError("MW112", f"convert needs a source and a target, but got {len(paths)} paths; {USAGE}.")
     plan = given.get("plan")
     form = given.get("form", "merged" if plan is None else "sharded")
     if form not in FORMS:
-        raise ConfigError(f"form = {form!r} is not allowed.{allowed(form, FORMS)}")
+        raise ConfigError("MW112", f"form = {form!r} is not allowed.{allowed(form, FORMS)}")
     if form == "sharded" and plan is None:
-        raise ConfigError("form=sharded needs to know for whom: add plan=FILE, a plan.json, a run or a checkpoint.")
+        raise ConfigError(
+            "MW112", "form=sharded needs to know for whom: add plan=FILE, a plan.json, a run or a checkpoint."
+        )
     if form == "merged" and plan is not None:
-        raise ConfigError(f"form=merged is for no plan, so plan={plan} would be ignored; drop one of them.")
+        raise ConfigError("MW112", f"form=merged is for no plan, so plan={plan} would be ignored; drop one of them.")
     source, target = home.expanded(paths[0]), home.expanded(paths[1])
     if not source.exists():
-        raise ConfigError(f"convert: {source} does not exist.")
+        raise ConfigError("MW610", f"convert: {source} does not exist.")
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"convert: {target} exists already; give a new folder, which becomes the checkpoint.")
+        raise ConfigError(
+            "MW610", f"convert: {target} exists already; give a new folder, which becomes the checkpoint."
+        )
     return source, target, form, None if plan is None else home.expanded(plan)

@@ -14,14 +14,15 @@ def run(words: Sequence[str]) -> int:
     """Print the differences. Returns 0. Raises ConfigError unless there are two plans."""
     if len(words) != 2:
         raise ConfigError(
+            "MW112",
             f"diff compares two plans, but got {len(words)}; write `run diff A B` with two plan.json files or run "
-            "folders."
+            "folders.",
         )
     one, other = (read_content(Path(word)) for word in words)
     try:
         print(differences(one, other))
     except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"{words[0]!r} and {words[1]!r} are not both a plan.json ({type(error).__name__}: {error})."
+            "MW420", f"{words[0]!r} and {words[1]!r} are not both a plan.json ({type(error).__name__}: {error})."
         ) from None
     return 0

@@ -36,7 +36,7 @@ def run(words: Sequence[str]) -> int:
     """Print every check. Returns the exit code: 0 if all are ok, else 1. A word is a checkpoint, which is checked
     instead. Raises ConfigError for more words and for what is no checkpoint."""
     if len(words) > 1:
-        raise ConfigError(f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
+        raise ConfigError("MW112", f"doctor takes one checkpoint or nothing, but got {' '.join(words)!r}.")
     if words:
         from runner.commands import (
             doctor_checkpoint as examination,  # imports torch, which is one of the things to be checked

@@ -90,7 +90,9 @@ def _planned(path: Path) -> str | None:
         groups = replicas(plan, world_size, split=bool(parallel.get("zero", {}).get("stage")))
     except (OSError, LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({told}).") from None
+        raise ConfigError(
+            "MW604", f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({told})."
+        ) from None
     mesh = " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     ranks = f"{world_size} rank{'s' * (world_size > 1)}, mesh {mesh}"
     return (

@@ -45,8 +45,9 @@ def world_size_of(config: Config) -> int:
     found = next((one for one in known if one is not None), None)
     if found is None:
         raise ConfigError(
+            "MW704",
             "world_size is null, so the number of ranks is that of the devices at hand; a launcher has to be told: set "
-            "world_size=N or launch.hosts."
+            "world_size=N or launch.hosts.",
         )
     return found
 

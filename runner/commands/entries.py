@@ -57,8 +57,9 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
         # a command that is given again does no harm: it may have been killed between its last save and its end
         if nothing_left and (config.train.resume != "auto" or done > prepared.steps):
             raise ConfigError(
+                "MW608",
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
-                "ask for more."
+                "ask for more.",
             )
     capacity.check_plan(prepared, report.write_plan(prepared, rank.run_dir))
     print(report.headline(prepared, rank.run_dir), flush=True)

@@ -13,7 +13,7 @@ def run(words: Sequence[str]) -> int:
     found = catalogue()
     for name in words:
         if name not in found:
-            raise ConfigError(f"there is no recipe {name!r}.{allowed(name, found)}")
+            raise ConfigError("MW110", f"there is no recipe {name!r}.{allowed(name, found)}")
     for name in words:
         print(found[name].read_text(encoding="utf-8"), end="")
     if not words:

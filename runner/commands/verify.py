@@ -108,8 +108,9 @@ def run(config: Config, run_dir: Path) -> float | None:
     """
     if config.parallel.mode == "hybrid" and config.verify.reference.target is None:
         raise ConfigError(
+            "MW326",
             "parallel.mode = hybrid: verify needs the one-device module to compare with; set verify.reference.target "
-            "(and its args)."
+            "(and its args).",
         )
     launch.warm()
     from runner.planning import capacity
@@ -163,9 +164,10 @@ def run(config: Config, run_dir: Path) -> float | None:
     print(table(comparison))
     if not comparison.passed:
         raise RunFailed(
+            "MW731",
             f"verify: the sharded run differs from one process beyond {comparison.tolerance:g} (see the table above "
             f"and {run_dir / 'verify.json'}). `run explain` shows how each operator is sliced."
-            + _about_rounding(comparison, precision)
+            + _about_rounding(comparison, precision),
         )
     return comparison.worst
 
@@ -270,14 +272,15 @@ def _differences(
     missing = sorted(set(found) ^ set(truth))
     if missing:
         raise ConfigError(
-            f"verify: the two models have different parameters: {', '.join(missing)} in only one of them."
+            "MW326", f"verify: the two models have different parameters: {', '.join(missing)} in only one of them."
         )
     values = {}
     for name, expected in truth.items():
         if expected.shape != found[name].shape:
             raise ConfigError(
+                "MW326",
                 f"verify: {name} has shape {tuple(found[name].shape)} sharded, {tuple(expected.shape)} in the "
-                "reference."
+                "reference.",
             )
         gaps = (found[name].double() - expected.double()).masked_fill(found[name] == expected, 0.0)
         gap, largest = _largest(gaps), _largest(expected)

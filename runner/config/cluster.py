@@ -109,7 +109,9 @@ def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     if values.get("machine") is not None:
         raise ConfigError(
-            f"cluster = {values.get('name')!r} and cluster.file = {name!r} both describe the machine; drop one of them."
+            "MW205",
+            f"cluster = {values.get('name')!r} and cluster.file = {name!r} both describe the machine; drop one of "
+            "them.",
         )
     try:
         described = OmegaConf.create({"cluster": OmegaConf.load(Path(name))})
@@ -117,15 +119,16 @@ def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
             OmegaConf.update(described, "cluster.nodes", values["nodes"])
         content = OmegaConf.to_container(described, resolve=True)
     except OSError as error:
-        raise ConfigError(f"cluster.file = {name!r} cannot be read: {error.strerror}.") from None
+        raise ConfigError("MW209", f"cluster.file = {name!r} cannot be read: {error.strerror}.") from None
     except (OmegaConfBaseException, YAMLError, TypeError) as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"cluster.file = {name!r} is not a description of a cluster: {text}.") from None
+        raise ConfigError("MW209", f"cluster.file = {name!r} is not a description of a cluster: {text}.") from None
     assert isinstance(content, dict)
     found: Any = content["cluster"]
     if not isinstance(found, dict) or found.get("machine") is None:
         raise ConfigError(
+            "MW209",
             f"cluster.file = {name!r} is not a description of a cluster: it has no `machine`; `run calibrate` writes "
-            "one, and conf/cluster/ holds others."
+            "one, and conf/cluster/ holds others.",
         )
     return found | {"file": name}

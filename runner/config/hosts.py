@@ -26,7 +26,8 @@ def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
     sources = [key for key in ("hosts", "hostfile", "rank_table") if values.get(key)]
     if len(sources) > 1:
         raise ConfigError(
-            f"{' and '.join(f'launch.{key}' for key in sources)} both say where the ranks run; drop one of them."
+            "MW205",
+            f"{' and '.join(f'launch.{key}' for key in sources)} both say where the ranks run; drop one of them.",
         )
     key = sources[0] if sources else ""
     if key == "hosts" or not isinstance(values.get(key), str):
@@ -36,7 +37,7 @@ def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text"
-        raise ConfigError(f"launch.{key} = {name!r} cannot be read: {reason}.") from None
+        raise ConfigError("MW701", f"launch.{key} = {name!r} cannot be read: {reason}.") from None
     read = _hostfile if key == "hostfile" else _rank_table
     return {**values, "hosts": read(name, text)}
 
@@ -49,10 +50,14 @@ def _hostfile(name: str, text: str) -> list[str]:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            raise ConfigError(f"launch.hostfile = {name!r}, line {number}: {content!r} is not `HOST slots=RANKS`.")
+            raise ConfigError(
+                "MW701", f"launch.hostfile = {name!r}, line {number}: {content!r} is not `HOST slots=RANKS`."
+            )
         found.append(f"{match['host']}:{match['slots'] or 1}")
     if not found:
-        raise ConfigError(f"launch.hostfile = {name!r} names no host; give a line `HOST slots=RANKS` for each.")
+        raise ConfigError(
+            "MW701", f"launch.hostfile = {name!r} names no host; give a line `HOST slots=RANKS` for each."
+        )
     return found
 
 
@@ -63,9 +68,9 @@ def _rank_table(name: str, text: str) -> list[dict[str, Any]]:
         rows = [(int(entry["rank"]), str(entry["host"]), int(entry["device"])) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
         told = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError(f"launch.rank_table = {name!r} is not {TABLE_SHAPE}: {told}.") from None
+        raise ConfigError("MW701", f"launch.rank_table = {name!r} is not {TABLE_SHAPE}: {told}.") from None
     if not rows:
-        raise ConfigError(f"launch.rank_table = {name!r} holds no rank; it is {TABLE_SHAPE}.")
+        raise ConfigError("MW701", f"launch.rank_table = {name!r} holds no rank; it is {TABLE_SHAPE}.")
     hosts: dict[str, dict[str, Any]] = {}
     for rank, host, device in sorted(rows):
         one = hosts.setdefault(host, {"name": host, "ranks": [], "devices": []})

@@ -56,16 +56,16 @@ NODES_AGAIN = ("cluster", "machine", "levels", "node", "size")
 def load(composed: DictConfig, origins: Origins) -> Config:
     """Validate a composed config (without its `hydra` node). Raises ConfigError."""
     if strangers := [str(key) for key in composed if key not in Config.model_fields]:
-        raise ConfigError(*(unknown(key) + origins.sentence([key]) for key in strangers))
+        raise ConfigError("MW201", *(unknown(key) + origins.sentence([key]) for key in strangers))
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         if error.full_key == "model.target":
-            raise ConfigError(NO_MODEL) from None
-        raise ConfigError(_missing(error.full_key)) from None
+            raise ConfigError("MW203", NO_MODEL) from None
+        raise ConfigError("MW202", _missing(error.full_key)) from None
     except OmegaConfBaseException as error:
         text = " ".join(str(error).splitlines()[0].split())
-        raise ConfigError(f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
+        raise ConfigError("MW206", f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
     assert isinstance(values, dict)
     if isinstance(cluster := values.get("cluster"), Mapping):
         values |= {"cluster": from_file(cluster)}
@@ -77,8 +77,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
     chosen = origins.choice("parallel")
     if chosen in get_args(Mode) and chosen != config.parallel.mode and not origins.overrides_key("parallel.mode"):
         raise ConfigError(
+            "MW207",
             f"parallel = {chosen!r} has no effect, because parallel.mode = {config.parallel.mode!r} comes after it; "
-            f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}"
+            f"write parallel.mode={chosen}.{origins.sentence(['parallel.mode'])}",
         )
     return config
 
@@ -90,11 +91,11 @@ def read(file: Path) -> Config:
     try:
         return Config.model_validate_json(read_bytes(file))
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+        raise ConfigError("MW208", f"{file} cannot be read: {error.strerror}.") from None
     except ValidationError as error:
-        raise ConfigError(*(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
+        raise ConfigError("MW208", *(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
     except ValueError as error:
-        raise ConfigError(f"{file} cannot be read: {error}.") from None
+        raise ConfigError("MW208", f"{file} cannot be read: {error}.") from None
 
 
 def keys(parent: str) -> list[str]:
@@ -185,7 +186,7 @@ def _validate(values: Any, origins: Origins) -> Config:
         found = _one_each(error.errors())
         if any(one["loc"] == ("cluster", "nodes") for one in found):
             found = [one for one in found if one["loc"] != NODES_AGAIN]
-        raise ConfigError(*(_paragraph(e, origins) for e in found)) from None
+        raise ConfigError.of((_code(e), _paragraph(e, origins)) for e in found) from None
 
 
 def _one_each(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -226,6 +227,19 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
     if value in ("None", "none"):
         text += " No value is written null."
     return text + origins.sentence(concerned)
+
+
+def _code(error: Mapping[str, Any]) -> str:
+    """The code of one of pydantic's errors."""
+    match error["type"]:
+        case "refusal":
+            return str(error["ctx"]["code"])
+        case "extra_forbidden":
+            return "MW201"
+        case "missing":
+            return "MW202"
+        case _:
+            return "MW204"
 
 
 def _words(expected: str) -> list[str]:

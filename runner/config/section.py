@@ -32,9 +32,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def refusal(text: str, *keys: str) -> PydanticCustomError:
+def refusal(text: str, *keys: str, code: str = "MW205") -> PydanticCustomError:
     """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is to be told."""
-    return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys})
+    return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys, "code": code})
 
 
 def by_path(value: Any, key: str) -> Any:

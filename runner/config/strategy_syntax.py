@@ -40,6 +40,11 @@ class LayoutForm(Section):
 OperandForm: TypeAlias = tuple[int, ...] | LayoutForm
 
 
+def malformed(text: str, key: str) -> PydanticCustomError:
+    """A strategy at `key` that is not written in one of the known forms."""
+    return refusal(text, key, code="MW400")
+
+
 class Place(NamedTuple):
     """Where in the config an operand stands: the dotted key and, within it, the operand."""
 
@@ -47,7 +52,7 @@ class Place(NamedTuple):
     operand: str
 
     def refuse(self, text: str) -> PydanticCustomError:
-        return refusal(f"{self.key}: {self.operand}: {text}", self.key)
+        return malformed(f"{self.key}: {self.operand}: {text}", self.key)
 
 
 class StrategyForm(Section):
@@ -77,7 +82,7 @@ def read_strategies(value: Any) -> dict[str, StrategyForm]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise refusal(
+        raise malformed(
             f"parallel.strategies = {value!r} is not a mapping of operator paths to strategies; {EXAMPLE}.",
             "parallel.strategies",
         )
@@ -97,10 +102,10 @@ def read_strategy(value: Any, key: str) -> StrategyForm:
         return value
     sides = value if isinstance(value, Mapping) else {"in": value}
     if not sides or not FORM_KEYS.issuperset(sides):
-        raise refusal(f"{key} = {value!r} is not a strategy; {EXAMPLE}.", key)
+        raise malformed(f"{key} = {value!r} is not a strategy; {EXAMPLE}.", key)
     inputs, outputs = sides.get("in"), sides.get("out")
     if inputs is None and outputs is None:
-        raise refusal(f"{key} gives neither inputs nor outputs; {EXAMPLE}.", key)
+        raise malformed(f"{key} gives neither inputs nor outputs; {EXAMPLE}.", key)
     return StrategyForm(
         inputs=None if inputs is None else read_operands(inputs, key, "input"),
         outputs=None if outputs is None else read_operands(outputs, key, "output"),
@@ -110,7 +115,7 @@ def read_strategy(value: Any, key: str) -> StrategyForm:
 def read_operands(value: Any, key: str, side: str) -> tuple[OperandForm, ...]:
     """The operand forms of one side of an operator, or of the inputs of the model."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise refusal(f"{key} = {value!r}: expected one entry per {side}; {EXAMPLE}{_brackets(value)}.", key)
+        raise malformed(f"{key} = {value!r}: expected one entry per {side}; {EXAMPLE}{_brackets(value)}.", key)
     return tuple(_operand(form, Place(key, f"{side} {number}")) for number, form in enumerate(value))
 
 
@@ -143,7 +148,7 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
         return [(path, value)]
     if not value:
         key = f"parallel.strategies.{path}"
-        raise refusal(f"{key} is empty; {EXAMPLE}.", key)
+        raise malformed(f"{key} is empty; {EXAMPLE}.", key)
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}", inner)]
 
 

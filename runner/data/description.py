@@ -88,9 +88,10 @@ def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], s
             names, differ = f": {targets.describe(error)}", True
     if differ:
         raise ConfigError(
+            "MW312",
             f"data: {type(dataset).__name__}.read takes two arguments, so it is asked for slices of a row, but "
             f"read({row}, slices) of the entire row does not return what dataset[{row}] does{names}. Return the slices "
-            "that are asked for, or give a method with another purpose another name."
+            "that are asked for, or give a method with another purpose another name.",
         )
 
 

@@ -52,7 +52,8 @@ class Functions:
         self._spans = spans[spans[:, 1] - spans[:, 0] <= longest + 1]
         if not len(self._spans):
             raise ConfigError(
-                f"data.args.longest = {longest}: none of {len(spans)} functions has so few bytes; allow longer ones."
+                "MW315",
+                f"data.args.longest = {longest}: none of {len(spans)} functions has so few bytes; allow longer ones.",
             )
 
     def __len__(self) -> int:

@@ -44,13 +44,14 @@ def read(path: Path, *, dims: int) -> Bytes:
     except (OSError, EOFError, zlib.error) as error:
         # gzip raises these three for what is no gzip file, is cut off, or is damaged inside.
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read: {reason}. Give a readable, complete IDX file.") from error
+        raise ConfigError("MW314", f"{path}: cannot be read: {reason}. Give a readable, complete IDX file.") from error
     expected = math.prod(shape)
     if actual != expected:
         kind = "is cut off" if actual < expected else "has bytes left over"
         raise ConfigError(
+            "MW314",
             f"{path}: {kind}: its header states {'x'.join(map(str, shape))} = {expected} bytes, and {actual} follow. "
-            "Fetch or make the file again."
+            "Fetch or make the file again.",
         )
     if content is not None or expected == 0:  # nothing cannot be mapped
         return np.frombuffer(content or b"", np.uint8).reshape(shape)
@@ -68,12 +69,14 @@ def find(folder: Path, name: str) -> Path:
     Raises ConfigError: no such folder, or neither file in it.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; a folder with the IDX files of MNIST is needed.")
+        raise ConfigError(
+            "MW314", f"{folder}: there is no such folder; a folder with the IDX files of MNIST is needed."
+        )
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
     inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConfigError(f"{folder}: holds neither {name} nor {name}.gz; it holds {inside}.")
+    raise ConfigError("MW314", f"{folder}: holds neither {name} nor {name}.gz; it holds {inside}.")
 
 
 _UNSIGNED_BYTE = 8
@@ -86,10 +89,13 @@ def _shape(file: BinaryIO | gzip.GzipFile, path: Path, dims: int) -> tuple[int, 
     if magic != wanted:
         found = f"starts with the bytes {magic.hex(' ')}" if magic else "is empty"
         raise ConfigError(
+            "MW314",
             f"{path}: {found}, where an IDX file of bytes in {dims} dims starts with {wanted.hex(' ')} "
-            f"(magic number {int.from_bytes(wanted, 'big')}). Give the right file, or fetch it again."
+            f"(magic number {int.from_bytes(wanted, 'big')}). Give the right file, or fetch it again.",
         )
     counts = file.read(4 * dims)
     if len(counts) < 4 * dims:
-        raise ConfigError(f"{path}: is cut off inside its header of {4 + 4 * dims} bytes. Fetch or make it again.")
+        raise ConfigError(
+            "MW314", f"{path}: is cut off inside its header of {4 + 4 * dims} bytes. Fetch or make it again."
+        )
     return struct.unpack(f">{dims}I", counts)

@@ -31,7 +31,7 @@ class Lines:
                         self._places.append((number, place))
                     place += len(line)
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be read: {error.strerror}.") from error
+            raise ConfigError("MW314", f"{self._path} cannot be read: {error.strerror}.") from error
 
     def __len__(self) -> int:
         return len(self._places)
@@ -46,7 +46,7 @@ class Lines:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"{where} is no JSON: {error}.") from error
+            raise ConfigError("MW314", f"{where} is no JSON: {error}.") from error
         if isinstance(value, dict):
             return {name: _tensor(one, f"{where}, {name!r}") for name, one in value.items()}
         return _tensor(value, where)
@@ -57,5 +57,6 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.tensor(value, dtype=None if isinstance(value, (int, list)) else torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{where}: a number, or lists of numbers of one length, are needed, but there is {str(value)[:60]}."
+            "MW314",
+            f"{where}: a number, or lists of numbers of one length, are needed, but there is {str(value)[:60]}.",
         ) from error

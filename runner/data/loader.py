@@ -82,24 +82,29 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
     given = dict(args)
     if path is not None:
         if not targets.accepts(function, "path"):
-            raise ConfigError(f"{what}.path = {path!r}, but {target} takes no argument 'path'; leave {what}.path null.")
+            raise ConfigError(
+                "MW315", f"{what}.path = {path!r}, but {target} takes no argument 'path'; leave {what}.path null."
+            )
         if "path" in given:
-            raise ConfigError(f"{what}.path and {what}.args.path are both set; set one of them.")
+            raise ConfigError("MW315", f"{what}.path and {what}.args.path are both set; set one of them.")
         given["path"] = path
     dataset = targets.call(function, given, target, what)
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
         kind = type(dataset).__name__
         raise ConfigError(
+            "MW305",
             f"{what}.target = {target!r} makes a {kind} without {' and '.join(lacking)}; a dataset with len() and "
-            "dataset[i] is needed, because every rank reads its own rows."
+            "dataset[i] is needed, because every rank reads its own rows.",
         )
     try:
         length = len(dataset)
     except Exception as error:
-        raise ConfigError(f"{what}: the length of {target} cannot be had: {targets.describe(error)}.") from error
+        raise ConfigError(
+            "MW310", f"{what}: the length of {target} cannot be had: {targets.describe(error)}."
+        ) from error
     if length == 0:
-        raise ConfigError(f"{what}: {target} has no rows; check {what}.args and {what}.path.")
+        raise ConfigError("MW310", f"{what}: {target} has no rows; check {what}.args and {what}.path.")
     checked: MapDataset = dataset
     return checked
 
@@ -119,7 +124,7 @@ def whole_batch(
             try:
                 samples.append(dataset[row])
             except Exception as error:
-                raise ConfigError(f"data: row {row} cannot be read: {targets.describe(error)}.") from error
+                raise ConfigError("MW311", f"data: row {row} cannot be read: {targets.describe(error)}.") from error
             if collate is None:
                 _ordered(*fields(samples[-1]), fields(samples[0])[0], f"data: row {row}")
         begin(rows[0], len(rows))
@@ -127,7 +132,9 @@ def whole_batch(
             batch = (collate or default_collate)(samples)
         except Exception as error:
             function = "data.collate" if collate else "stacking"
-            raise ConfigError(f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}.") from error
+            raise ConfigError(
+                "MW311", f"data: {function} fails on {len(rows)} samples: {targets.describe(error)}."
+            ) from error
     if collate is not None:
         _check_rows(*flatten_batch(batch), len(rows), unbatched(collate))
     return batch
@@ -142,20 +149,25 @@ def flatten_batch(batch: Any, order: Sequence[str] | None = None) -> tuple[tuple
     """
     names, values = fields(batch)
     if not values:
-        raise ConfigError("data: a batch without tensors; samples must be a dict or a tuple of tensors or numbers.")
+        raise ConfigError(
+            "MW312", "data: a batch without tensors; samples must be a dict or a tuple of tensors or numbers."
+        )
     for name, value in zip(names, values, strict=True):
         where = f"data: the value {name!r} of a batch"
         if not isinstance(value, Tensor):
             raise ConfigError(
+                "MW312",
                 f"{where} is a {type(value).__name__}, not a tensor; samples must be flat dicts or tuples of tensors "
-                "or numbers; set data.collate to a function that makes such a batch."
+                "or numbers; set data.collate to a function that makes such a batch.",
             )
         if value.dim() == 0:
-            raise ConfigError(f"{where} is a scalar; dim 0 of every tensor must count the rows.")
+            raise ConfigError("MW312", f"{where} is a scalar; dim 0 of every tensor must count the rows.")
     if isinstance(batch, Mapping):
         for name in names:
             if not (isinstance(name, str) and name.isidentifier()):
-                raise ConfigError(f"data: the key {name!r} of a batch cannot be the name of an argument of forward.")
+                raise ConfigError(
+                    "MW312", f"data: the key {name!r} of a batch cannot be the name of an argument of forward."
+                )
     return names if order is None else tuple(order), _ordered(names, values, order or names, "data: a batch")
 
 
@@ -241,7 +253,9 @@ class LocalBatches:
         for name, value, cut in zip(self._names or (), values, slices, strict=True):
             shape, asked = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
             if shape != asked:
-                raise ConfigError(f"{where}: read() returns {name!r} of shape {shape} where {asked} was asked for.")
+                raise ConfigError(
+                    "MW312", f"{where}: read() returns {name!r} of shape {shape} where {asked} was asked for."
+                )
         return values
 
     def _collated(self, rows: Sequence[int], begin: Callable[..., None], collate: Collate) -> list[Tensor]:
@@ -281,8 +295,9 @@ class LocalBatches:
         for name, shape, expected, block in zip(self._names or (), shapes, self._shapes, self._blocks, strict=True):
             if shape != expected or len(shape) != len(block) - 1:
                 raise ConfigError(
+                    "MW312",
                     f"{where} has {name!r} of shape {shape}, where {expected} is expected; all rows need one shape: "
-                    "pad or cut them in the dataset, or to a fixed length in data.collate."
+                    "pad or cut them in the dataset, or to a fixed length in data.collate.",
                 )
 
 
@@ -296,8 +311,9 @@ def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], wher
         lacks = f"lacks {_listed(missing)}" if missing else ""
         more = f"has {_listed(unknown)} beside them" if unknown else ""
         raise ConfigError(
+            "MW312",
             f"{where} has the values {_listed(names)}; the others have {_listed(order)}: it "
-            f"{' and '.join(part for part in (lacks, more) if part)}. Every row needs the same entries."
+            f"{' and '.join(part for part in (lacks, more) if part)}. Every row needs the same entries.",
         )
     by_name = dict(zip(names, values, strict=True))
     return [by_name[name] for name in order]
@@ -307,8 +323,9 @@ def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, whol
     for name, tensor in zip(names, tensors, strict=True):
         if len(tensor) != rows and name not in whole:
             raise ConfigError(
+                "MW312",
                 f"data: data.collate makes {name!r} with {len(tensor)} rows from {rows} samples; dim 0 of every tensor "
-                f"must count the samples, unless it is one for all of them (data.unbatched=[{name}])."
+                f"must count the samples, unless it is one for all of them (data.unbatched=[{name}]).",
             )
 
 
@@ -344,12 +361,13 @@ def _stack(values: list[Any], number: int) -> Tensor:
         stacked = default_collate(values)
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"data: value {number} of the samples cannot be stacked: {targets.describe(error)}."
+            "MW312", f"data: value {number} of the samples cannot be stacked: {targets.describe(error)}."
         ) from error
     if not isinstance(stacked, Tensor):
         raise ConfigError(
+            "MW312",
             f"data: value {number} of the samples is a {type(values[0]).__name__}; samples must be flat dicts or "
-            "tuples of tensors or numbers; set data.collate to a function that makes tensors of them."
+            "tuples of tensors or numbers; set data.collate to a function that makes tensors of them.",
         )
     return stacked
 

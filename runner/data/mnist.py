@@ -56,8 +56,9 @@ class Mnist:
         self._labels = idx.read(labels, dims=1)
         if len(pixels) != len(self._labels):
             raise ConfigError(
+                "MW314",
                 f"{images} holds {len(pixels)} images and {labels.name} beside it {len(self._labels)} labels; "
-                "both files must come from one data set."
+                "both files must come from one data set.",
             )
         rows, height, width = pixels.shape
         self._pixels = pixels.reshape((rows, height * width) if flat else (rows, 1, height, width))

@@ -47,8 +47,9 @@ class Order:
     def __post_init__(self) -> None:
         if self.length < self.batch_size:
             raise ConfigError(
+                "MW310",
                 f"data.batch_size = {self.batch_size} is more than the {self.length} rows of the dataset; "
-                f"at most {self.length} would be right, or a larger dataset."
+                f"at most {self.length} would be right, or a larger dataset.",
             )
 
     @property

@@ -37,7 +37,7 @@ def pad(
     for name in values:
         if name not in batch:
             has = ", ".join(samples[0])
-            raise ConfigError(f"data.collate_args.values names {name!r}, but a sample has the entries {has}.")
+            raise ConfigError("MW315", f"data.collate_args.values names {name!r}, but a sample has the entries {has}.")
     if mask is not None:
         first = next(iter(values))
         ones = [_filled(mask, torch.ones(len(sample[first]), dtype=torch.int64), length, 0) for sample in samples]
@@ -48,10 +48,13 @@ def pad(
 def _filled(name: str, entry: Any, length: int, value: float) -> Tensor:
     tensor = torch.as_tensor(entry)
     if tensor.dim() == 0:
-        raise ConfigError(f"data.collate_args.values names {name!r}, which is a single number and has no length.")
+        raise ConfigError(
+            "MW315", f"data.collate_args.values names {name!r}, which is a single number and has no length."
+        )
     if len(tensor) > length:
         raise ConfigError(
+            "MW315",
             f"a sample's {name!r} has length {len(tensor)}, data.collate_args.length is {length}; choose a greater "
-            "length, or shorter samples in the dataset."
+            "length, or shorter samples in the dataset.",
         )
     return functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, length - len(tensor)), value=value)

@@ -43,7 +43,8 @@ def check_names(names: Sequence[str], known: Sequence[str], targeted: Sequence[s
     strangers = [name for name in names if name not in known]
     if strangers or not set(names) - set(targeted):
         raise ConfigError(
+            "MW316",
             f"predict.data: the samples have the entries {', '.join(names)}, those of training {', '.join(known)}; "
             "entries are known by their names (of a tuple by their positions), and only those that the loss alone "
-            "takes may be left out."
+            "takes may be left out.",
         )

@@ -32,11 +32,13 @@ class Scaling:
         self._mean: Floats | None = None
         if normalize is not None:
             if not isinstance(normalize, Mapping) or {*normalize} != {"mean", "std"}:
-                raise ConfigError(f"data.args.normalize = {normalize!r} must be {{mean: ..., std: ...}}, or null.")
+                raise ConfigError(
+                    "MW315", f"data.args.normalize = {normalize!r} must be {{mean: ..., std: ...}}, or null."
+                )
             self._mean = _numbers("normalize.mean", normalize["mean"], (1, channels))
             self._std = _numbers("normalize.std", normalize["std"], (1, channels))
             if not (self._std > 0).all():
-                raise ConfigError(f"data.args.normalize.std = {normalize['std']} must be greater than 0.")
+                raise ConfigError("MW315", f"data.args.normalize.std = {normalize['std']} must be greater than 0.")
 
     def __call__(self, levels: Floats, channels: slice | None = None) -> Floats:
         """Of a block of levels whose dim 0 is `channels` of the image; None: the image has one channel."""
@@ -57,5 +59,5 @@ def _numbers(name: str, given: object, lengths: Sequence[int]) -> Floats:
         isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value) for value in values
     ):
         wanted = " or ".join(map(str, dict.fromkeys(lengths)))
-        raise ConfigError(f"data.args.{name} = {given!r} must be {wanted} finite number(s).")
+        raise ConfigError("MW315", f"data.args.{name} = {given!r} must be {wanted} finite number(s).")
     return np.asarray(values, np.float32)

@@ -34,7 +34,7 @@ class Regression:
         inside, outside = _shape("features", features), _shape("targets", targets)
         _shape("rows", rows)
         if noise < 0:
-            raise ConfigError(f"data.args.noise = {noise} is negative; a standard deviation is 0 or more.")
+            raise ConfigError("MW315", f"data.args.noise = {noise} is negative; a standard deviation is 0 or more.")
         draw = torch.Generator().manual_seed(seed)
         width, height = math.prod(inside), math.prod(outside)
         x = torch.randn(rows, width, generator=draw)
@@ -106,5 +106,5 @@ class LargeImages:
 def _shape(name: str, sizes: int | Sequence[int]) -> tuple[int, ...]:
     shape = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     if not shape or any(size < 1 for size in shape):
-        raise ConfigError(f"data.args.{name} = {sizes} must be 1 or more.")
+        raise ConfigError("MW315", f"data.args.{name} = {sizes} must be 1 or more.")
     return shape

@@ -55,13 +55,14 @@ class Windows:
         shift: bool = True,
     ) -> None:
         if length < 1:
-            raise ConfigError(f"data.args.length = {length} must be 1 or more.")
+            raise ConfigError("MW315", f"data.args.length = {length} must be 1 or more.")
         file = corpus(train, pattern, limit, cache, path)
         size = file.stat().st_size
         if size <= length:
             raise ConfigError(
+                "MW315",
                 f"data.args.length = {length}, but the text has {size} bytes, and a window needs one more than its "
-                "length; choose shorter windows, more files, or data.args.train=null for all of them."
+                "length; choose shorter windows, more files, or data.args.train=null for all of them.",
             )
         self._bytes: Bytes = np.memmap(file, np.uint8, mode="r")
         self._length, self._shift = length, int(shift)
@@ -98,10 +99,10 @@ def corpus(
     Raises ConfigError: no such folder, no file in the part, or a cache that cannot be written.
     """
     if limit is not None and limit < 1:
-        raise ConfigError(f"data.args.limit = {limit} must be 1 or more bytes, or null.")
+        raise ConfigError("MW315", f"data.args.limit = {limit} must be 1 or more bytes, or null.")
     folder = home.expanded(sysconfig.get_path("stdlib") if path is None else path)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; data.path must be a folder with text files.")
+        raise ConfigError("MW314", f"{folder}: there is no such folder; data.path must be a folder with text files.")
     files = [
         (name, file)
         for name, file in _files(folder, pattern, skip=NOT_OURS if path is None else frozenset())
@@ -110,8 +111,9 @@ def corpus(
     if not files:
         part = {True: "training part of the ", False: "test part of the ", None: ""}[train]
         raise ConfigError(
+            "MW314",
             f"{folder}: no file for the {part}text is called {pattern!r}; one file in {TEST_SHARE} goes to the test "
-            "part, and data.args.train=null takes all."
+            "part, and data.args.train=null takes all.",
         )
     told = [f"{name} {file.stat().st_size} {file.stat().st_mtime_ns}" for name, file in files]
     digest = hashlib.sha256("\n".join([str(limit), *told]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -137,8 +139,9 @@ def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = Non
     folder = home.cache() if cache is None else home.expanded(cache)
     if folder is None:
         raise ConfigError(
+            "MW804",
             "The joined text cannot be kept, as there is no home folder here. Give a folder as data.args.cache, or in "
-            "the environment variable XDG_CACHE_HOME."
+            "the environment variable XDG_CACHE_HOME.",
         )
     file = folder / name
     if file.is_file():
@@ -155,8 +158,9 @@ def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = Non
                 raise
     except OSError as error:
         raise ConfigError(
+            "MW603",
             f"{folder}: the joined text cannot be kept there: {error.strerror or error}. Give a folder that can be "
-            "written as data.args.cache."
+            "written as data.args.cache.",
         ) from error
     return file
 

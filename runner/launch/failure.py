@@ -25,7 +25,7 @@ from typing import Protocol
 from runner.errors import ConfigError, RunFailed
 from runner.launch import hangs
 from runner.launch.orders import flight_record_of
-from strategies.core.errors import StrategyError
+from strategies.core.errors import CodedError, StrategyError
 
 
 class Order(enum.IntEnum):
@@ -44,6 +44,7 @@ class Done:
 
 
 RAISED = "failed: "
+RAISED_CODE, KILLED, HUNG, NOT_FINITE, DISK_FULL = "MW710", "MW711", "MW712", "MW719", "MW720"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Failure:
         where: operator and source line, as far as they are known.
         refusal: "config" or "strategy" where the exception says that the input is wrong, else None.
         text: the exception's own text.
+        code: the kind of failure, for `run explain CODE`.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Failure:
     where: str = ""
     refusal: str | None = None
     text: str = ""
+    code: str = RAISED_CODE
 
     @property
     def raised(self) -> bool:
@@ -115,7 +118,14 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         where=_where(chain),
         refusal=refusal,
         text=str(error),
+        code=_code(error, bool(full)),
     )
+
+
+def _code(error: BaseException, full: bool) -> str:
+    if isinstance(error, CodedError):
+        return error.code
+    return DISK_FULL if full else NOT_FINITE if isinstance(error, FloatingPointError) else RAISED_CODE
 
 
 def from_exit(rank: int, code: int, log: str) -> Failure:
@@ -127,7 +137,7 @@ def from_exit(rank: int, code: int, log: str) -> Failure:
         where = dumped_place(log)  # a crash handler has written one, unless the signal was SIGKILL
         if -code == signal.SIGABRT:  # a watchdog of the communication library ends its process this way
             order = Order.TIMEOUT if _TIMEOUT.search(log) else Order.PEER_LOST if _PEER_LOST.search(log) else order
-    return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where)
+    return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where, code=KILLED)
 
 
 def killed_by(number: int) -> str:
@@ -266,9 +276,9 @@ def tell(
     cause = root_cause(failures) if failures else None
     hung: tuple[int, ...] = ()
     if cause is not None and cause.refusal == "config":
-        raise ConfigError(cause.text)
+        raise ConfigError(cause.code, cause.text)
     if cause is not None and cause.refusal == "strategy":
-        raise StrategyError(cause.text)
+        raise StrategyError(cause.code, cause.text)
     if name is not None:
         named = ranks[0]
         sentence = _alone(named, name, timeout) if cause is None else message(cause, [], world_size, name)
@@ -282,7 +292,8 @@ def tell(
         sentence = message(cause, alike, world_size)
     rank = named.number if name is None else None
     shown = None if hung or cause is None or cause.order is Order.TIMEOUT else cause
-    raise RunFailed(f"{sentence}{end_of_log(shown, named.log, named.said())}", rank=rank, hung=hung)
+    code = HUNG if shown is None else shown.code
+    raise RunFailed(code, f"{sentence}{end_of_log(shown, named.log, named.said())}", rank=rank, hung=hung)
 
 
 def _alone(process: Watched, name: str, timeout: float) -> str:

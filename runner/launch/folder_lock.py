@@ -89,14 +89,14 @@ def occupy(folder: Path, occupant: Occupant, *, key: str) -> None:
             descriptor = os.open(file, flags, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot be written ({error.strerror}); give another folder with {key}=DIR."
+                "MW603", f"{folder} cannot be written ({error.strerror}); give another folder with {key}=DIR."
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             other = _holder(descriptor)
             os.close(descriptor)
-            raise ConfigError(_refusal(folder, other, key)) from None
+            raise ConfigError("MW602", _refusal(folder, other, key)) from None
         except OSError as error:
             print(
                 f"warning: {folder} cannot be locked ({error.strerror}), so nothing keeps a second run out of it",

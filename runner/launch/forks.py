@@ -206,14 +206,19 @@ def fork(function: Callable[..., object], arguments: tuple[Any, ...], name: str,
         return Fork(pid, sentinel, running)
     os.close(sentinel)
     if pid is not None:
-        raise RunFailed(f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)}).")
+        raise RunFailed(
+            "MW715", f"{name} could not be started: the system makes no more processes ({os.strerror(-pid)})."
+        )
     with suppress(subprocess.TimeoutExpired):
         running.wait(END)
     if hung:
-        raise RunFailed(f"the fork server hung: it was to start {name}, and showed no sign of life for {timeout:g} s.")
+        raise RunFailed(
+            "MW715", f"the fork server hung: it was to start {name}, and showed no sign of life for {timeout:g} s."
+        )
     raise RunFailed(
+        "MW715",
         f"the fork server {running.ending or 'ended'} before it had started {name}, which it does after it has "
-        f"imported {', '.join(PRELOAD)}. Its last words, if it had any, are above."
+        f"imported {', '.join(PRELOAD)}. Its last words, if it had any, are above.",
     )
 
 

@@ -160,7 +160,7 @@ def run_ranks(
                 raise error_of(interrupts.asked)  # which reached ranks that were not training yet
             if failures or hung:
                 if failures and (ending := server_ending()):  # which leaves no exit codes
-                    raise RunFailed(f"the fork server, of which {name or 'every rank'} is a fork, {ending}.")
+                    raise RunFailed("MW715", f"the fork server, of which {name or 'every rank'} is a fork, {ending}.")
                 try:
                     tell(failures, ranks, run_dir, world_size, timeout, name)
                 except RunFailed as failed:

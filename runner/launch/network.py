@@ -23,7 +23,7 @@ def resolve(host: str, key: str = "launch.hosts") -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, socket.gaierror) else "it is no name of a host"
-        raise ConfigError(f"{key}: the host {host!r} cannot be found: {reason}; give its address.") from None
+        raise ConfigError("MW702", f"{key}: the host {host!r} cannot be found: {reason}; give its address.") from None
     best = min(found, key=lambda one: one[0] != socket.AF_INET)  # gloo and NCCL are most at home there
     return str(best[4][0])
 
@@ -50,7 +50,7 @@ def towards(address: str) -> str:
         try:
             probe.connect((address, 9))
         except OSError as error:
-            raise ConfigError(f"there is no way from this machine to {address}: {error.strerror}.") from None
+            raise ConfigError("MW702", f"there is no way from this machine to {address}: {error.strerror}.") from None
         return str(probe.getsockname()[0])
 
 
@@ -60,8 +60,9 @@ def require_loopback() -> None:
         towards(LOOPBACK)
     except ConfigError as error:
         raise ConfigError(
+            "MW702",
             f"ranks talk through this machine's loopback interface, which is down: {error} Bring it up (ip link set lo "
-            "up), or start the command where there is one, not under unshare -n."
+            "up), or start the command where there is one, not under unshare -n.",
         ) from None
 
 
@@ -71,8 +72,9 @@ def listener(address: str, port: int = 0) -> socket.socket:
         return socket.create_server((address, port), family=_family(address), backlog=4096)
     except OSError as error:
         raise ConfigError(
+            "MW702",
             f"this machine cannot listen at {address} port {port}: {error.strerror}; launch.address must be an address "
-            "of this machine, and launch.port null or free."
+            "of this machine, and launch.port null or free.",
         ) from None
 
 

@@ -29,7 +29,9 @@ def offload_folder(config: Config, run_dir: Path) -> Iterator[Path | None]:
         return
     place = run_dir if wanted.folder is None else Path(wanted.folder)
     if not place.is_dir():
-        raise ConfigError(f"parallel.offload.folder = {wanted.folder!r}: there is no such folder; make it first.")
+        raise ConfigError(
+            "MW505", f"parallel.offload.folder = {wanted.folder!r}: there is no such folder; make it first."
+        )
     with own_folder(place, "offload") as folder:
         yield folder
 

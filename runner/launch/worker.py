@@ -95,7 +95,7 @@ def _entry(name: str) -> Callable[[RankContext, Any], Any]:
     module_name, _, function = name.partition(":")
     found = getattr(importlib.import_module(module_name), function, None)
     if not callable(found):
-        raise ConfigError(f"The module {module_name} has no function {function!r} to run in the ranks.")
+        raise ConfigError("MW717", f"The module {module_name} has no function {function!r} to run in the ranks.")
     entry: Callable[[RankContext, Any], Any] = found
     return entry
 

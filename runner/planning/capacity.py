@@ -46,8 +46,9 @@ def check_processes(config: Config, world_size: int) -> None:
     room, each = machine.memory_at_hand(), _empty(config)
     if room is not None and count * each > room:
         raise ConfigError(
+            "MW503",
             f"world_size = {count} is too large for this machine: a rank takes {_size(each)} of memory before it holds "
-            f"anything, all of them {_size(count * each)}, and {_size(room)} are at hand. {advice} {TRY_ANYWAY}"
+            f"anything, all of them {_size(count * each)}, and {_size(room)} are at hand. {advice} {TRY_ANYWAY}",
         )
     for limit, what in (
         (machine.threads_at_hand(), "the kernel or a control group has room for"),
@@ -55,14 +56,16 @@ def check_processes(config: Config, world_size: int) -> None:
     ):
         if limit is not None and count * THREADS > limit:
             raise ConfigError(
+                "MW504",
                 f"world_size = {count} is too large for this machine: a rank has {THREADS} threads or more, all of "
-                f"them {count * THREADS}, and {what} {limit}. {advice} {TRY_ANYWAY}"
+                f"them {count * THREADS}, and {what} {limit}. {advice} {TRY_ANYWAY}",
             )
     files = machine.open_files()
     if files is not None and count + FILES > files:
         raise ConfigError(
+            "MW504",
             f"world_size = {count} is too large for this machine: a rank is connected to each of the others, and a "
-            f"process may hold {files} files open; raise that (ulimit -n). {advice} {TRY_ANYWAY}"
+            f"process may hold {files} files open; raise that (ulimit -n). {advice} {TRY_ANYWAY}",
         )
 
 
@@ -101,10 +104,11 @@ def check_model(config: Config, device: str, world_size: int) -> None:
         listed = ", ".join(f"{what} at least {_size(need)}" for what, need in needs.items())
         elements = sum(one.numel() for one in model.parameters())
         raise ConfigError(
+            "MW503",
             f"model.target = {config.model.target!r} is too large for this machine: its {elements:,} parameters in "
             f"{config.train.precision} need memory for {listed}, and {_size(room)} are at hand. Use a smaller model, "
             "more hosts (launch=torchrun, slurm, mpirun, ...), or `run plan` for a described cluster needs none. "
-            f"{TRY_ANYWAY}"
+            f"{TRY_ANYWAY}",
         )
 
 
@@ -119,10 +123,11 @@ def check_plan(prepared: Prepared, content: Mapping[str, Any] | None) -> None:
     need = peak + count * _empty(config)
     if need > room:
         raise ConfigError(
+            "MW503",
             f"this plan is too large for this machine: {count} rank{'s' * (count > 1)} on it take {_size(need)} at the "
             f"peak of a step (the fullest {_size(content['memory']['peak'])}), and {_size(room)} are at hand. Use "
             "fewer ranks, smaller micro-batches (train.accumulate), parallel.recompute=full, another "
-            f"parallel.zero.stage, or more hosts. {TRY_ANYWAY}"
+            f"parallel.zero.stage, or more hosts. {TRY_ANYWAY}",
         )
 
 

@@ -22,8 +22,9 @@ def own_rows(config: Config) -> int:
     rows, count = config.data.batch_size // config.parts, config.parallel.copies
     if rows % count:
         raise ConfigError(
+            "MW440",
             f"parallel.copies = {count} divides the rows of a micro-batch, but there are {rows} (data.batch_size = "
-            f"{config.data.batch_size} in {config.parts} micro-batches); take a multiple of {count}, or fewer copies."
+            f"{config.data.batch_size} in {config.parts} micro-batches); take a multiple of {count}, or fewer copies.",
         )
     return rows // count
 

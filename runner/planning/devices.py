@@ -22,8 +22,9 @@ def device_of(config: Config) -> tuple[str, int]:
     if config.device == "cuda" or (config.device == "auto" and gpus >= (wanted or 1)):
         if gpus < (wanted or 1):
             raise ConfigError(
+                "MW801",
                 f"device = cuda needs {wanted or 1} GPUs (world_size), but this machine has {gpus}; set "
-                f"world_size={max(gpus, 1)} or device=cpu."
+                f"world_size={max(gpus, 1)} or device=cpu.",
             )
         return "cuda", config.launch.ranks or wanted or gpus
     return "cpu", config.launch.ranks or wanted or 8

@@ -207,7 +207,7 @@ class Deciding:
             except ConfigError as error:
                 refused = refused or error
         if not found:
-            raise refused or ConfigError("parallel: nothing is left to decide.")
+            raise refused or ConfigError("MW410", "parallel: nothing is left to decide.")
         return found
 
     def _every(self) -> Iterator[Choice]:
@@ -252,8 +252,9 @@ class Deciding:
             )  # fmt: skip
         if not bounds:
             raise StrategyError(
+                "MW431",
                 f"parallel.pipeline.stages = auto, but neither 1 nor a divisor of {self.ranks} ranks divides the "
-                f"{len(repeated)} repeated layers of the model; say how many stages."
+                f"{len(repeated)} repeated layers of the model; say how many stages.",
             )
         return bounds
 

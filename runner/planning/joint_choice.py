@@ -22,8 +22,9 @@ def of_file(name: str) -> dict[str, Any]:
     told: dict[str, Any] | None = content["search"].get("decided")
     if told is None:
         raise ConfigError(
+            "MW422",
             f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
-            "be auto here, nor parallel.recompute of a pipeline; give all as in the run that made it."
+            "be auto here, nor parallel.recompute of a pipeline; give all as in the run that made it.",
         )
     return told
 
@@ -54,4 +55,4 @@ def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = 
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(*(one["msg"] for one in error.errors())) from None
+        raise ConfigError("MW205", *(one["msg"] for one in error.errors())) from None

@@ -34,15 +34,17 @@ def check_ranks(config: Config, world_size: int) -> None:
     stages = groups_of(config)
     if world_size % stages:
         raise ConfigError(
+            "MW431",
             f"There are {world_size} ranks (world_size is null: as many as devices), which cannot be divided among "
-            f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}."
+            f"parallel.pipeline.stages = {stages}; set world_size to a multiple of {stages}.",
         )
     ranks, rows = world_size // stages, config.data.batch_size // config.parts
     if stages > 1 and config.parallel.mode == "data_parallel" and rows % ranks:
         raise ConfigError(
+            "MW412",
             f"parallel.mode = data_parallel slices the batch over the {ranks} ranks of a stage, but a micro-batch has "
             f"{rows} samples (data.batch_size / train.accumulate / parallel.pipeline.micro_batches); take a "
-            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches."
+            f"multiple of {ranks}, or fewer parallel.pipeline.micro_batches.",
         )
 
 

@@ -240,8 +240,9 @@ def prepare(
     names, tensors = flatten_batch(whole_batch(training, collate, first, config.train.seed, 0))
     if unknown := sorted(unbatched(collate) - {*names}):
         raise ConfigError(
+            "MW316",
             f"data.unbatched = [{', '.join(map(str, config.data.unbatched))}]: a batch has no {unknown[0]!r}; it has "
-            f"{', '.join(names)}."
+            f"{', '.join(names)}.",
         )
     tensors = cast(tensors, DTYPES[config.train.precision])
     if order.dropped and (config.train.epochs or (config.train.steps or 0) > order.steps_per_epoch):
@@ -380,9 +381,10 @@ def _short(
             parts = cut(graph, own, as_trained(graph, stages), random_ordinals(graph, own, options))
     except (ConfigError, StrategyError) as error:
         raise ConfigError(
+            "MW325",
             f"data.drop_last = false: an epoch ends with a batch of {order.short} samples, of which a micro-batch has "
             f"{rows}, and the model cannot train on it: {error} Choose a data.batch_size that divides the "
-            f"{order.length} samples, or data.drop_last=true."
+            f"{order.length} samples, or data.drop_last=true.",
         ) from error
     slices = max((plan.mesh.product(axes) for layout in own.inputs.values() for axes in layout.dims[:1]), default=1)
     say(
@@ -402,8 +404,9 @@ def short_lower(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> Lowe
         found = lower(graph, plan, options, **given | {"open_axes": wanted})
         if found.reductions != wanted:
             raise StrategyError(
+                "MW325",
                 "data.drop_last = false: a short last batch would add up gradients over other ranks than the others; "
-                "use data.drop_last=true, or a data.batch_size that divides the samples."
+                "use data.drop_last=true, or a data.batch_size that divides the samples.",
             )
         return found
 
@@ -415,8 +418,9 @@ def _check_mesh(config: Config, world_size: int) -> None:
     mesh = config.parallel.mesh
     if mesh is not None and math.prod(mesh.values()) != world_size:
         raise ConfigError(
+            "MW407",
             f"parallel.mesh = {dict(mesh)} has {math.prod(mesh.values())} devices, but there are {world_size} ranks "
-            f"(world_size); set world_size={math.prod(mesh.values())} or another mesh."
+            f"(world_size); set world_size={math.prod(mesh.values())} or another mesh.",
         )
 
 
@@ -436,8 +440,9 @@ def check_training(config: Config, model: nn.Module) -> None:
         optimizers.check_scheduler(config.optimizer.scheduler, made)
     if config.evaluate.metric is not None and config.loss.target is None:
         raise ConfigError(
+            "MW322",
             f"evaluate.metric = {config.evaluate.metric!r} compares outputs with a target, but loss.target is null, so "
-            "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null."
+            "no entry of a sample is known to be the target. Name the loss, or leave evaluate.metric null.",
         )
     scores(config.evaluate.metric, None)
 
@@ -453,8 +458,9 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
         if config.job.name != "predict":
             if {*names} != {*step.names}:
                 raise ConfigError(
+                    "MW316",
                     f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
-                    f"{', '.join(step.names)}."
+                    f"{', '.join(step.names)}.",
                 )
             names, batch = flatten_batch(whole, step.names)
         entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))

@@ -17,6 +17,6 @@ def read_content(file: Path) -> Any:
     try:
         return read_json(file)
     except OSError as error:
-        raise ConfigError(f"the plan {str(file)!r} cannot be read: {error.strerror}.") from None
+        raise ConfigError("MW420", f"the plan {str(file)!r} cannot be read: {error.strerror}.") from None
     except ValueError as error:
-        raise ConfigError(f"the plan {str(file)!r} is not JSON: {error}.") from None
+        raise ConfigError("MW420", f"the plan {str(file)!r} is not JSON: {error}.") from None

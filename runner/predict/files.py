@@ -93,7 +93,9 @@ def by_row(output: Any, rows: int) -> dict[str, Tensor]:
     }
     if not found:
         raise ConfigError(
-            "predict: the model returns nothing that has a value for each row of a batch, so there is nothing to write."
+            "MW317",
+            "predict: the model returns nothing that has a value for each row of a batch, so there is nothing to "
+            "write.",
         )
     return found
 

@@ -24,8 +24,9 @@ def open_checkpoint(path: str) -> Checkpoint:
     place = home.expanded(path)
     if place.is_file():
         raise ConfigError(
+            "MW613",
             f"{KEY} = {path!r} is a file, not a checkpoint, which is a folder; weights in a file are read with "
-            f"model.weights={path} and {KEY}=null."
+            f"model.weights={path} and {KEY}=null.",
         )
     return read(locate(place, KEY))
 
@@ -40,12 +41,13 @@ def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
     ):
         if names:
             more = f" ({len(names) - SHOWN} more)" if len(names) > SHOWN else ""
-            raise ConfigError(f"{KEY}: {checkpoint.path} {what.format(', '.join(names[:SHOWN]) + more)}.")
+            raise ConfigError("MW613", f"{KEY}: {checkpoint.path} {what.format(', '.join(names[:SHOWN]) + more)}.")
     for name, shape in wanted.items():
         if tuple(shape) != held[name]:
             raise ConfigError(
+                "MW613",
                 f"{KEY}: {name} has shape {list(held[name])} in {checkpoint.path}, but the model has {list(shape)}; "
-                "model.args or model.config describe another model."
+                "model.args or model.config describe another model.",
             )
 
 

@@ -65,13 +65,15 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
         except (ConfigError, StrategyError) as refused:
             if not count or ready is None:
                 raise
-            raise RunFailed(f"Restart {count} of {most} failed: {refused}") from refused
+            raise RunFailed("MW718", f"Restart {count} of {most} failed: {refused}") from refused
         except RunFailed as caught:
             if count == most:
                 if not count:
                     raise
                 told = f"restart {count} of {most}"
-                raise RunFailed(f"{caught}\nThe run was given up after {told} (launch.max_restarts).") from caught
+                raise RunFailed(
+                    caught.code, f"{caught}\nThe run was given up after {told} (launch.max_restarts)."
+                ) from caught
             failed, count = caught, count + 1
             if ready is None:
                 _note(run_dir, count, failed, None, config.world_size)

@@ -41,7 +41,7 @@ def smaller(config: Config, ranks: int, lost: Collection[str], run_dir: Path, fo
             except (ConfigError, StrategyError) as error:
                 why = str(error)
         refused.append(f"With {count} ranks: {why}")
-    raise ConfigError(" ".join(refused) or f"launch.min_ranks = {least}, but {ranks} are left.")
+    raise ConfigError("MW708", " ".join(refused) or f"launch.min_ranks = {least}, but {ranks} are left.")
 
 
 def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterator[dict[str, Any]]:

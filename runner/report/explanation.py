@@ -41,7 +41,7 @@ def explanations(prepared: Prepared, pattern: str) -> str:
         names = [name for operator in prepared.graph.operators for name in (operator.name, *addresses(operator))]
         hint = next(filter(None, (_around_it(pattern, name) for name in names)), None)
         told_hint = closest(pattern, names) if hint is None else f" Did you mean '{hint}'?"
-        raise ConfigError(f"explain.operator = {pattern!r} matches no operator of the model.{told_hint}")
+        raise ConfigError("MW211", f"explain.operator = {pattern!r} matches no operator of the model.{told_hint}")
     return "\n\n".join("\n".join((_heading(operators), *lines)) for lines, operators in told.items())
 
 

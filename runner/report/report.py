@@ -87,8 +87,9 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             _write_ir(prepared, programs, run_dir / "ir" if wanted is True else home.expanded(wanted))
         except OSError as error:
             raise ConfigError(
+                "MW603",
                 f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
-                "that can."
+                "that can.",
             ) from error
     return content
 

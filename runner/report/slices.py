@@ -42,8 +42,9 @@ def slices(prepared: Prepared, pattern: str) -> str:
     if not chosen:
         names = [name for tensor in tensors for name in tensor.known]
         raise ConfigError(
+            "MW211",
             f"explain.slices = {pattern!r} is no parameter, buffer, batch entry or operator of the model."
-            f"{closest(pattern, names)}"
+            f"{closest(pattern, names)}",
         )
     mesh, zero = prepared.plan.mesh, prepared.config.parallel.zero.known
     lines = [f"mesh {' '.join(f'{axis} {size}' for axis, size in mesh.axes)}; slices are start:stop"]

@@ -110,8 +110,9 @@ def require_shared(config: Config, run_dir: Path) -> None:
         file.unlink()
     if not all(found):
         raise ConfigError(
+            "MW706",
             f"rank {found.index(False)} has another run folder than rank 0, so checkpoints would lack its slices; give "
-            "all hosts one shared hydra.run.dir, or checkpoint.at_end=false and no other checkpoints."
+            "all hosts one shared hydra.run.dir, or checkpoint.at_end=false and no other checkpoints.",
         )
 
 

@@ -71,8 +71,9 @@ class Calendar:
             return None
         if self.section.best not in evaluation:
             raise ConfigError(
+                "MW614",
                 f"checkpoint.best = {self.section.best!r} is not what an evaluation of this run finds."
-                + allowed(self.section.best, evaluation)
+                + allowed(self.section.best, evaluation),
             )
         return evaluation[self.section.best]
 

@@ -69,7 +69,7 @@ def loss_of(output: object) -> Tensor:
     found = loss_in(output)
     if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
         what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise ConfigError(f"The model and its loss returned {what}; training needs one floating-point scalar.")
+        raise ConfigError("MW320", f"The model and its loss returned {what}; training needs one floating-point scalar.")
     return found
 
 
@@ -91,7 +91,7 @@ def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
             if name not in values or values[name].shape != tensor.shape:
                 held = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
                 raise ConfigError(
-                    f"verify.reference: {name} {list(tensor.shape)} {held} in the module it is compared with."
+                    "MW326", f"verify.reference: {name} {list(tensor.shape)} {held} in the module it is compared with."
                 )
             tensor.copy_(values[name])
 
@@ -118,7 +118,8 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
     wanted, names = request_of(prepared.config, mesh.size).dataset_strategy, prepared.names
     if isinstance(wanted, tuple) and len(wanted) != len(names):
         raise ConfigError(
-            f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)})."
+            "MW409",
+            f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)}).",
         )
     found = {}
     whole = {*map(str, prepared.config.data.unbatched)}
@@ -130,7 +131,9 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
             wanted[position] if isinstance(wanted, tuple) else (1 if name in whole else mesh.size, *(1,) * len(sizes))
         )
         if not isinstance(operand, tuple):
-            raise ConfigError("parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]].")
+            raise ConfigError(
+                "MW409", "parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]]."
+            )
         found[name] = _counted(operand, (first if name in whole else rows, *sizes), mesh, name)
     return found
 
@@ -138,7 +141,9 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
 def _counted(counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, name: str) -> Layout:
     """Counts to axes of the named mesh: for each dim the first run of unused neighbouring axes with that product."""
     if len(counts) != len(shape) or any(size % count for size, count in zip(shape, counts, strict=True)):
-        raise ConfigError(f"parallel.dataset_strategy: {counts} cannot slice batch entry {name!r} of shape {shape}.")
+        raise ConfigError(
+            "MW409", f"parallel.dataset_strategy: {counts} cannot slice batch entry {name!r} of shape {shape}."
+        )
     free = [axis for axis in mesh.names if mesh.sizes[axis] > 1]
     dims = []
     for count in counts:
@@ -146,8 +151,9 @@ def _counted(counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, name: 
         run = next((run for run in ((), *runs) if mesh.product(run) == count), None)
         if run is None:
             raise ConfigError(
+                "MW409",
                 f"parallel.dataset_strategy for batch entry {name!r}: no neighbouring axes of mesh {dict(mesh.axes)} "
-                f"make the counts {counts}."
+                f"make the counts {counts}.",
             )
         free = [axis for axis in free if axis not in run]
         dims.append(run)

@@ -174,8 +174,9 @@ class Evaluator:
         if self.scores.loss is None:
             if valid < self.size:
                 raise ConfigError(
+                    "MW327",
                     f"evaluate.batch_size = {self.size} does not divide the {self.length} samples, and a hybrid "
-                    "model that returns its loss cannot be given a short batch; choose a divisor."
+                    "model that returns its loss cannot be given a short batch; choose a divisor.",
                 )
             total = loss_of(found).double()
             if program.mesh.size > 1:

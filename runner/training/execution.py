@@ -303,7 +303,7 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
             fed = eager.hybrid_inputs(prepared, mesh, prepared.short.rows)
         except ConfigError as error:
             raise ConfigError(
-                f"data.drop_last = false: an epoch ends with {prepared.short.rows} rows. {error}"
+                "MW325", f"data.drop_last = false: an epoch ends with {prepared.short.rows} rows. {error}"
             ) from error
         parts = [fed[name].block(shape, mesh, rank.rank) for name, shape in zip(prepared.names, shapes, strict=True)]
         short = ShortExecution(None, forward, tuple(parts), program.loss_axes)

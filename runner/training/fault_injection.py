@@ -44,15 +44,18 @@ def check(config: Config, world_size: int, steps: int) -> None:
     for number, fault in enumerate(config.launch.faults):
         where = f"launch.faults.{number} ({fault.kind} in {fault.phase} of step {fault.step} on rank {fault.rank})"
         if fault.rank >= world_size:
-            raise ConfigError(f"{where}: there are {world_size} ranks; choose one from 0 to {world_size - 1}.")
+            raise ConfigError("MW707", f"{where}: there are {world_size} ranks; choose one from 0 to {world_size - 1}.")
         if fault.step > steps:
-            raise ConfigError(f"{where}: the run has {steps} steps; choose one from 1 to {steps}.")
+            raise ConfigError("MW707", f"{where}: the run has {steps} steps; choose one from 1 to {steps}.")
         if fault.phase == "collective" and world_size == 1:
-            raise ConfigError(f"{where}: one rank alone joins no collective; choose another phase or more ranks.")
+            raise ConfigError(
+                "MW707", f"{where}: one rank alone joins no collective; choose another phase or more ranks."
+            )
         if fault.phase == "save" and not _saves(config, fault.step, steps):
             raise ConfigError(
+                "MW707",
                 f"{where}: nothing is saved after that step with checkpoint.every = {config.checkpoint.every} and "
-                f"checkpoint.at_end = {config.checkpoint.at_end}; choose a step after which the run saves."
+                f"checkpoint.at_end = {config.checkpoint.at_end}; choose a step after which the run saves.",
             )
 
 

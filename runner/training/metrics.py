@@ -30,8 +30,9 @@ def require_tensorboard() -> None:
     """Raises ConfigError unless TensorBoard is installed. Imports nothing, so it may run before torch is loaded."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
+            "MW802",
             "report.tensorboard = true needs the package tensorboard, which is not installed. "
-            "Install it (pip install tensorboard) or set report.tensorboard=false."
+            "Install it (pip install tensorboard) or set report.tensorboard=false.",
         )
 
 

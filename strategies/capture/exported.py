@@ -76,7 +76,7 @@ class _Reader:
                 outputs = tuple(self.values[arg] for arg in node.args[0] if isinstance(arg, fx.Node))
             else:
                 raise StrategyError(
-                    f"The captured model holds {node.op} {node.target}, which cannot be sliced.{at(node)}"
+                    "MW906", f"The captured model holds {node.op} {node.target}, which cannot be sliced.{at(node)}"
                 )
         order = tuple(_strip(name) for name, _ in (*objective.named_parameters(), *objective.named_buffers()))
         updates = tuple((self.values[buffer].id, self.values[value]) for buffer, value in written.items())
@@ -110,9 +110,10 @@ class _Reader:
         }
         if clash:
             raise StrategyError(
+                "MW907",
                 f"The loss and the model both have a tensor called {min(clash)}: the loss is known as `loss`, so the "
                 "model's own child "
-                "`loss` needs another name."
+                "`loss` needs another name.",
             )
         owners = {}
         for placeholder, name in (self.signature.inputs_to_parameters | self.signature.inputs_to_buffers).items():
@@ -160,7 +161,8 @@ class _Reader:
                     else f"a {type(value).__name__}, not a tensor"
                 )
                 raise StrategyError(
-                    f"{op}{at(node)} returns {what}, so the model is not one graph of tensors with known shapes."
+                    "MW906",
+                    f"{op}{at(node)} returns {what}, so the model is not one graph of tensors with known shapes.",
                 )
         results = tuple(map(_spec, values))
         paths = _paths(node)
@@ -199,7 +201,8 @@ def _target(node: fx.Node) -> str:
     if LOCAL_FUNCTIONS.get(op_of(node)) is node.target:
         return f"local.{op_of(node)}"
     raise StrategyError(
-        f"The captured model calls {op_of(node)}{at(node)}, which is not a torch operator and cannot be sliced."
+        "MW906",
+        f"The captured model calls {op_of(node)}{at(node)}, which is not a torch operator and cannot be sliced.",
     )
 
 

@@ -131,7 +131,7 @@ class _Rewriting:
                 "constant": "register it as a buffer (register_buffer)",
                 "batch tensor": f"use an operator that returns a new tensor ({op_of(writer).rstrip('_')}, torch.where)",
             }
-            raise StrategyError(f"{op_of(writer)}{at(writer)} writes in place to a {kind}; {cure[kind]}.")
+            raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place to a {kind}; {cure[kind]}.")
 
     def _call(self, node: fx.Node) -> None:
         if node.target is python_operator.getitem:
@@ -145,7 +145,7 @@ class _Rewriting:
             return
         if op in UNSEEN and any(arg is True for arg in node.args):
             raise StrategyError(
-                f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm."
+                "MW903", f"{op}{at(node)} writes running statistics unseen; call torch.nn.functional.batch_norm."
             )
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             self._in_place(node, op)
@@ -159,7 +159,9 @@ class _Rewriting:
         name = written_argument(node.target)
         base = None if name is None else node.kwargs[name] if name in node.kwargs else node.args[0]
         if not isinstance(base, fx.Node):
-            raise StrategyError(f"{op}{at(node)} writes in place to several tensors, which cannot be captured.")
+            raise StrategyError(
+                "MW903", f"{op}{at(node)} writes in place to several tensors, which cannot be captured."
+            )
         if torch.Tag.inplace_view in node.target.tags:
             self._turn(node, base, op)
             return
@@ -168,8 +170,9 @@ class _Rewriting:
         if node.meta.get("without_grad") and floating(value.meta["val"]):
             if self._needs_gradient(self.read(self._home(base))):
                 raise StrategyError(
+                    "MW903",
                     f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
-                    "not know of it; write outside of no_grad, or to a detached copy."
+                    "not know of it; write outside of no_grad, or to a detached copy.",
                 )
             value = call(self.graph, node, aten.detach.default, value)
         self._write(base, value, node)
@@ -190,7 +193,9 @@ class _Rewriting:
         else:
             target = twin(node.target)
             if target is None:
-                raise StrategyError(f"{op}{at(node)} writes in place and has no form that returns a new tensor.")
+                raise StrategyError(
+                    "MW903", f"{op}{at(node)} writes in place and has no form that returns a new tensor."
+                )
             kwargs = {key: item for key, item in kwargs.items() if key != name}
             value = call(self.graph, node, target, *args, *left_out(node.target, target, len(args)), **kwargs)
         spec, fresh = old.meta["val"], value.meta["val"]
@@ -205,7 +210,9 @@ class _Rewriting:
         later uses of the tensor itself."""
         target, above = twin(node.target), self._name(base)
         if target is None or above.op == "placeholder":
-            raise StrategyError(f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}.")
+            raise StrategyError(
+                "MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}."
+            )
         view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
         self._settle(view, above)
         for name in [other for other in self.same if self._name(other) is above] + [above, node]:

@@ -63,7 +63,7 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
         return make(aten.slice_scatter.default, whole, value, dim, start, start + length)
     if own.numel() == shape.numel() and not bits and op in RESHAPES:
         return make(aten.reshape.default, value, list(shape))
-    raise StrategyError(f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")
+    raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")
 
 
 RESHAPES = frozenset(

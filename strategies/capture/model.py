@@ -113,7 +113,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
     except StrategyError:
         raise
     except Exception as error:  # whatever the user's forward raises, told as one paragraph
-        raise StrategyError(_capture_failure(error)) from error
+        raise StrategyError("MW901", _capture_failure(error)) from error
     finally:
         hook.remove()
         for module, mode in modes.items():
@@ -138,7 +138,7 @@ def run_once(objective: Objective, batch: Sequence[Tensor], *, backward: bool = 
     except StrategyError:
         raise
     except Exception as error:  # as above
-        raise StrategyError(_capture_failure(error)) from error
+        raise StrategyError("MW901", _capture_failure(error)) from error
 
 
 def loss_in(output: object) -> object:
@@ -157,12 +157,14 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
         raise StrategyError(
+            "MW320",
             f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or "
-            "under the name loss). A reduction such as .mean() is missing?"
+            "under the name loss). A reduction such as .mean() is missing?",
         )
     if not loss.requires_grad:
         raise StrategyError(
-            "The loss depends on no trainable parameter (all are frozen, unused or behind no_grad): nothing to train."
+            "MW321",
+            "The loss depends on no trainable parameter (all are frozen, unused or behind no_grad): nothing to train.",
         )
     return loss
 

@@ -92,13 +92,15 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         found = call(graph, node, ARITHMETIC[node.target], *tensors)
     elif op_of(node) in SIZES:
         raise StrategyError(
+            "MW902",
             f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
-            "unique, ...), so it is not one graph; use torch.where, multiply with the mask, or ignore_index in a loss."
+            "unique, ...), so it is not one graph; use torch.where, multiply with the mask, or ignore_index in a loss.",
         )
     else:
         raise StrategyError(
+            "MW902",
             f"{op_of(node)}{at(node)} computes a number from the values of a tensor, which is not known when the model "
-            "is captured; keep it a tensor."
+            "is captured; keep it a tensor.",
         )
     kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
     found = call(graph, node, aten.to.dtype, found, PRECISION[kind])
@@ -118,8 +120,9 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
         isinstance(size, torch.SymInt) for fake in fakes(recorded) for size in fake.shape
     ):
         raise StrategyError(
+            "MW902",
             f"{op_of(node)}{at(node)} takes a shape or makes a choice from the values of a tensor (item), which are "
-            "not known when the model is captured; use torch.where, masks, or sizes that are python numbers."
+            "not known when the model is captured; use torch.where, masks, or sizes that are python numbers.",
         )
     packet = node.target.overloadpacket
     if packet is aten.full and isinstance(node.args[1], fx.Node):
@@ -138,5 +141,6 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
             return found if same else call(graph, node, aten.to.dtype, found, recorded.dtype)
         graph.erase_node(found)
     raise StrategyError(
-        f"{op_of(node)}{at(node)} takes a number that depends on the values of a tensor (item); keep it a tensor."
+        "MW902",
+        f"{op_of(node)}{at(node)} takes a number that depends on the values of a tensor (item); keep it a tensor.",
     )

@@ -62,15 +62,17 @@ def check_backwards(functions: Sequence[type], calls: Calls) -> None:
         name = function.__name__
         if name == "CheckpointFunction":
             raise StrategyError(
+                "MW904",
                 "The model calls torch.utils.checkpoint with use_reentrant=True, whose backward is lost when a model "
-                "is captured; call it with use_reentrant=False."
+                "is captured; call it with use_reentrant=False.",
             )
         different = {_kind(args): args for args in calls.get(function, [()])}
         if not _installed(function) or not all(_as_autograd(function, args) for args in different.values()):
             raise StrategyError(
+                "MW904",
                 f"The model uses the torch.autograd.Function {name}, whose own backward is lost when a model is "
                 "captured (only its forward is seen, of which autograd makes another backward); write it with "
-                "differentiable torch operators."
+                "differentiable torch operators.",
             )
 
 

@@ -104,8 +104,9 @@ def _write_casts(graph: fx.Graph, trainable: Callable[[fx.Node], bool]) -> None:
         operands = [fake for fake in fakes(values((node.args, node.kwargs))) if fake.is_floating_point()]
         if any(operand.device.type != region.device for operand in operands):
             raise StrategyError(
+                "MW905",
                 f"torch.autocast({region.device!r}) around {op_of(node)}{at(node)} is of another device than the "
-                f"tensors in it; take that of the batch: torch.autocast(x.device.type, {region.dtype})."
+                f"tensors in it; take that of the batch: torch.autocast(x.device.type, {region.dtype}).",
             )
         found = _dtypes(graph, node, region, operands)
 
@@ -148,4 +149,4 @@ def _dtypes(graph: fx.Graph, node: fx.Node, region: Autocast, operands: Sequence
             inside = plain.others == seen.others or (casts is not seen.casts and recorded[0] == region.dtype)
             if inside and [fake.dtype for fake in fakes(result)] == recorded:
                 return casts
-    raise StrategyError(f"What torch.autocast does to {op_of(node)}{at(node)} cannot be written as casts.")
+    raise StrategyError("MW905", f"What torch.autocast does to {op_of(node)}{at(node)} cannot be written as casts.")

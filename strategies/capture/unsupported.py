@@ -42,11 +42,11 @@ def check_hooks(objective: nn.Module) -> None:
     """Raises StrategyError for a parameter or module with a hook on its gradients."""
     for name, parameter in objective.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise StrategyError(f"Parameter {name.removeprefix('model.')} has a hook on its gradient, {HOOK}")
+            raise StrategyError("MW904", f"Parameter {name.removeprefix('model.')} has a hook on its gradient, {HOOK}")
     for name, module in objective.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             called = name.removeprefix("model").removeprefix(".") or type(module).__name__
-            raise StrategyError(f"Module {called} has a backward hook, {HOOK}")
+            raise StrategyError("MW904", f"Module {called} has a backward hook, {HOOK}")
 
 
 @contextmanager
@@ -65,14 +65,16 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
     for node in graph.nodes:
         if str(getattr(node.target, "__module__", "")).startswith(FUNCTIONAL):
             raise StrategyError(
+                "MW906",
                 f"The model's forward calls torch.vmap or torch.func{at(node)}, which is not captured; write it with "
-                "operators on the whole batch."
+                "operators on the whole batch.",
             )
         if training and node.op == "call_function" and op_of(node) in LOOKUPS:
             if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):
                 raise StrategyError(
+                    "MW906",
                     f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
-                    "dense optimizer)."
+                    "dense optimizer).",
                 )
 
 
@@ -81,7 +83,7 @@ def _refused(owner: Any, name: str, what: str, why: str) -> Iterator[None]:
     """Let the function `name` of `owner` raise meanwhile."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise StrategyError(f"The model's forward {what}{_users_line()}, {why}")
+        raise StrategyError("MW906", f"The model's forward {what}{_users_line()}, {why}")
 
     before = getattr(owner, name)
     setattr(owner, name, refuse)

@@ -29,7 +29,7 @@ class Layout:
         used = [axis for dim in self.dims for axis in dim] + list(self.partial)
         if len(set(used)) != len(used):
             twice = sorted({axis for axis in used if used.count(axis) > 1})
-            raise StrategyError(f"Layout {self} uses mesh axis {', '.join(twice)} more than once.")
+            raise StrategyError("MW408", f"Layout {self} uses mesh axis {', '.join(twice)} more than once.")
 
     def __str__(self) -> str:
         dims = ", ".join("*".join(dim) if dim else "-" for dim in self.dims)
@@ -58,7 +58,7 @@ class Layout:
         for dim, (size, count) in enumerate(zip(shape, self.counts(mesh), strict=True)):
             if size % count:
                 raise StrategyError(
-                    f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices."
+                    "MW402", f"Dim {dim} of a tensor of shape {tuple(shape)} cannot be cut into {count} equal slices."
                 )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:

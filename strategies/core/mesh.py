@@ -23,10 +23,10 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
-            raise StrategyError(f"The mesh names an axis twice: {', '.join(names)}.")
+            raise StrategyError("MW407", f"The mesh names an axis twice: {', '.join(names)}.")
         for name, size in self.axes:
             if size < 1:
-                raise StrategyError(f"Mesh axis {name!r} has size {size}; a size is at least 1.")
+                raise StrategyError("MW407", f"Mesh axis {name!r} has size {size}; a size is at least 1.")
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -50,8 +50,9 @@ class Meshing:
             if axes is None:
                 sizes = " x ".join(str(size) for _, size in self.mesh.axes)
                 raise StrategyError(
+                    "MW403",
                     f"{where}: the mesh of {self.mesh.size} devices ({sizes}) has no unused axes that make {count} "
-                    "slices."
+                    "slices.",
                 )
             used |= set(axes)
             placed.append(axes)
@@ -117,14 +118,17 @@ def meshing(
     for name, (matrix, axes) in explicit.items():
         if len(axes) != len(matrix) or len(set(axes)) != len(axes):
             raise StrategyError(
+                "MW407",
                 f"{name} must name each of the {len(matrix)} axes of {tuple(matrix)} once; it gives "
-                f"{', '.join(axes) or 'no names'}."
+                f"{', '.join(axes) or 'no names'}.",
             )
         if min(matrix, default=1) < 1:
-            raise StrategyError(f"{name} {tuple(matrix)} has an axis of size {min(matrix)}; a size is at least 1.")
+            raise StrategyError(
+                "MW407", f"{name} {tuple(matrix)} has an axis of size {min(matrix)}; a size is at least 1."
+            )
         if math.prod(matrix) != world_size:
             raise StrategyError(
-                f"{name} {tuple(matrix)} has {math.prod(matrix)} devices, but world_size is {world_size}."
+                "MW407", f"{name} {tuple(matrix)} has {math.prod(matrix)} devices, but world_size is {world_size}."
             )
     refined: tuple[int, ...] = (world_size,)
     for name, (matrix, _) in explicit.items():
@@ -132,9 +136,10 @@ def meshing(
         if finer is None:
             other = next(o for o, (m, _) in explicit.items() if o != name and common_refinement(m, matrix) is None)
             raise StrategyError(
+                "MW403",
                 f"{other} {tuple(explicit[other][0])} and {name} {tuple(matrix)} have no common refinement: cut one "
                 "axis so that the products "
-                "from the left divide one another."
+                "from the left divide one another.",
             )
         refined = finer
     if mesh is None:

@@ -97,19 +97,22 @@ class Request:
 def check(request: Request) -> None:
     """Raises StrategyError for what is wrong whatever the model is."""
     if request.world_size < 1:
-        raise StrategyError(f"world_size = {request.world_size}; at least one device is needed.")
+        raise StrategyError("MW407", f"world_size = {request.world_size}; at least one device is needed.")
     if request.mode not in ("data_parallel", "semi_auto", "auto"):
-        raise StrategyError(f"parallel.mode = {request.mode} has no plan; data_parallel, semi_auto and auto have one.")
+        raise StrategyError(
+            "MW410", f"parallel.mode = {request.mode} has no plan; data_parallel, semi_auto and auto have one."
+        )
     if request.mode == "auto" and request.search not in SEARCHES:
         raise StrategyError(
-            f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}"
+            "MW410", f"parallel.search = {request.search!r} is not available.{closest(request.search, SEARCHES)}"
         )
     configured = request.strategies or request.set_data_parallel
     if request.mode == "auto" and request.search == "sharding_propagation" and not configured:
         raise StrategyError(
+            "MW410",
             "parallel.search = sharding_propagation starts from configured operators, and none is configured: give at "
             "least one entry in parallel.strategies or parallel.set_data_parallel, search without them "
-            "(parallel.search=recursive_programming), or use parallel.mode=semi_auto for defaults everywhere."
+            "(parallel.search=recursive_programming), or use parallel.mode=semi_auto for defaults everywhere.",
         )
     if request.mode == "data_parallel":
         given = {
@@ -120,13 +123,14 @@ def check(request: Request) -> None:
         }
         for name in (name for name, unused in given.items() if unused):
             raise StrategyError(
-                f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto."
+                "MW410",
+                f"parallel.{name} is given, but parallel.mode = data_parallel would ignore it; use semi_auto or auto.",
             )
     for where, operand in operands(request):
         if isinstance(operand, NamedDims):
             _check_names(where, operand, request)
         elif min(operand, default=1) < 1:
-            raise StrategyError(f"{where}: {operand} has a count of {min(operand)}; a count is at least 1.")
+            raise StrategyError("MW402", f"{where}: {operand} has a count of {min(operand)}; a count is at least 1.")
 
 
 def operands(request: Request) -> Iterator[tuple[str, Operand]]:
@@ -162,15 +166,16 @@ def without_idle_axes(request: Request) -> Request:
 def _check_names(where: str, operand: NamedDims, request: Request) -> None:
     if operand.layout not in request.layouts:
         raise StrategyError(
-            f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}"
+            "MW408",
+            f"{where}: layout {operand.layout!r} is not in parallel.layouts.{closest(operand.layout, request.layouts)}",
         )
     names, known = [name for dim in operand.dims for name in dim], request.layouts[operand.layout].axes
     for name in names:
         if name not in known:
             raise StrategyError(
-                f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}"
+                "MW408", f"{where}: {name!r} is not an axis of parallel.layouts.{operand.layout}.{closest(name, known)}"
             )
         if names.count(name) > 1:
             raise StrategyError(
-                f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor."
+                "MW408", f"{where}: {operand} uses axis {name!r} twice; an axis slices at most one dim of a tensor."
             )

@@ -118,8 +118,9 @@ def one_level(devices: int) -> Cluster:
 def _spread(sizes: tuple[int, ...], mesh: Mesh, axes: tuple[str, ...], name: str) -> tuple[int, ...]:
     if mesh.size > math.prod(sizes):
         raise StrategyError(
+            "MW443",
             f"Cluster {name} has {math.prod(sizes)} devices ({' x '.join(map(str, sizes))}), but the mesh "
-            f"{' x '.join(str(size) for _, size in mesh.axes)} needs {mesh.size}; describe a larger one."
+            f"{' x '.join(str(size) for _, size in mesh.axes)} needs {mesh.size}; describe a larger one.",
         )
     ranks = np.arange(mesh.size)
     offsets = np.zeros(1, dtype=np.int64)

@@ -84,8 +84,9 @@ class _Copying:
         if odd is not None or len(self.graph.operators) != len(self.part.operators):
             where = "at its end" if odd is None else f"at {odd.where}"
             raise StrategyError(
+                "MW440",
                 f"parallel.copies = {self.count}: the model computes something else for {self.rows} rows than for "
-                f"{self.rows * self.count}, {where}, so the batch cannot be divided; use parallel.copies=1."
+                f"{self.rows * self.count}, {where}, so the batch cannot be divided; use parallel.copies=1.",
             )
 
     def _carry(self, ref: Ref, spec: TensorSpec, small: TensorSpec) -> None:
@@ -169,16 +170,18 @@ class _Copying:
             what = self.blamed or next((o for o in self.graph.operators if o.id in self.joined), None)
             told = "no operator takes the batch row by row" if what is None else f"{what.where} mixes the rows"
             raise StrategyError(
+                "MW440",
                 f"parallel.copies = {self.count}: {told} of the batch, and {whole / max(apart + whole, 1.0):.0%} of "
                 "the work on the batch is done there or depends on it, which copies cannot compute by themselves. Use "
-                "parallel.copies=1, or an operator that treats every row by itself."
+                "parallel.copies=1, or an operator that treats every row by itself.",
             )
         for operator in self.graph.operators if self.exact else ():
             if Ref(operator.id) in self.moving and draws(operator) and operator.op not in EXACT:
                 raise StrategyError(
+                    "MW440",
                     f"parallel.copies = {self.count} and train.random = 'exact' do not go together for "
                     f"{operator.where}: what a copy draws for its rows cannot be what one device draws. Use "
-                    "parallel.copies=1 or train.random=fast."
+                    "parallel.copies=1 or train.random=fast.",
                 )
 
     def copies(self) -> BatchSplits:
@@ -236,9 +239,10 @@ class _Building:
         chosen, sharding = self.plan.operators[operator.name], rule_of(small, self.judged.part)
         if not sharding.legal(chosen.assignment, self.plan.mesh):
             raise StrategyError(
+                "MW440",
                 f"parallel.copies = {self.count} leaves {self.rows} rows of a micro-batch to each copy, which cannot "
                 f"be cut as the strategy of {operator.where} cuts {self.rows * self.count}; take fewer copies or a "
-                "larger data.batch_size."
+                "larger data.batch_size.",
             )
         dim = next(self.judged.dims[Ref(operator.id, i)] for i in range(len(operator.results)))
         share = BatchSlice(number, self.count, dim, self.rows, operator.id, operator.name)

@@ -25,7 +25,8 @@ def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True
         if not names and strict:
             known = [operator.module for operator in graph.operators if operator.module]
             raise StrategyError(
-                f"parallel.place: {glob!r} matches no module and no operator of the model.{closest(glob, known)}"
+                "MW211",
+                f"parallel.place: {glob!r} matches no module and no operator of the model.{closest(glob, known)}",
             )
         found |= names
     return frozenset(found)

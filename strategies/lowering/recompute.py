@@ -35,8 +35,9 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
         for kind in wanted.operators:
             if kind not in kinds:
                 raise StrategyError(
+                    "MW211",
                     f"parallel.recompute.operators: no operator of kind {kind!r} is in the recomputed modules "
-                    f"(parallel.recompute.modules).{closest(kind, sorted(kinds))}"
+                    f"(parallel.recompute.modules).{closest(kind, sorted(kinds))}",
                 )
         kept = tuple(operator.name for operator in inside if operator.op not in wanted.operators)
     keeps = wanted.communication == "keep" or (wanted.communication is None and wanted.operators != "full")
@@ -52,8 +53,9 @@ def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str,
         found = {path for path, count in held.items() if count > 1 and path.rpartition(".")[2].isdigit()}
         if not found:
             raise StrategyError(
+                "MW441",
                 "parallel.recompute: the model has no repeated layers (modules of several operators whose path ends in "
-                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(held))}"
+                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(held))}",
             )
     else:
         found = set()
@@ -61,8 +63,9 @@ def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str,
             matched = {path for path in held if segments_match(pattern, path)}
             if not matched:
                 raise StrategyError(
+                    "MW211",
                     f"parallel.recompute.modules: {pattern!r} matches no module of the "
-                    f"model.{closest(pattern, sorted(held))}"
+                    f"model.{closest(pattern, sorted(held))}",
                 )
             found |= matched
     return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))

@@ -11,7 +11,7 @@ from strategies.optimizer.settings import OptimizerSettings
 def check_limit(needed: Memory, limit: int, plan: Plan, updating: OptimizerSettings) -> None:
     """Raises StrategyError for a plan that needs more than `limit` bytes."""
     if needed.peak > limit:
-        raise StrategyError(over(needed, limit, updating, recomputes=plan.recompute is not None))
+        raise StrategyError("MW501", over(needed, limit, updating, recomputes=plan.recompute is not None))
 
 
 def over(needed: Memory, limit: int, updating: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:

@@ -105,7 +105,7 @@ class Fitting:
         if found:
             return min(found, key=lambda one: one[0])[1]
         least = self._needed(self._all(paths))
-        raise StrategyError(over(least, limit, self.updating, recomputes=True, all_of_it=True))
+        raise StrategyError("MW502", over(least, limit, self.updating, recomputes=True, all_of_it=True))
 
     def _first(self, plans: Sequence[Plan], limit: int) -> Plan | None:
         """The first of `plans`, which store less and less, that keeps `limit`. Likely it is the very first; but a layer

@@ -50,8 +50,9 @@ def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Buck
     order = completed(program)
     if cut.at is not None and cut.at and cut.at[-1] >= len(order):
         raise StrategyError(
+            "MW442",
             f"parallel.comm_fusion.all_reduce.config = {list(cut.at)} cuts behind gradient {cut.at[-1]}, but there are "
-            f"{len(order)} gradients to add; choose positions below {len(order)}, or mode: auto."
+            f"{len(order)} gradients to add; choose positions below {len(order)}, or mode: auto.",
         )
     elements = {source.name: local_elements(program, source) for source in parameters(program)}
     dtypes = {source.name: _summed_in(source.spec.dtype) for source in parameters(program)}

@@ -64,8 +64,9 @@ def make_updates(
         )
     if peers is not None and stage > 1:
         raise StrategyError(
+            "MW451",
             f"ZeRO stage {stage} cuts up the gradients of every micro-batch, of which a pipeline has several under "
-            "way; use parallel.zero.stage=1 or 0."
+            "way; use parallel.zero.stage=1 or 0.",
         )
     return ZeroUpdates(
         module,

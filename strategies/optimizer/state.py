@@ -75,9 +75,10 @@ def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, know
     """Raises StrategyError where it is not known to which elements of the parameter `name` a state belongs."""
     if not known:
         raise StrategyError(
+            "MW609",
             f"{type(optimizer).__name__} keeps {state!r} of shape {tuple(value.shape)} for slices of {name}; "
             "no whole state can be made from that, so no checkpoint can hold it. Use an elementwise optimizer such as "
-            "torch.optim.AdamW, or a plan that does not slice parameters."
+            "torch.optim.AdamW, or a plan that does not slice parameters.",
         )
 
 

@@ -153,7 +153,8 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
     odd = [name for name in names if given.count(name) != 1]
     if odd:
         raise StrategyError(
-            f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one."
+            "MW323",
+            f"Parameter {odd[0]} is in {given.count(odd[0])} groups of the optimizer; it must be in exactly one.",
         )
     kept = [
         (
@@ -164,7 +165,8 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
     ]
     if not names:
         raise StrategyError(
-            "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train."
+            "MW321",
+            "The loss depends on no trainable parameter: all are frozen or unused, so there is nothing to train.",
         )
     return [(members, options) for members, options in kept if members]
 
@@ -174,7 +176,8 @@ def check_kind(optimizer: Optimizer) -> None:
     kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in UNFIT), "")
     if kind:
         raise StrategyError(
-            f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices."
+            "MW323",
+            f"Optimizer {kind} cannot be used here: it {UNFIT[kind]}. torch.optim.AdamW and SGD are the usual choices.",
         )
 
 
@@ -187,7 +190,8 @@ def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
         sliced = [source.name for source in parameters(program) if program.layouts[source.id].axes]
         if stage or sliced:
             raise StrategyError(
+                "MW323",
                 f"Optimizer {kind} treats every parameter as a whole matrix, but {what} "
                 f"{'them' if stage else sliced[0]}: the updates would differ from training on one device. "
-                "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0."
+                "Use an elementwise optimizer such as torch.optim.AdamW, or data_parallel with parallel.zero.stage=0.",
             )

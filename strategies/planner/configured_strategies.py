@@ -38,13 +38,16 @@ def configured(
         if not hits:
             names = [operator.name for operator in graph.operators]
             names += [address for operator in graph.operators for address in addresses(operator)]
-            raise StrategyError(f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}")
+            raise StrategyError(
+                "MW211", f"parallel.strategies.{path} matches no operator of the model.{closest(path, names)}"
+            )
         for operator, address in hits:
             before = found.get(operator.id, (0, "", ""))
             if rank and rank == before[0] and (strategies[path], address) != (strategies[before[1]], before[2]):
                 raise StrategyError(
+                    "MW406",
                     f"parallel.strategies.{before[1]} and parallel.strategies.{path} both configure {operator.where}; "
-                    "keep one of them."
+                    "keep one of them.",
                 )
             if rank >= before[0]:
                 found[operator.id] = (rank, path, address)
@@ -66,7 +69,8 @@ def _read(
         return Configured(path, wanted, {})
     if not sharding.known and any(_sliced(operand) for operand in wanted.inputs):
         raise StrategyError(
-            f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy."
+            "MW405",
+            f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy.",
         )
     product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
     factors: dict[str, Slicing] = {}
@@ -74,8 +78,9 @@ def _read(
     shapes = [spec.shape for spec in graph.operand_specs(operator)]
     if len(wanted.inputs) > len(shapes):
         raise StrategyError(
+            "MW401",
             f"{where}: it gives {len(wanted.inputs)} operands, but the operator has {len(shapes)} (shapes "
-            f"{_shapes(shapes)})."
+            f"{_shapes(shapes)}).",
         )
     for position, operand in enumerate(wanted.inputs):
         dims, shape = sharding.operands[position], shapes[position]
@@ -84,27 +89,30 @@ def _read(
         entries: Sequence[int | tuple[str, ...]] = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(shape):
             raise StrategyError(
+                "MW401",
                 f"{where}: operand {position} has {len(shape)} dims (shape {tuple(shape)}), the strategy gives "
-                f"{len(entries)}."
+                f"{len(entries)}.",
             )
         for dim, (factor, entry) in enumerate(zip(dims, entries, strict=True)):
             slicing: Slicing = entry if isinstance(entry, int) else (operand.layout, entry)  # type: ignore[union-attr]
             place = f"dim {dim} of operand {position} (shape {tuple(shape)})"
             if isinstance(slicing, int) and slicing < 1:
-                raise StrategyError(f"{where}: {place} is given {slicing} slices; a count is at least 1.")
+                raise StrategyError("MW402", f"{where}: {place} is given {slicing} slices; a count is at least 1.")
             if factor is None:
                 if _many(slicing):
-                    raise StrategyError(f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there.")
+                    raise StrategyError(
+                        "MW404", f"{where}: {place} must stay whole for {operator.op}; write 1 (or null) there."
+                    )
                 continue
             if isinstance(slicing, int) and not sharding.fits(factor, slicing):
                 fit = [n for n in range(1, sharding.sizes[factor] + 1) if sharding.fits(factor, n)]
                 shown = ", ".join(map(str, fit[:12])) + (", ..." if len(fit) > 12 else "")
                 raise StrategyError(
-                    f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
+                    "MW402", f"{where}: {place} cannot be cut into {slicing} equal slices; counts that fit: {shown}."
                 )
             if factor in factors and factors[factor] != slicing and (_many(slicing) or _many(factors[factor])):
                 raise StrategyError(
-                    f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices."
+                    "MW404", f"{where}: {place} is the same loop as {named[factor]}, so both need the same slices."
                 )
             factors.setdefault(factor, slicing)
             named.setdefault(factor, place)
@@ -116,7 +124,8 @@ def _read(
     ]
     if missing:
         raise StrategyError(
-            f"{where}: operand {missing[0]} (shape {tuple(shapes[missing[0]])}) has no entry; give one per operand."
+            "MW401",
+            f"{where}: operand {missing[0]} (shape {tuple(shapes[missing[0]])}) has no entry; give one per operand.",
         )
     return Configured(path, wanted, factors)
 

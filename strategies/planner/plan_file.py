@@ -104,7 +104,7 @@ def check_form(content: Any, name: str) -> None:
         given = repr(first["input"])
         shown = f", not {given if len(given) <= 60 else f'{given[:57]}...'}" if first["type"] != "missing" else ""
         told = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
-        raise StrategyError(f"{name} is not a plan.json ({told}).") from None
+        raise StrategyError("MW420", f"{name} is not a plan.json ({told}).") from None
 
 
 def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
@@ -119,12 +119,13 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
         told = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
         parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
     except (StrategyError, ValueError) as error:
-        raise StrategyError(f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
+        raise StrategyError("MW420", f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
     if plan.mesh.size != ranks:
         mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
         raise StrategyError(
+            "MW421",
             f"{name} is for a mesh of {plan.mesh.size} ranks ({mesh}), but this one has {ranks}; set world_size (and "
-            "parallel.pipeline.stages) as in the run that made the plan, or plan anew."
+            "parallel.pipeline.stages) as in the run that made the plan, or plan anew.",
         )
     _check_operators(plan, told, parameters, graph, name)
     _check_slices(plan, graph, name)
@@ -142,28 +143,32 @@ def _check_operators(
     other = "so it belongs to another model; plan anew."
     for operator in graph.operators:
         if operator.name not in plan.operators or operator.name not in told:
-            raise StrategyError(f"{name} has no operator {operator.where}, {other}")
+            raise StrategyError("MW421", f"{name} has no operator {operator.where}, {other}")
         op, shapes = told[operator.name]
         if op != operator.op:
-            raise StrategyError(f"{name}: operator {operator.name} is {op} there and {operator.op} here, {other}")
+            raise StrategyError(
+                "MW421", f"{name}: operator {operator.name} is {op} there and {operator.op} here, {other}"
+            )
         own = [list(spec.shape) for spec in graph.operand_specs(operator)]
         if shapes != own:
             raise StrategyError(
+                "MW421",
                 f"{name}: operator {operator.where} works on shapes {_text(shapes)} there and {_text(own)} here; plan "
-                "anew, or choose the sizes of model and batch as in the run that made the plan."
+                "anew, or choose the sizes of model and batch as in the run that made the plan.",
             )
     for extra in sorted(plan.operators.keys() - graph.by_name.keys()):
-        raise StrategyError(f"{name} has an operator {extra} that this model lacks, {other}")
+        raise StrategyError("MW421", f"{name} has an operator {extra} that this model lacks, {other}")
     for source in graph.sources:
         layouts = plan.inputs if source.kind == "input" else plan.tensors
         if source.name not in layouts or len(layouts[source.name].dims) != len(source.spec.shape):
             raise StrategyError(
-                f"{name} does not say how {source.kind} {source.name} {source.spec.shape} lies, {other}"
+                "MW421", f"{name} does not say how {source.kind} {source.name} {source.spec.shape} lies, {other}"
             )
         if source.kind == "parameter" and parameters.get(source.name) != source.spec.shape:
             raise StrategyError(
+                "MW421",
                 f"{name}: parameter {source.name} is {parameters.get(source.name)} there and {source.spec.shape} here, "
-                f"{other}"
+                f"{other}",
             )
 
 
@@ -174,8 +179,9 @@ def _check_slices(plan: Plan, graph: OperatorGraph, name: str) -> None:
         known = set(axes) <= set(plan.mesh.names) and len(set(axes)) == len(axes)
         if not known or not sharding.legal(assignment, plan.mesh):
             raise StrategyError(
+                "MW421",
                 f"{name} slices {operator.where} as {dict(assignment)}, which its rule does not allow on the mesh "
-                f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew."
+                f"{dict(plan.mesh.axes)}; the file was changed, or made by another version; plan anew.",
             )
 
 
@@ -189,16 +195,21 @@ def _check_layouts(plan: Plan, graph: OperatorGraph, name: str) -> None:
         outputs = plan.operators[operator.name].outputs
         if outputs is not None and len(outputs) != len(operator.results):
             raise StrategyError(
-                f"{name} has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew."
+                "MW421",
+                f"{name} has {len(outputs)} outputs of {operator.where}, which has {len(operator.results)}; plan anew.",
             )
         for layout, result in zip(outputs or (), operator.results, strict=False):
             found.append((f"an output of {operator.where}", layout, len(result.shape), True))
     for where, layout, dims, may_be_partial in found:
         unknown = sorted((layout.axes | layout.partial) - set(plan.mesh.names))
         if unknown:
-            raise StrategyError(f"{name}: the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks.")
+            raise StrategyError(
+                "MW421", f"{name}: the layout of {where} has the axis {unknown[0]!r}, which its mesh lacks."
+            )
         if len(layout.dims) != dims or (layout.partial and not may_be_partial):
-            raise StrategyError(f"{name}: the layout of {where} is {layout}, which does not fit it; plan anew.")
+            raise StrategyError(
+                "MW421", f"{name}: the layout of {where} is {layout}, which does not fit it; plan anew."
+            )
 
 
 def _text(shapes: list[list[int]]) -> str:

@@ -200,8 +200,9 @@ class Planning:
             if not any(in_module(pattern, operator) for operator in self.graph.operators):
                 modules = {operator.module for operator in self.graph.operators if operator.module}
                 raise StrategyError(
+                    "MW211",
                     f"parallel.set_data_parallel: {pattern!r} matches no module of the "
-                    f"model.{closest(pattern, sorted(modules))}"
+                    f"model.{closest(pattern, sorted(modules))}",
                 )
         return [
             o for o in self.graph.operators if any(in_module(pattern, o) for pattern in self.request.set_data_parallel)
@@ -216,9 +217,10 @@ class Planning:
             asked = math.prod(counts)
             if world % asked:
                 raise StrategyError(
+                    "MW403",
                     f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} "
                     "slices, "
-                    f"which do not divide the {world} devices."
+                    f"which do not divide the {world} devices.",
                 )
             if len(counts) == len(entry.factors) and asked > 1:
                 matrices.append(counts)
@@ -243,7 +245,7 @@ class Planning:
         named = {f: self._named(s[0], s[1]) for f, s in entry.factors.items() if not isinstance(s, int)}
         taken = [axis for axes in named.values() for axis in axes]
         if len(set(taken)) != len(taken):
-            raise StrategyError(f"{where}: a mesh axis slices two different loops of the operator.")
+            raise StrategyError("MW404", f"{where}: a mesh axis slices two different loops of the operator.")
         counted = {factor: slicing for factor, slicing in entry.factors.items() if isinstance(slicing, int)}
         named |= self._as_stored(operator, counted, taken, fixed)
         rest = {factor: count for factor, count in counted.items() if factor not in named}
@@ -255,8 +257,9 @@ class Planning:
             if not sharding.fits(factor, self.mesh.product(axes)):
                 fitting = [str(n) for n in divisors(self.mesh.size) if sharding.fits(factor, n)]
                 raise StrategyError(
+                    "MW402",
                     f"{where}: a dim of size {sharding.sizes[factor]} cannot be cut into {self.mesh.product(axes)} "
-                    f"equal slices; {', '.join(fitting)} would fit."
+                    f"equal slices; {', '.join(fitting)} would fit.",
                 )
         return assignment
 
@@ -292,8 +295,9 @@ class Planning:
         entries = operand.dims if isinstance(operand, NamedDims) else operand
         if len(entries) != len(spec.shape):
             raise StrategyError(
+                "MW401",
                 f"{where}: {operand} has {len(entries)} entries, the tensor of shape {spec.shape} has "
-                f"{len(spec.shape)} dims."
+                f"{len(spec.shape)} dims.",
             )
         if isinstance(operand, NamedDims):
             layout = Layout(tuple(self._named(operand.layout, dim) for dim in operand.dims))
@@ -304,7 +308,7 @@ class Planning:
         for dim, (size, count) in enumerate(zip(spec.shape, layout.counts(self.mesh), strict=True)):
             if size % count:
                 raise StrategyError(
-                    f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices."
+                    "MW402", f"{where}: dim {dim} of shape {spec.shape} cannot be cut into {count} equal slices."
                 )
         return layout
 
@@ -321,8 +325,9 @@ class Planning:
             axes = self.meshing.run(more, set(self.mesh.names) - natural.partial | used) or self.meshing.run(more, used)
             if axes is None:
                 raise StrategyError(
+                    "MW403",
                     f"{where}: the mesh of {self.mesh.size} devices has no unused axes for the {count} slices of dim "
-                    f"{dim} of the result."
+                    f"{dim} of the result.",
                 )
             dims[dim] += axes
         return Layout(tuple(dims))
@@ -333,7 +338,8 @@ class Planning:
             if len(wanted) != len(sources):
                 names = ", ".join(source.name for source in sources)
                 raise StrategyError(
-                    f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names})."
+                    "MW409",
+                    f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(sources)} ({names}).",
                 )
             return {
                 s.name: self._layout(o, s.spec, f"parallel.dataset_strategy for batch entry {s.name!r}")
@@ -348,10 +354,11 @@ class Planning:
             count = largest_fit(source.spec.shape[0], self.request.world_size)
             if self.request.mode == "data_parallel" and count != self.request.world_size:
                 raise StrategyError(
+                    "MW412",
                     f"parallel.mode = data_parallel slices the batch over all {self.request.world_size} devices, but a "
                     "micro-batch has "
                     f"{source.spec.shape[0]} samples (data.batch_size / train.accumulate); take a multiple of "
-                    f"{self.request.world_size}."
+                    f"{self.request.world_size}.",
                 )
             (axes,) = self.meshing.place([count])
             found[source.name] = Layout((axes,) + ((),) * (rank - 1))
@@ -364,15 +371,19 @@ class Planning:
         where = f"parallel.strategies.{entry.path}: {entry.wanted} on {operator.where}"
         if len(entry.wanted.outputs) != len(operator.results):
             raise StrategyError(
-                f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}."
+                "MW401",
+                f"{where}: it gives {len(entry.wanted.outputs)} results, the operator has {len(operator.results)}.",
             )
         if id not in fixed:
-            raise StrategyError(f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...).")
+            raise StrategyError(
+                "MW404", f"{where}: an output strategy needs the input strategy beside it (in: ..., out: ...)."
+            )
         carried = {factor for dims in sharding.operands for factor in dims} - sharding.sums
         if {None, *carried}.issuperset(factor for dims in sharding.results for factor in dims) and not sharding.sums:
             raise StrategyError(
+                "MW404",
                 f"{where}: the slices of the result of {operator.op} follow from its operands, so there is no output "
-                "strategy to choose; give the slices to the operators that use the result."
+                "strategy to choose; give the slices to the operators that use the result.",
             )
         natural = sharding.result_layouts(fixed[id])
         return tuple(
@@ -431,12 +442,13 @@ class Planning:
                     texts = [layout.counts(self.mesh) for layout in (wanted, layout)]
                     needs = texts if texts[0] != texts[1] else (wanted, layout)  # as many slices, on other ranks
                     raise StrategyError(
+                        "MW406",
                         f"Parameter {source.name} is used by two operators whose strategies slice it differently: "
                         f"{first.where} has "
                         f"{self.configured[first.id].wanted} and needs {needs[0]}, {operator.where} has "
                         f"{self.configured[operator.id].wanted} and needs {needs[1]}. Give both the same slices of it, "
                         "or leave one of "
-                        "them without a strategy."
+                        "them without a strategy.",
                     )
             if asked or uses:
                 found[source.name] = (asked or uses)[0][1]

@@ -119,7 +119,7 @@ class _Search:
                     )
             if now[1] == self.target[1] and not (now[1] & self.wanted):
                 heapq.heappush(queue, (spent + self.bound(now), steps + 1, exchanges + 1, next(order), now, True))
-        raise StrategyError(f"No redistribution leads from layout {start} to {self.target}.")
+        raise StrategyError("MW444", f"No redistribution leads from layout {start} to {self.target}.")
 
     def back(self, parents: dict[State, tuple[State, Move]], start: State) -> tuple[Move, ...]:
         found, state = [], self.target

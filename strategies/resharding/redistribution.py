@@ -114,7 +114,7 @@ def chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> 
     if 1 in mesh.sizes.values():  # an axis of one rank slices nothing and needs no collective
         before, after = _without_single(before, mesh), _without_single(after, mesh)
     if len(before.dims) != len(shape) or len(after.dims) != len(shape):
-        raise StrategyError(f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
+        raise StrategyError("MW444", f"Layouts {before} and {after} do not fit a tensor of shape {shape}.")
     if before == after:
         return ()
     ranks = mesh.product(before.axes | before.partial | after.axes | after.partial)
@@ -190,7 +190,7 @@ def _searched(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh)
             if reached < best.get(step.after, (math.inf, 0, 0)):
                 best[step.after] = reached
                 heapq.heappush(queue, (reached, next(order), step.after, (*steps, step)))
-    raise StrategyError(f"No redistribution leads from layout {before} to {after}.")
+    raise StrategyError("MW444", f"No redistribution leads from layout {before} to {after}.")
 
 
 def elements(steps: Chain, mesh: Mesh) -> int:

@@ -174,7 +174,9 @@ def _parts(module: fx.GraphModule, largest: int, repeated: Container[type] = ())
 def check(device: str) -> None:
     """Raises StrategyError, which names what is missing, where programs for `device` cannot be compiled."""
     if (lacking := missing(device)) is not None:
-        raise StrategyError(f"train.compile = true cannot be done here: {lacking}; install it, or leave compiling out.")
+        raise StrategyError(
+            "MW802", f"train.compile = true cannot be done here: {lacking}; install it, or leave compiling out."
+        )
 
 
 def missing(device: str) -> str | None:

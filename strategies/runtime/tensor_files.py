@@ -119,13 +119,14 @@ def index(path: Path) -> dict[str, StoredTensor]:
     if path.is_dir():
         path = _in_folder(path)
     if not path.is_file():
-        raise StrategyError(f"{path}: there is no such file or folder.")
+        raise StrategyError("MW308", f"{path}: there is no such file or folder.")
     if path.name.endswith(INDEX):
         return _sharded(path)
     if path.suffix not in (SAFETENSORS, *TORCH):
         raise StrategyError(
+            "MW308",
             f"{path}: weights are read from {SAFETENSORS}, {', '.join(TORCH)}, an {INDEX} file, or a folder with one "
-            "of these."
+            "of these.",
         )
     return dict(_entries(str(path)))
 
@@ -140,8 +141,9 @@ def _in_folder(folder: Path) -> Path:
     if len(found) != 1:
         what = f"several of them ({', '.join(file.name for file in found[:6])})" if found else "no file of weights"
         raise StrategyError(
+            "MW308",
             f"{folder}: this folder holds {what}; give the file itself, or a folder with {' or '.join(NAMES)} (or "
-            f"their {INDEX})."
+            f"their {INDEX}).",
         )
     return found[0]
 
@@ -153,14 +155,16 @@ def _sharded(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         if not isinstance(file, str) or ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
-            raise StrategyError(f"{path}: it names {file!r}, which is not a file beside it.")
+            raise StrategyError("MW308", f"{path}: it names {file!r}, which is not a file beside it.")
         if Path(file).suffix not in (SAFETENSORS, *TORCH):
-            raise StrategyError(f"{path}: it names {file!r}, which is not a file of weights.")
+            raise StrategyError("MW308", f"{path}: it names {file!r}, which is not a file of weights.")
         if not (path.parent / file).is_file():
-            raise StrategyError(f"{path}: the file {file} that it names is not beside it; the download is incomplete?")
+            raise StrategyError(
+                "MW308", f"{path}: the file {file} that it names is not beside it; the download is incomplete?"
+            )
         found |= {name: one for name, one in _entries(str(path.parent / file)) if named.get(name) == file}
     if lacking := [name for name in named if name not in found]:
-        raise StrategyError(f"{path}: {lacking[0]} is not in {named[lacking[0]]}, although the index says so.")
+        raise StrategyError("MW308", f"{path}: {lacking[0]} is not in {named[lacking[0]]}, although the index says so.")
     return found
 
 
@@ -178,7 +182,8 @@ def _entries(file: str) -> Iterator[tuple[str, StoredTensor]]:
                 raise ValueError(f"its header gives {name} a shape or a place that cannot be")
             if kind not in DTYPES:
                 raise StrategyError(
-                    f"{file}: {name} is stored as {kind}; quantised weights are not read, only {', '.join(DTYPES)}."
+                    "MW308",
+                    f"{file}: {name} is stored as {kind}; quantised weights are not read, only {', '.join(DTYPES)}.",
                 )
             size = math.prod(shape) * SIZES[DTYPES[kind]]
             held.append((begin, end))
@@ -213,8 +218,9 @@ def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
             return candidate
     held = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else type(content).__name__
     raise StrategyError(
+        "MW308",
         f"{file}: holds {held}, not a state dict (tensors by name, alone or under {', '.join(NESTED)}); save one with "
-        "torch.save(model.state_dict(), FILE)."
+        "torch.save(model.state_dict(), FILE).",
     )
 
 
@@ -225,10 +231,13 @@ def _told(file: str) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         raise StrategyError(
+            "MW308",
             f"{file}: holds more than tensors and plain data, and is not read because that could run code from it; "
-            "save the weights alone, with torch.save(model.state_dict(), FILE)."
+            "save the weights alone, with torch.save(model.state_dict(), FILE).",
         ) from error
     except READING as error:
         text = " ".join(str(error).split())[:200].rstrip(".")
         cure = "; store it anew with a current torch.save" if "mmap can only be used" in text else ""
-        raise StrategyError(f"{file}: cannot be read as weights ({type(error).__name__}: {text}){cure}.") from error
+        raise StrategyError(
+            "MW308", f"{file}: cannot be read as weights ({type(error).__name__}: {text}){cure}."
+        ) from error

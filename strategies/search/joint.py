@@ -112,7 +112,7 @@ def decide(bounds: Mapping[Choice, Bound], limit: float, look: Callable[[Choice]
     if first is None:
         if not looking.too_large:
             raise next(iter(looking.refused.values()))
-        raise StrategyError(_nothing_fits(looking.too_large, limit))
+        raise StrategyError("MW502", _nothing_fits(looking.too_large, limit))
     over = len([one for one in looking.too_large if bounds[one].bytes <= limit and one != first])
     tried, refused, found = len(looking.steps), len(looking.refused), looking.last[first]
     second = looking.fitting(first) or looking.open()

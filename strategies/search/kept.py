@@ -58,6 +58,7 @@ def plan_bytes(problem: Problem, chosen: Mapping[str, Assignment]) -> float:
 def too_large(limit: float, smallest: float) -> TooLarge:
     """The error where no plan keeps the limit."""
     return TooLarge(
+        "MW502",
         f"parallel.memory_limit = {in_words(int(limit))} per rank, but no plan was found that keeps it: the smallest "
         f"needs {in_words(int(smallest))}. Use more ranks, a higher parallel.zero.stage, smaller batches, or a larger "
         "limit.",

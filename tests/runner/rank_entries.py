@@ -56,9 +56,9 @@ def fail(rank: RankContext, payload: tuple[int, str]) -> None:
             time.sleep(0.5)
             raise ValueError("this is the cause")
         if way == "strategy":
-            raise StrategyError("matmul cannot be sliced by 3. Use 2 or 4.")
+            raise StrategyError("MW402", "matmul cannot be sliced by 3. Use 2 or 4.")
         if way == "config":
-            raise ConfigError("data.path: there is no such file.")
+            raise ConfigError("MW314", "data.path: there is no such file.")
         if way == "exit":
             os._exit(7)
         if way == "hang":

@@ -365,18 +365,18 @@ def test_a_chosen_mode_that_a_recipe_overrules_is_refused(command, mine):
 @pytest.mark.parametrize("error", [StrategyError, ConfigError])
 def test_a_job_that_cannot_be_planned_leaves_nothing(command, job, left, error):
     def refuse(config, run_dir):
-        raise error("no operator is called 'matmull'.")
+        raise error("MW211", "no operator is called 'matmull'.")
 
     job(refuse)
     done = command(QUICK)
-    assert (done.code, done.paragraphs) == (2, ["run: no operator is called 'matmull'."])
+    assert (done.code, done.paragraphs) == (2, ["run: no operator is called 'matmull'. [MW211]"])
     assert left() == []
 
 
 def test_a_job_that_cannot_be_planned_keeps_what_was_written(command, job, left):
     def refuse(config, run_dir):
         (run_dir / "plan.json").write_text("{}", encoding="utf-8")
-        raise StrategyError("no.")
+        raise StrategyError("MW402", "no.")
 
     job(refuse)
     assert command(QUICK).code == 2
@@ -385,11 +385,11 @@ def test_a_job_that_cannot_be_planned_keeps_what_was_written(command, job, left)
 
 def test_failed_run_exits_1_and_keeps_its_folder(command, job, left):
     def fail(config, run_dir):
-        raise RunFailed("rank 3 was killed.\n  its last line")
+        raise RunFailed("MW711", "rank 3 was killed.\n  its last line")
 
     job(fail)
     done = command(QUICK)
-    assert (done.code, done.err) == (1, "run: rank 3 was killed.\n  its last line\n")
+    assert (done.code, done.err) == (1, "run: rank 3 was killed. [MW711]\n  its last line\n")
     assert {path.name for path in left()} >= {"config.json", "error.txt"}
 
 
@@ -431,16 +431,16 @@ def test_sweep_goes_on_after_a_failed_job(command, job, tmp_path):
     def fail_once(config, run_dir):
         seen.append((config.train.seed, run_dir.name))
         if config.train.seed == 2:
-            raise RunFailed("rank 0 was killed.")
+            raise RunFailed("MW711", "rank 0 was killed.")
         return 0.5
 
     job(fail_once)
     done = command("-m", QUICK, "train.seed=1,2,3")
     assert done.code == 1
     assert seen == [(1, "0"), (2, "1"), (3, "2")]
-    assert "run: job #1 (+recipe=quickstart train.seed=2): rank 0 was killed." in done.paragraphs
+    assert "run: job #1 (+recipe=quickstart train.seed=2): rank 0 was killed. [MW711]" in done.paragraphs
     (file,) = tmp_path.glob("sweeps/quickstart/*/1/error.txt")
-    assert file.read_text(encoding="utf-8") == "rank 0 was killed.\n"
+    assert file.read_text(encoding="utf-8") == "rank 0 was killed. [MW711]\n"
 
 
 def test_sweep_of_good_jobs_exits_0(command, job):

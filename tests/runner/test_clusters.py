@@ -120,7 +120,7 @@ def test_refusals_name_the_keys(overrides, said):
 def test_what_stands_twice_is_told_once(nodes):
     with pytest.raises(ConfigError) as refused:
         compose("cluster=dgx_h100", f"cluster.nodes={nodes}")
-    (said,) = refused.value.args
+    (said,) = refused.value.paragraphs
     assert said.startswith(f"cluster.nodes = {nodes}: must be ")
 
 

@@ -81,7 +81,7 @@ def test_a_plan_that_the_search_took_for_smaller_is_followed_by_others():
 
     def fit(plan):
         if plan.search["least"] > 700:
-            raise StrategyError(f"needs {plan.search['least']}")
+            raise StrategyError("MW501", f"needs {plan.search['least']}")
         return plan
 
     request = Request("auto", 8, memory_limit=1000)

@@ -85,7 +85,7 @@ def refusal(call: Any, *args: Any) -> str | None:
     try:
         call(*args)
     except ConfigError as refused:
-        (paragraph,) = refused.args
+        (paragraph,) = refused.paragraphs
         return str(paragraph)
     return None
 

@@ -78,7 +78,7 @@ def test_what_needs_no_plan_is_refused_before_a_search(monkeypatch, words, said)
 def test_a_checkpoint_of_another_model_is_refused_before_a_search(monkeypatch, words):
     def refuse(graph, published):
         assert "inner.weight" in published and graph.of_kind("parameter")
-        raise ConfigError("another model")
+        raise ConfigError("MW607", "another model")
 
     monkeypatch.setattr(preparing, "planned", None)
     monkeypatch.setattr(deciding, "decide", None)

@@ -116,7 +116,7 @@ def test_a_machine_without_loopback(command, left, monkeypatch):
     """As under `unshare -n`, where gloo waits for ever."""
 
     def unreachable(address):
-        raise ConfigError(f"there is no way from this machine to {address}: Network is unreachable.")
+        raise ConfigError("MW702", f"there is no way from this machine to {address}: Network is unreachable.")
 
     monkeypatch.setattr(network, "towards", unreachable)
     done = command(QUICK, "parallel.plan_cache=null")

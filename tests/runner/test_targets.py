@@ -29,7 +29,7 @@ def plain(width, height=1):
 def raises_config(width):
     from runner.errors import ConfigError
 
-    raise ConfigError("as it was said")
+    raise ConfigError("MW304", "as it was said")
 """
 
 

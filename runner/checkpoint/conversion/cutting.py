@@ -69,14 +69,15 @@ def cut_of(path: Path, tensors: Mapping[str, Entry]) -> Cut:
         if groups < 1 or plan.mesh.size * groups > MOST_RANKS or not axes <= set(plan.mesh.names):
             raise ValueError(f"{groups} stages on the mesh {dict(plan.mesh.axes)}")
     except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"{where} is not a plan.json ({type(error).__name__}: {error}).") from None
+        raise ConfigError("MW420", f"{where} is not a plan.json ({type(error).__name__}: {error}).") from None
     for key, entry in tensors.items():
         name = name_of(key)
         if name not in plan.tensors:
-            raise ConfigError(f"{where} says nothing of {name}, so it belongs to another model; plan anew.")
+            raise ConfigError("MW612", f"{where} says nothing of {name}, so it belongs to another model; plan anew.")
         if key == f"model/{name}" and shapes.get(name, entry.shape) != entry.shape:
             raise ConfigError(
+                "MW612",
                 f"{where} has {name} with shape {list(shapes[name])}, but it is stored with {list(entry.shape)}; plan "
-                "anew for this model."
+                "anew for this model.",
             )
     return Cut(plan, groups, group)

@@ -117,8 +117,9 @@ def read(folder: Path) -> DeepSpeed:
     foreign = [file for file in folder.glob("*.pt") if "mp_rank_" not in file.name or "mp_rank_00" not in file.name]
     if foreign:
         raise ConfigError(
+            "MW611",
             f"{folder}: {foreign[0].name} belongs to tensor, pipeline or expert parallelism of DeepSpeed; only "
-            "checkpoints of data parallelism and ZeRO are converted."
+            "checkpoints of data parallelism and ZeRO are converted.",
         )
     models, states = list(map(_loaded, files)), list(map(_loaded, sorted(folder.glob(STATES), key=_number)))
     try:
@@ -127,7 +128,7 @@ def read(folder: Path) -> DeepSpeed:
         return DeepSpeed(dict(_of_zero(folder, models, [one["optimizer_state_dict"] for one in states])))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(
-            f"{folder} holds no checkpoint of DeepSpeed that is known here ({type(error).__name__}: {error})."
+            "MW611", f"{folder} holds no checkpoint of DeepSpeed that is known here ({type(error).__name__}: {error})."
         ) from error
 
 
@@ -137,7 +138,9 @@ def _of_zero(
     first, count = models[0], states[0]["partition_count"]
     world = max(count) if isinstance(count, list) else count
     if world != len(states):
-        raise ConfigError(f"{folder} was saved by {world} ranks, but has the states of {len(states)}; copy all files.")
+        raise ConfigError(
+            "MW611", f"{folder} was saved by {world} ranks, but has the states of {len(states)}; copy all files."
+        )
     if _stage(states[0]["zero_stage"]) == 3:
         buffers = {name: first["module"][name] for name in first["buffer_names"] if name in first["module"]}
         yield from _left(buffers, {})
@@ -234,10 +237,11 @@ def _loaded(file: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:
         line = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), "")[:200]
         raise ConfigError(
+            "MW611",
             f"{file} holds more than tensors and plain data, and is not read because that could run code from it."
-            f" {line}".rstrip()
+            f" {line}".rstrip(),
         ) from error
     except (OSError, RuntimeError, EOFError) as error:
         text = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{file} is damaged ({type(error).__name__}: {text}).") from error
+        raise ConfigError("MW611", f"{file} is damaged ({type(error).__name__}: {text}).") from error
     return content

@@ -71,7 +71,7 @@ def opened(path: Path) -> tuple[Holding, str]:
             checkpoints.check_file(Path(file))
         return Files(files), f"the weights in {path}"
     except StrategyError as error:
-        raise ConfigError(f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
+        raise ConfigError("MW604", f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
 
 
 def _checkpoint(path: Path) -> Checkpoint | None:

@@ -41,8 +41,9 @@ def write(source: Holding, target: Path, cut: Cut | None) -> None:
     header = source.header if isinstance(source, Checkpoint) else Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
     if folder.NAME.fullmatch(target.name) and folder.number(target) != header.step:
         raise ConfigError(
+            "MW605",
             f"convert: {target} is the name of another checkpoint than one of step {header.step}; call it "
-            f"{folder.target(target.parent, header.step).name}, or anything that is not step-NUMBER."
+            f"{folder.target(target.parent, header.step).name}, or anything that is not step-NUMBER.",
         )
     hidden = folder.hidden(target)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -29,7 +29,7 @@ def part_by_hand(launch: Launch) -> Part | None:
         if chosen:
             ranks, devices = zip(*chosen, strict=True)
             return Part(ranks, devices, address, launch.port)
-    raise ConfigError(f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
+    raise ConfigError("MW701", f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
 
 
 def address_of(launch: Launch) -> str:
@@ -42,15 +42,17 @@ def address_of(launch: Launch) -> str:
         return network.LOOPBACK
     if not names:
         raise ConfigError(
+            "MW704",
             f"launch.nodes = {launch.nodes}: the hosts must know where to find this command; set launch.address to "
-            "this machine's name or address in their network."
+            "this machine's name or address in their network.",
         )
     addresses = [network.resolve(name) for name in names]
     others = [one for one in addresses if not network.is_loopback(one)]
     if others and len(others) < len(addresses):
         raise ConfigError(
+            "MW704",
             f"launch.hosts has {', '.join(names)}: the other hosts cannot reach one that is called localhost; give "
-            "names or addresses that hold in the whole network."
+            "names or addresses that hold in the whole network.",
         )
     return network.towards(others[0]) if others else network.LOOPBACK
 

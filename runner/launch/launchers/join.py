@@ -67,8 +67,9 @@ def identity(launcher: str, environment: Mapping[str, str]) -> Identity:
     lacking = [name for name in names if not environment.get(name, "").isdigit()]
     if lacking:
         raise ConfigError(
+            "MW705",
             f"this process was to be started by {launcher}, but {', '.join(lacking)} "
-            f"{'are' if len(lacking) > 1 else 'is'} not set to a number; start it with `run train launch={launcher}`."
+            f"{'are' if len(lacking) > 1 else 'is'} not set to a number; start it with `run train launch={launcher}`.",
         )
     return Identity(*(int(environment[name]) for name in names))
 
@@ -82,7 +83,7 @@ def main(words: Sequence[str]) -> int:
             return host(folder, task, words[2])
         rank(folder, identity(task.launcher, os.environ))
     except (ConfigError, RunFailed) as error:
-        print(f"run: {error}", file=sys.stderr, flush=True)
+        print(*(f"run: {paragraph}" for paragraph in error.marked), sep="\n", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (OSError, ValueError) as error:
         told = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
@@ -110,7 +111,7 @@ def rank(folder: Path, who: Identity) -> None:
     task = Task.read(folder)
     if who.world_size != task.world_size:
         raise ConfigError(
-            f"{task.launcher} started {who.world_size} ranks, but the run has world_size = {task.world_size}."
+            "MW705", f"{task.launcher} started {who.world_size} ranks, but the run has world_size = {task.world_size}."
         )
     secret, silence = (folder / SECRET_FILE).read_bytes(), silence_of(task.timeout)
     first = who.rank == 0
@@ -128,8 +129,9 @@ def rank(folder: Path, who: Identity) -> None:
         store = messages.receive(connection)
     except (OSError, EOFError, AuthenticationError) as error:
         raise RunFailed(
+            "MW714",
             f"rank {who.rank} cannot reach the command that started the run, at {task.address} port {task.port}: "
-            f"{error or 'it hung up'}."
+            f"{error or 'it hung up'}.",
         ) from error
     if store == STOP:
         return  # before it began

@@ -114,13 +114,16 @@ def check(launch: Launch) -> None:
     if launch.launcher == "deepspeed" and (not several or "--launcher" in launch.options):
         program = ""
     if program and shutil.which(program) is None:
-        raise ConfigError(f"launch = {launch.launcher!r} needs the program {program}, which is not here: {source}.")
+        raise ConfigError(
+            "MW703", f"launch = {launch.launcher!r} needs the program {program}, which is not here: {source}."
+        )
     elsewhere = [host.name for host in launch.hosts if not network.is_here(network.resolve(host.name))]
     uses_remote = launch.launcher in ("torchrun", "mpirun", "rank_table") and not launch.by_hand
     if elsewhere and uses_remote and launch.remote and shutil.which(launch.remote[0]) is None:
         raise ConfigError(
+            "MW703",
             f"launch.remote = {list(launch.remote)}: the program {launch.remote[0]}, which is to reach "
-            f"{', '.join(elsewhere)}, is not here; name another, or launch.remote=[] to start the commands yourself."
+            f"{', '.join(elsewhere)}, is not here; name another, or launch.remote=[] to start the commands yourself.",
         )
     if not launch.by_hand:
         address_of(launch)

@@ -176,8 +176,9 @@ class Watch:
                 self._tell_of_a_hang(None)
             elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
                 raise RunFailed(
+                    "MW714",
                     f"{_named(absent, len(self.seats))} did not join within {max(self.timeout, JOIN):g} s."
-                    f"{self._last_words()}"
+                    f"{self._last_words()}",
                 )
 
     def stop(self, patience: float) -> None:
@@ -206,7 +207,7 @@ class Watch:
         how = f"exit code {process.returncode}"
         if process.returncode < 0:
             how = signal.Signals(-process.returncode).name
-        return RunFailed(f"{self.launcher}{where} ended with {how} {before}.{self._last_words()}")
+        return RunFailed("MW716", f"{self.launcher}{where} ended with {how} {before}.{self._last_words()}")
 
     def _last_words(self) -> str:
         """What launchers have said, for the end of a message."""
@@ -216,15 +217,16 @@ class Watch:
         """Raise what the user is to see of `failures`."""
         cause = failure.root_cause(failures)
         if cause.refusal == "config":
-            raise ConfigError(cause.text)
+            raise ConfigError(cause.code, cause.text)
         if cause.refusal == "strategy":
-            raise StrategyError(cause.text)
+            raise StrategyError(cause.code, cause.text)
         count = len(self.seats)
         named = self.seats[cause.rank]
         away = {seat.host for seat in self.seats if seat.lost}
         if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
             raise RunFailed(
+                "MW713",
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
                 f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
                 rank=gone[0].number,
@@ -237,7 +239,7 @@ class Watch:
         sentence = failure.message(cause, alike, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
-        raise RunFailed(f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
+        raise RunFailed(cause.code, f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
 
     def _tell_of_a_hang(self, cause: Failure | None) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
@@ -265,7 +267,7 @@ class Watch:
             on = f" on {seat.host}" if seat.host else ""
             told += f" Rank {seat.number}{on} was in {'the start' if here is None else here.told}"
             told += f", {place}." if place else "."
-        raise RunFailed(told)
+        raise RunFailed("MW712", told)
 
 
 def _named(seats: Sequence[_Seat], count: int) -> str:

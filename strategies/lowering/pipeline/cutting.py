@@ -109,14 +109,17 @@ class _Cutting:
     def check(self) -> None:
         (loss,) = self.graph.outputs
         if self.placed.get(loss.id) != self.count - 1:
-            raise StrategyError("parallel.pipeline.cuts: the loss must come from the last stage; no cut may follow it.")
+            raise StrategyError(
+                "MW430", "parallel.pipeline.cuts: the loss must come from the last stage; no cut may follow it."
+            )
         self._check_buffers()
         self._check_shared()
         for number in range(self.count):
             if not any(number in self._stages_of(source) for source in self.graph.sources if source.trainable):
                 raise StrategyError(
+                    "MW430",
                     f"parallel.pipeline: stage {number} of {self.count} has no trainable parameter; cut elsewhere with "
-                    "parallel.pipeline.cuts, or take fewer stages."
+                    "parallel.pipeline.cuts, or take fewer stages.",
                 )
 
     def _stage(self, number: int) -> Stage:
@@ -181,9 +184,10 @@ class _Cutting:
             assert isinstance(source, Source)
             if len(held := self._stages_of(source)) > 1:
                 raise StrategyError(
+                    "MW430",
                     f"parallel.pipeline: buffer {source.name} is written in the step and used by stages "
                     f"{', '.join(map(str, held))}; put all modules that use it into one stage with "
-                    "parallel.pipeline.cuts."
+                    "parallel.pipeline.cuts.",
                 )
 
     def _check_shared(self) -> None:
@@ -192,8 +196,9 @@ class _Cutting:
             learns = {self.placed[operator.id] for operator, _ in users if operator.id in self.returning}
             if source.trainable and 0 < len(learns) < len(self._stages_of(source)):
                 raise StrategyError(
+                    "MW430",
                     f"parallel.pipeline: parameter {source.name} learns in stage {min(learns)} and is only looked at "
-                    "(without a gradient) in another one; put both uses into one stage with parallel.pipeline.cuts."
+                    "(without a gradient) in another one; put both uses into one stage with parallel.pipeline.cuts.",
                 )
 
     def _layout(self, ref: Ref) -> Layout:

@@ -51,8 +51,9 @@ def rounds(groups: int, micro_batches: int) -> int:
     count = max(1, micro_batches // groups)
     if micro_batches % count:
         raise StrategyError(
+            "MW432",
             f"{micro_batches} micro-batches cannot be cut into {count} rounds of one size for {groups} stages; take a "
-            f"multiple of {groups}."
+            f"multiple of {groups}.",
         )
     return count
 
@@ -63,9 +64,11 @@ def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) 
     `virtual` stages, which makes the pipeline faster to fill; `zero_bubble` computes the gradients of parameters while
     it would wait. Raises StrategyError for other kinds, and for numbers that do not fit the kind."""
     if kind not in KINDS:
-        raise StrategyError(f"There is no pipeline schedule {kind!r}.{closest(kind, KINDS)}")
+        raise StrategyError("MW432", f"There is no pipeline schedule {kind!r}.{closest(kind, KINDS)}")
     if virtual > 1 and kind not in DEALT:
-        raise StrategyError(f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(DEALT)}.")
+        raise StrategyError(
+            "MW432", f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(DEALT)}."
+        )
     return tuple(_actions(kind, group, groups, micro_batches, virtual) for group in range(groups))
 
 

@@ -51,9 +51,10 @@ def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
         later = sorted(number for number in allowed if number >= least)
         if not later:
             raise StrategyError(
+                "MW430",
                 f"parallel.pipeline.cuts: in evaluation {operator.where} uses {', '.join(s.name for s in owned)} "
                 f"behind a result of stage {least}, but in training no such stage holds it; cut the model elsewhere, "
-                "or leave evaluation out (evaluate.metric=null and every=null)."
+                "or leave evaluation out (evaluate.metric=null and every=null).",
             )
         found[operator.id] = wanted if wanted in later else later[0]
     return found
@@ -66,11 +67,12 @@ def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], count: 
     for path, stage in cuts.items():
         if path not in modules:
             raise StrategyError(
-                f"parallel.pipeline.cuts: {path!r} is no module of the model.{closest(path, sorted(modules - {''}))}"
+                "MW211",
+                f"parallel.pipeline.cuts: {path!r} is no module of the model.{closest(path, sorted(modules - {''}))}",
             )
         if not 0 <= stage < stages:
             raise StrategyError(
-                f"parallel.pipeline.cuts: {path} = {stage}, but {count} has the stages 0 to {stages - 1}."
+                "MW430", f"parallel.pipeline.cuts: {path} = {stage}, but {count} has the stages 0 to {stages - 1}."
             )
     found: dict[str, int] = {}
     for operator in graph.operators:
@@ -82,15 +84,17 @@ def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], count: 
         if wanted < least:
             assert latest is not None
             raise StrategyError(
+                "MW430",
                 f"parallel.pipeline.cuts: {max(paths, key=len)} = {wanted} comes before what it uses: {operator.where} "
                 f"needs the result of {latest.where}, which is in stage {least}. A stage can only use earlier ones; "
-                f"give it stage {least} or later."
+                f"give it stage {least} or later.",
             )
         found[operator.id] = wanted
     for stage in sorted(set(range(stages)) - set(found.values())):
         raise StrategyError(
+            "MW430",
             f"parallel.pipeline.cuts leave stage {stage} of {count} without an operator; give it a module, or take "
-            "fewer stages."
+            "fewer stages.",
         )
     return found
 
@@ -112,7 +116,7 @@ def _balanced(graph: OperatorGraph, stages: int, count: str) -> dict[str, int]:
         if found[0] <= EVEN * mean:
             break
     if found is None:
-        raise StrategyError(f"{count}, but the model has only {len(work)} operators; take fewer stages.")
+        raise StrategyError("MW431", f"{count}, but the model has only {len(work)} operators; take fewer stages.")
     _, units, ends = found
     return {
         graph.operators[i].id: sum(number >= end for end in ends) for number, unit in enumerate(units) for i in unit

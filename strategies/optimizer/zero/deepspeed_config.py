@@ -103,7 +103,7 @@ def zero_section(
         model(**section)
     except ValueError as error:
         text = " ".join(str(error).split())
-        raise StrategyError(f"parallel.zero.options: DeepSpeed refuses {dict(options)}: {text}") from error
+        raise StrategyError("MW452", f"parallel.zero.options: DeepSpeed refuses {dict(options)}: {text}") from error
     return section
 
 
@@ -147,18 +147,23 @@ def _check_option(name: str, value: Any, stage: int, known: Mapping[str, str]) -
     """`known` gives every name of an option and the one that DeepSpeed's documents use."""
     where = f"parallel.zero.options.{name}"
     if name in REFUSED:
-        raise StrategyError(f"{where} = {value!r}: {name} {REFUSED[name]}.")
+        raise StrategyError("MW452", f"{where} = {value!r}: {name} {REFUSED[name]}.")
     if name not in known:
         options = closest(name, sorted(known.keys() - REFUSED.keys()))
-        raise StrategyError(f"{where} = {value!r}: DeepSpeed has no such option of ZeRO.{options}")
+        raise StrategyError("MW452", f"{where} = {value!r}: DeepSpeed has no such option of ZeRO.{options}")
     if stage < 3 and (known[name].startswith("stage3_") or name == "offload_param"):
-        raise StrategyError(f"{where} = {value!r}: DeepSpeed knows it at stage 3 only; parallel.zero.stage is {stage}.")
+        raise StrategyError(
+            "MW452", f"{where} = {value!r}: DeepSpeed knows it at stage 3 only; parallel.zero.stage is {stage}."
+        )
     if name == "reduce_scatter" and value is not True:
-        raise StrategyError(f"{where} = {value!r}: it must stay true, or sliced parameters would get wrong gradients.")
+        raise StrategyError(
+            "MW452", f"{where} = {value!r}: it must stay true, or sliced parameters would get wrong gradients."
+        )
     if name.startswith("offload_") and isinstance(value, Mapping) and value.get("device") == "nvme":
         raise StrategyError(
+            "MW452",
             f"{where}.device = 'nvme': DeepSpeed 0.19 damages gradients on their way to a disk, so that training goes "
-            "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory."
+            "wrong without a sign. Use device: cpu, or parallel.offload, which keeps them in memory.",
         )
 
 
@@ -168,14 +173,16 @@ def check_parameters(
     """Raises StrategyError for parameters that DeepSpeed cannot hold, or would not train as one device does."""
     if precision == "fp64" or any(parameter.dtype == torch.float64 for parameter in found.values()):
         raise StrategyError(
+            "MW451",
             f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
-            "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32."
+            "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32.",
         )
     dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(learns)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise StrategyError(
-            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0."
+            "MW451",
+            f"ZeRO stage {stage} needs trainable parameters of one dtype, but {shown}. Use parallel.zero.stage=0.",
         )
 
 

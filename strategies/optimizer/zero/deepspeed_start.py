@@ -163,5 +163,5 @@ def initialize(
             )
         except (AssertionError, ValueError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
             text = " ".join(str(error).split())
-            raise StrategyError(f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error
+            raise StrategyError("MW452", f"DeepSpeed refuses {config['zero_optimization']}: {text}") from error
     return engine

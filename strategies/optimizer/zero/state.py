@@ -88,8 +88,9 @@ class ZeroState:
         found, size = parts(self._program, self._rank, self._stage, names)
         if size != flat.numel():
             raise StrategyError(
+                "MW609",
                 f"DeepSpeed keeps {flat.numel()} elements of {names[0]} and others on rank {self._rank}, not {size}; "
-                "its options cut parameters in a way that checkpoints do not know."
+                "its options cut parameters in a way that checkpoints do not know.",
             )
         return found
 

@@ -131,8 +131,9 @@ class ZeroUpdates:
         check_optimizer(optimizer, program, stage)
         if offload.optimizer == "disk" and isinstance(optimizer, torch.optim.Adagrad):
             raise StrategyError(
+                "MW505",
                 "parallel.offload.optimizer = 'disk' cannot be used with Adagrad, whose states exist before DeepSpeed "
-                "can write them; use parallel.offload.optimizer=host or another optimizer."
+                "can write them; use parallel.offload.optimizer=host or another optimizer.",
             )
         self._short = short
         if stage == 3 and short is not None:
@@ -205,9 +206,10 @@ class ZeroUpdates:
         for name, written in found.items():
             if getattr(self._offload, name) == "disk" and not written:
                 raise StrategyError(
+                    "MW505",
                     f"parallel.offload.{name} = 'disk': DeepSpeed never writes pieces below {SMALLEST_ON_DISK // 2**20}"
                     f" MiB, and all that this rank holds of the {name} are smaller. Use parallel.offload.{name}=host, "
-                    "a larger model, or fewer ranks."
+                    "a larger model, or fewer ranks.",
                 )
 
     def _start_of_pass(self, *_: Any) -> None:

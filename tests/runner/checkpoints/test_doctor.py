@@ -89,6 +89,7 @@ def test_what_is_no_checkpoint_is_refused(command):
     done = command("doctor", "nowhere")
     assert done.code == 2
     assert done.paragraphs == [
-        "run: doctor = 'nowhere': this folder does not exist. Give a run folder, its checkpoints, or one of them."
+        "run: doctor = 'nowhere': this folder does not exist. Give a run folder, its checkpoints, or one of them. "
+        "[MW604]"
     ]
     assert command("doctor", "a", "b").code == 2

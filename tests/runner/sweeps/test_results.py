@@ -116,7 +116,7 @@ def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
     def fail_once(config, run_dir):
         seen.append(config.train.seed)
         if config.train.seed == 2 and len(seen) < 4:
-            raise RunFailed("rank 0 was killed.")
+            raise RunFailed("MW711", "rank 0 was killed.")
         return config.train.seed / 2
 
     job(fail_once)
@@ -125,7 +125,7 @@ def test_a_sweep_started_again_runs_what_is_missing(command, job, tmp_path):
     assert done.code == 1
     assert "2 of 3 jobs done" in done.out
     assert [row["status"] for row in rows_of(tmp_path / "mine")] == ["done", "failed", "done"]
-    assert rows_of(tmp_path / "mine")[1]["error"] == "rank 0 was killed."
+    assert rows_of(tmp_path / "mine")[1]["error"] == "rank 0 was killed. [MW711]"
     assert (tmp_path / "mine" / "1" / "error.txt").exists()
 
     done = command(*words, "train.seed=1,2,3")
@@ -173,7 +173,7 @@ def test_an_interrupted_sweep_leaves_its_table(command, job, tmp_path):
 
 def test_batches_go_on_after_a_failed_one(command, job, tmp_path):
     def fail(config, run_dir):
-        raise RunFailed("rank 0 was killed.")
+        raise RunFailed("MW711", "rank 0 was killed.")
 
     job(fail)
     words = ("-m", QUICK, "train.seed=1,2,3", "hydra.sweep.dir=mine", "hydra.sweeper.max_batch_size=1")

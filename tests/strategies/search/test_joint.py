@@ -64,7 +64,7 @@ def test_bounds_spare_most_prices():
 def test_what_is_refused_is_passed_over_and_told_if_it_is_all():
     def look(choice: Choice) -> Iterator[Priced]:
         if choice.stages > 1:
-            raise StrategyError(f"no {choice.stages} stages")
+            raise StrategyError("MW431", f"no {choice.stages} stages")
         yield Priced(EMPTY, 2.0, 1)
 
     assert decide({choice: Bound(0, 0) for choice in CHOICES}, 1, look).refused == 8

@@ -91,14 +91,14 @@ def test_a_plan_whose_step_cannot_run_is_not_taken(models: dict[str, Model], sea
 
     def seconds(plan: Plan) -> float:
         if plan.operators[product].assignment == first:
-            raise StrategyError("its step cannot run")
+            raise StrategyError("MW402", "its step cannot run")
         return 1.0
 
     other = make_plan(models["llama"].graph, request, cluster(1e9), StepPrice(seconds))
     assert other.operators[product].assignment != first
 
     def never(plan: Plan) -> float:
-        raise StrategyError("its step cannot run")
+        raise StrategyError("MW402", "its step cannot run")
 
     if search == "dynamic_programming":
         with pytest.raises(StrategyError, match="its step cannot run"):

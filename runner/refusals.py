@@ -1,0 +1,93 @@
+"""The catalogue of codes: what each refusal means and what to do about it.
+
+The data is in `refusals.yaml`, from which `run explain CODE` prints and the page docs/troubleshooting.md is made.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from runner.errors import ConfigError, allowed
+
+CODE = re.compile(r"MW\d{3}")
+FILE = Path(__file__).with_name("refusals.yaml")
+AREAS = {
+    "1": "Command line and recipes",
+    "2": "Config keys and values",
+    "3": "Model, data, loss and optimizer",
+    "4": "Strategies, meshes and plans",
+    "5": "Memory",
+    "6": "Checkpoints and run folders",
+    "7": "Launch, hosts and ranks",
+    "8": "Devices and installation",
+    "9": "Capture of the model",
+}
+"""The first digit of a code."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One kind of refusal.
+
+    Attributes:
+        code: such as `MW204`.
+        title: a few words.
+        cause: when it happens.
+        remedy: what to do.
+        example: a command, config or code that is right; empty where the remedy says it all.
+    """
+
+    code: str
+    title: str
+    cause: str
+    remedy: str
+    example: str = ""
+
+
+@cache
+def catalogue() -> dict[str, Refusal]:
+    """Every refusal by its code, in the order of the codes."""
+    entries = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return {code: Refusal(code, **{key: value.strip() for key, value in entries[code].items()}) for code in entries}
+
+
+def explanation(code: str) -> str:
+    """What `run explain CODE` prints.
+
+    Raises:
+        ConfigError: there is no such code.
+    """
+    known = catalogue()
+    if code not in known:
+        raise ConfigError("MW112", f"explain: there is no code {code}.{allowed(code, known)}")
+    refusal = known[code]
+    example = "".join(f"\n    {line}" for line in refusal.example.splitlines())
+    parts = [f"{code}: {refusal.title} ({AREAS[code[2]]})", refusal.cause, refusal.remedy]
+    return "\n\n".join([*parts, f"For example:\n{example}"] if example else parts)
+
+
+def page() -> str:
+    """The page of all codes, in Markdown."""
+    parts = [
+        "# Troubleshooting\n\nA command that cannot run ends with one paragraph and a code, such as `[MW204]`. "
+        "`run explain MW204` prints what stands here. Exit codes: 0 done, 1 failed, 2 wrong command or config, "
+        "130 interrupted (Ctrl-C), 143 stopped by SIGTERM, 129 by SIGHUP. `MESHWRIGHT_TRACEBACK=1` shows tracebacks.\n"
+    ]
+    area = ""
+    for code, refusal in catalogue().items():
+        if code[2] != area:
+            area = code[2]
+            parts.append(f"## {AREAS[area]}\n")
+        parts.append(f"### {code}: {refusal.title}\n\n{refusal.cause}\n\n{refusal.remedy}\n")
+        if refusal.example:
+            parts.append(f"```text\n{refusal.example}\n```\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
