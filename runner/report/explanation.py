@@ -12,7 +12,7 @@ from strategies.core.addressing import addresses, matches
 from strategies.core.errors import closest
 from strategies.core.graph import Operator
 from strategies.core.plan import Plan
-from strategies.core.steps import LOCAL, Chain
+from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.planner.alternatives import Alternative, Neighbourhood
 
 REASONS = {
@@ -114,7 +114,7 @@ def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
         whose = one.operator.removeprefix(f"{layer}.") if one.operator != around.operator.name else "its"
         place = f"operand {one.operand}" if one.operand >= 0 else "result"
         what = f"{whose} {place}" if whose == "its" else f"{place} of {whose}"
-        ways: list[tuple[str, Chain]] = [("forward", one.forward)]
+        ways: list[tuple[str, ReshardingPath]] = [("forward", one.forward)]
         ways += [("backward", one.backward)] if one.differentiable else []
         for way, chain in ways:
             for step in chain:

@@ -28,7 +28,7 @@ from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution, whole
 from strategies.core.graph import Source
 from strategies.core.layout import Layout
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime.pipeline_stage import StageRunner
 
@@ -190,7 +190,7 @@ class Evaluator:
             dims = (*target.dims, *((),) * piece.dim())[: piece.dim()]
             counts = [program.mesh.product(axes) for axes in dims]
             shape = tuple(size * count for size, count in zip(piece.shape, counts, strict=True))
-            steps = chain(Layout(dims), Layout.replicated(len(shape)), shape, program.mesh)
+            steps = resharding_path(Layout(dims), Layout.replicated(len(shape)), shape, program.mesh)
             communicator.prepare(step.axes for step in steps)
             return _first(communicator.carrier(steps)(piece), valid, self.size)
 

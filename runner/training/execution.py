@@ -36,10 +36,10 @@ from strategies.core.graph import OperatorGraph, Source
 from strategies.core.layout import Block, Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
-from strategies.core.steps import LOCAL, Chain
+from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.programs import joined
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.random import mix
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
@@ -321,6 +321,6 @@ def whole(source: Source, piece: Tensor, program: Program, communicator: Communi
     return communicator.carrier(_to_whole(source, program))(piece)
 
 
-def _to_whole(source: Source, program: Program) -> Chain:
+def _to_whole(source: Source, program: Program) -> ReshardingPath:
     shape = source.spec.shape
-    return chain(program.layouts[source.id], Layout.replicated(len(shape)), shape, program.mesh)
+    return resharding_path(program.layouts[source.id], Layout.replicated(len(shape)), shape, program.mesh)

@@ -16,7 +16,7 @@ from strategies.core.graph import Ref, Source, TensorSpec, refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
-from strategies.core.steps import LOCAL, Chain
+from strategies.core.steps import LOCAL, ReshardingPath
 
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
@@ -67,8 +67,8 @@ class Redistribute:
 
     id: str
     value: Ref
-    forward: Chain
-    backward: Chain
+    forward: ReshardingPath
+    backward: ReshardingPath
     scale: float
     differentiable: bool
     spec: TensorSpec

@@ -1,14 +1,12 @@
-"""The steps of a redistribution as data: which collective changes which dim over which mesh axes, and what it sends.
+"""One step of a resharding path, as data: which collective, over which mesh axes, between which layouts, and how many
+elements every rank sends.
 
-The real engine, the simulator and every cost read the same steps. `Step.elements` counts what one rank sends,
-`Step.busiest` what the rank sends that sends most. An exchange (block exchange, all-to-all-v) goes from any layout to
-any other in one call; all other steps change one dim, or the partial axes.
+The ranks and the simulator carry out the same steps; the search counts the same elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -28,8 +26,10 @@ SLICE, PAD, ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (
     "all_to_all",
     "exchange",
 )
+"""Kinds of steps. `all_to_all` moves axes from one dim to another; `exchange` is an all-to-all-v of blocks between any
+two layouts."""
 LOCAL = (SLICE, PAD)
-"""Steps that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
+"""Kinds that send nothing. `pad` is the adjoint of `slice`: zeros elsewhere, so the axes become partial."""
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
@@ -38,15 +38,20 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a chain.
+    """One step of a resharding path.
 
-    `dim` is the tensor dim that changes (the one that gets sliced, for `all_to_all`); `source` is the dim that
-    `all_to_all` gathers; `axes` are the mesh axes, major to minor; `before` and `after` are the layouts on both sides,
-    `shape` is the global shape.
+    Attributes:
+        kind: One of the constants of this module.
+        axes: The mesh axes over which ranks communicate, major to minor.
+        dim: The tensor dim that changes (for `all_to_all` the one that is sliced).
+        source: The dim that `all_to_all` gathers.
+        before: The layout of the operand.
+        after: The layout of the result.
+        shape: The global shape; empty where it is not known.
     """
 
     kind: str
-    axes: tuple[str, ...]
+    axes: Axes
     dim: int
     source: int
     before: Layout
@@ -64,11 +69,11 @@ class Step:
         return f"{self.kind} dim {self.dim} over {axes}"
 
     def cut_length(self, mesh: Mesh) -> int | None:
-        """How long dim `dim` is when it is cut, padding included; None where the shape is not known."""
+        """The length of dim `dim` before it is sliced, padding included; None where the shape is not known."""
         return self.after.local_shape(self.shape, mesh)[self.dim] * mesh.product(self.axes) if self.shape else None
 
     def joined_length(self, mesh: Mesh, dim: int) -> int | None:
-        """How long `dim` is once joined and without padding that ends there; None where the shape is not known."""
+        """The length of `dim` once gathered, without padding that ends there; None where the shape is not known."""
         return self.after.local_shape(self.shape, mesh)[dim] if self.shape else None
 
     def group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ class Step:
             return local * (n - 1)
         if self.kind == ALL_REDUCE:
             return -(-2 * local * (n - 1) // n)
-        if self.kind == ALL_TO_ALL:  # what is cut may be padded first; the joined dim is not yet
+        if self.kind == ALL_TO_ALL:  # the sliced dim may be padded first; the gathered dim is not yet
             local = local // (self.before.local_shape(self.shape, mesh)[self.dim] or 1) * (self.cut_length(mesh) or 0)
             return local * (n - 1) // n
         return math.prod(self.after.local_shape(self.shape, mesh)) * (n - 1)
@@ -95,26 +100,32 @@ class Step:
     def busiest(self, mesh: Mesh) -> int:
         """Elements that the rank which sends most sends to others."""
         if self.kind == EXCHANGE:
-            return busiest_exchange(self.before, self.after, self.shape, mesh)
+            return _busiest_in_exchange(self, mesh)
         return self.elements(mesh)
 
 
-Chain = tuple[Step, ...]
+ReshardingPath = tuple[Step, ...]
+"""Steps that lead from one layout to another."""
 
 
 def size_of(block: Block) -> int:
+    """Elements of a block."""
     return math.prod(stop - start for start, stop in block)
 
 
 def intersect(a: Block, b: Block) -> Block:
+    """The common part of two blocks; some dim is empty or negative where there is none."""
     return tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
 
 
 def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
-    """For an exchange: what `rank` needs and who has it, as (peer, block of the global tensor), by increasing peer.
+    """What `rank` receives in an exchange.
 
-    Along axes that do not slice the tensor before the step, the source sits at the receiver's own coordinate: every
-    replica serves itself, and a rank keeps what it has.
+    Along axes that do not slice the tensor before the step, the sender has the receiver's own coordinate: every replica
+    serves itself, and a rank keeps what it has.
+
+    Returns:
+        (peer, block of the global tensor), by increasing peer, the rank itself included.
     """
     wanted = step.after.block(step.shape, mesh, rank)
     local = step.before.local_shape(step.shape, mesh)
@@ -122,20 +133,20 @@ def receives(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
         range(start // size, -(-stop // size)) if size else range(0)
         for (start, stop), size in zip(wanted, local, strict=True)
     ]
-    found = []
+    blocks = []
     for position in product(*slices):
         peer = rank
         for dim, index in zip(step.before.dims, position, strict=True):
             for axis in reversed(dim):
                 index, coordinate = divmod(index, mesh.sizes[axis])
                 peer += (coordinate - mesh.coordinate(rank, axis)) * mesh.strides[axis]
-        held = tuple((i * size, (i + 1) * size) for i, size in zip(position, local, strict=True))
-        found.append((peer, intersect(held, wanted)))
-    return sorted(found)
+        owned = tuple((i * size, (i + 1) * size) for i, size in zip(position, local, strict=True))
+        blocks.append((peer, intersect(owned, wanted)))
+    return sorted(blocks)
 
 
 def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
-    """For an exchange: what `rank` sends and to whom (itself included), by increasing peer."""
+    """What `rank` sends in an exchange: (peer, block), by increasing peer, the rank itself included."""
     return [
         (peer, block)
         for peer in sorted(mesh.group(rank, step.axes))
@@ -145,35 +156,17 @@ def sends(step: Step, mesh: Mesh, rank: int) -> list[tuple[int, Block]]:
 
 
 @cache
-def busiest_exchange(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> int:
-    """What the busiest rank sends in an exchange."""
-    if not any(
-        is_padded(size, dim, mesh) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
+def _busiest_in_exchange(step: Step, mesh: Mesh) -> int:
+    before, after, shape = step.before, step.after, step.shape
+    if any(
+        size % mesh.product(dim) for layout in (before, after) for size, dim in zip(shape, layout.dims, strict=True)
     ):
-        sent, of = exchanged_share(mesh.axes, before.dims, after.dims)
-        return sent * math.prod(shape) // of
-    axes = exchange_step(before, after, shape, mesh).axes
-    return exchange_elements(mesh.axes, before.dims, after.dims, shape, axes)
+        return exchange_elements(mesh.axes, before.dims, after.dims, shape, step.axes)
+    sent, total = exchange_share(mesh.axes, before.dims, after.dims)
+    return sent * math.prod(shape) // total
 
 
-def exchange_step(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Step:
-    """One all-to-all with uneven splits, among ranks that differ along an axis that the layouts place differently."""
-    same = {
-        axis
-        for size, x, y in zip(shape, before.dims, after.dims, strict=True)
-        if x == y or not (is_padded(size, x, mesh) or is_padded(size, y, mesh))
-        for axis in x[: common(x, y)]
-    }
-    axes = mesh.sorted((before.axes | after.axes) - same)
-    return Step(EXCHANGE, axes, 0, 0, before, after, shape)
-
-
-def is_padded(size: int, axes: Sequence[str], mesh: Mesh) -> bool:
-    """Whether a dim of this size sliced over these axes has padding."""
-    return size % mesh.product(axes) != 0
-
-
-def common(x: Axes, y: Axes) -> int:
+def common_prefix(x: Axes, y: Axes) -> int:
     """How many axes two dims have in common at their beginning."""
     for position, (a, b) in enumerate(zip(x, y, strict=False)):
         if a != b:
@@ -181,18 +174,28 @@ def common(x: Axes, y: Axes) -> int:
     return min(len(x), len(y))
 
 
-def exchanged_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims) -> tuple[int, int]:
-    """What the busiest rank sends in an exchange between even layouts: so many elements of so many. Dims that nothing
-    cuts, and the order of the others, do not matter."""
+def exchange_share(mesh: tuple[tuple[str, int], ...], before: Dims, after: Dims) -> tuple[int, int]:
+    """What the busiest rank sends in an exchange between layouts without padding.
+
+    Dims that nothing slices, and the order of the others, do not matter.
+
+    Args:
+        mesh: (axis, size), outermost first.
+        before: Axes per dim.
+        after: Axes per dim.
+
+    Returns:
+        So many elements of a tensor with so many.
+    """
     pairs = tuple(sorted([pair for pair in zip(before, after, strict=True) if any(pair)]))
     used = {axis for pair in pairs for dim in pair for axis in dim}
-    return _exchanged_share(tuple([one for one in mesh if one[0] in used]), pairs)
+    return _exchange_share(tuple([axis for axis in mesh if axis[0] in used]), pairs)
 
 
 @cache
-def _exchanged_share(mesh: tuple[tuple[str, int], ...], pairs: tuple[tuple[Axes, Axes], ...]) -> tuple[int, int]:
+def _exchange_share(mesh: tuple[tuple[str, int], ...], pairs: tuple[tuple[Axes, Axes], ...]) -> tuple[int, int]:
     length = math.prod(size for _, size in mesh)
-    same = {axis for x, y in pairs for axis in x[: common(x, y)]}
+    same = {axis for x, y in pairs for axis in x[: common_prefix(x, y)]}
     axes = tuple([axis for axis, _ in mesh if axis not in same])
     before, after = zip(*pairs, strict=True)
     sent = exchange_elements(mesh, before, after, (length,) * len(pairs), axes)
@@ -208,38 +211,38 @@ def exchange_elements(
     slice with all of theirs is a product over dims, each a sum over the positions that only this dim depends on.
     """
     sizes, rank = dict(mesh), len(axes)
-    own: dict[str, Integers] = {}  # every rank's position along an axis, one array dim per axis of the group
-    for place, axis in enumerate(axes):
-        own[axis] = np.arange(sizes[axis]).reshape([-1 if i == place else 1 for i in range(rank)])
+    coordinates: dict[str, Integers] = {}  # every rank's position along an axis, one array dim per axis of the group
+    for number, axis in enumerate(axes):
+        coordinates[axis] = np.arange(sizes[axis]).reshape([-1 if i == number else 1 for i in range(rank)])
     senders = {axis for dim in before for axis in dim}
     elsewhere = math.prod(sizes[axis] for axis in axes if axis in senders and not any(axis in dim for dim in after))
     total: Integers = np.full((1,) * rank, elsewhere, dtype=np.int64)
     kept: Integers = np.ones((1,) * rank, dtype=np.int64)
     for size, have, want in zip(shape, before, after, strict=True):
-        held = _weighted(have, sizes, own)
         length = -(-size // math.prod(sizes[axis] for axis in have))
-        starts = np.minimum(held * length, size)
+        starts = np.minimum(_slice_index(have, sizes, coordinates) * length, size)
         stops = np.minimum(starts + length, size)
         length = -(-size // math.prod(sizes[axis] for axis in want))
         free: Integers = np.zeros(1, dtype=np.int64)
         weight = 1
         for axis in reversed(want):
-            if axis in own and axis in senders:
+            if axis in coordinates and axis in senders:
                 free = (np.arange(sizes[axis])[:, None] * weight + free).ravel()
             weight *= sizes[axis]
-        fixed = _weighted(want, sizes, {axis: place for axis, place in own.items() if axis not in senders})
+        fixed = _slice_index(want, sizes, {axis: at for axis, at in coordinates.items() if axis not in senders})
         begin = np.minimum((fixed[..., None] + free) * length, size)
         total = total * _overlap(starts[..., None], stops[..., None], begin, np.minimum(begin + length, size)).sum(-1)
-        begin = np.minimum(_weighted(want, sizes, own) * length, size)
+        begin = np.minimum(_slice_index(want, sizes, coordinates) * length, size)
         kept = kept * _overlap(starts, stops, begin, np.minimum(begin + length, size))
     return int((total - kept).max())
 
 
-def _weighted(dim: Axes, sizes: dict[str, int], own: dict[str, Integers]) -> Integers:
-    """Every rank's position among the slices that `dim` makes; axes without an entry in `own` count as position 0."""
-    position: Integers = np.zeros((1,) * next(iter(own.values())).ndim if own else (), dtype=np.int64)
+def _slice_index(dim: Axes, sizes: dict[str, int], coordinates: dict[str, Integers]) -> Integers:
+    """Every rank's position among the slices that `dim` makes; axes without coordinates count as position 0."""
+    rank = next(iter(coordinates.values())).ndim if coordinates else 0
+    position: Integers = np.zeros((1,) * rank, dtype=np.int64)
     for axis in dim:
-        position = position * sizes[axis] + own.get(axis, 0)
+        position = position * sizes[axis] + coordinates.get(axis, 0)
     return position
 
 

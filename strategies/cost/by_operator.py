@@ -15,9 +15,9 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Program
-from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Chain
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.roofline import VIEWS, operator_work, shares
 from strategies.cost.step import repeated, step_cost
 from strategies.optimizer.buckets import LARGEST
@@ -127,9 +127,9 @@ class _Communication:
             for chain in ways if redistribution.differentiable else ways[:1]:
                 self._add(redistribution.operator, chain, redistribution.spec.item_bytes)
 
-    def _add(self, operator: str, chain: Chain, item_bytes: int) -> None:
+    def _add(self, operator: str, chain: ReshardingPath, item_bytes: int) -> None:
         for step in chain:
-            seconds = self.accumulate * chain_seconds((step,), item_bytes, self.mesh, self.cluster)
+            seconds = self.accumulate * path_seconds((step,), item_bytes, self.mesh, self.cluster)
             self.seconds[operator] = self.seconds.get(operator, 0.0) + seconds
             if step.kind not in LOCAL:
                 sent = self.accumulate * step.busiest(self.mesh) * item_bytes

@@ -20,14 +20,14 @@ import math
 from collections.abc import Sequence
 
 from strategies.core.mesh import Mesh
-from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, Chain, Step
+from strategies.core.steps import ALL_REDUCE, ALL_TO_ALL, EXCHANGE, LOCAL, ReshardingPath, Step
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Cluster, Link
 
 Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""
 
 
-def chain_seconds(chain: Chain, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
+def path_seconds(chain: ReshardingPath, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of a redistribution of a tensor with elements of `item_bytes`."""
     return sum(step_seconds(step, item_bytes, mesh, cluster) for step in chain)
 

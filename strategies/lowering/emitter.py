@@ -12,7 +12,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan
 from strategies.core.program import KEY, Compute, Instruction, LoweringOptions, Ordinal, RankValue, Redistribute
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Sharding
 
 
@@ -111,10 +111,10 @@ class Emitter:
     ) -> Ref:
         """`value` carried from layout `before` to `after`; its gradient comes back as `returned`."""
         mesh = self.lowering.mesh
-        forward = chain(before, after, spec.shape, mesh)
+        forward = resharding_path(before, after, spec.shape, mesh)
         if not forward:
             return value
-        backward = chain(returned, before.whole, spec.shape, mesh) if differentiable else ()
+        backward = resharding_path(returned, before.whole, spec.shape, mesh) if differentiable else ()
         fresh, operator = self.lowering.fresh(name), self.operator
         self.lowering.instructions.append(
             Redistribute(fresh, value, forward, backward, 1.0, differentiable, spec, operator.name, -1, operator.path)

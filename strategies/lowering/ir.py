@@ -11,7 +11,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Compute, Copy, Fused, Program, RankValue, Redistribute, Start, Wait
-from strategies.core.steps import Chain
+from strategies.core.steps import ReshardingPath
 from strategies.rules import rule_of
 
 
@@ -122,7 +122,7 @@ def _fused(instruction: Fused, mesh: Mesh, rank: int) -> list[str]:
     return lines
 
 
-def _steps(way: str, chain: Chain, spec: TensorSpec, mesh: Mesh, rank: int) -> list[str]:
+def _steps(way: str, chain: ReshardingPath, spec: TensorSpec, mesh: Mesh, rank: int) -> list[str]:
     return [
         f"    {way}: {step}  {_local(step.before, spec, mesh)} -> {_local(step.after, spec, mesh)}"
         + (

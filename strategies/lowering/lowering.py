@@ -20,9 +20,9 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import DEFAULT_OPTIONS, Compute, Instruction, LoweringOptions, Program, Redistribute
-from strategies.core.steps import Chain
+from strategies.core.steps import ReshardingPath
 from strategies.lowering.emitter import Emitter
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.random import draws
 
@@ -198,7 +198,7 @@ class _Lowering:
             if planned.outputs is not None and planned.outputs[index] != natural[index]:
                 after = planned.outputs[index]
                 gradient = self.gradient[ref] and operator.id in self.returning
-                back = chain(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
+                back = resharding_path(after.whole, natural[index].whole, spec.shape, self.mesh) if gradient else ()
                 self.local[ref] = self._redistribute(operator, -1, ref, after, back, f"{operator.id}_out", gradient)
                 self.layouts[ref] = after
                 self.added_wide.discard(ref)
@@ -240,13 +240,13 @@ class _Lowering:
             use = (ref, operator.id if operator.share is None else operator.share.of, position)
             if use not in self.uses:  # all copies of the batch share one
                 left = left_axes(have, returned, spec.shape, self.mesh)
-                back = chain(returned, Layout(have.dims, left), spec.shape, self.mesh)
+                back = resharding_path(returned, Layout(have.dims, left), spec.shape, self.mesh)
                 scale = self._scale(source.name, have, left)
                 self.uses[use] = self._redistribute(operator, position, ref, wanted, back, name, True, scale)
             return self.uses[use]
         if not gradient:
             return self._shared(operator, position, ref, wanted, None, (), name)
-        back = chain(returned, have.whole, spec.shape, self.mesh)
+        back = resharding_path(returned, have.whole, spec.shape, self.mesh)
         return self._shared(operator, position, ref, wanted, returned, back, name)
 
     def _shared(
@@ -256,7 +256,7 @@ class _Lowering:
         ref: Ref,
         wanted: Layout,
         returned: Layout | None,
-        back: Chain,
+        back: ReshardingPath,
         name: str,
     ) -> Ref:
         """One redistribution for all uses that need the same slice and return the same kind of gradient."""
@@ -271,13 +271,13 @@ class _Lowering:
         position: int,
         ref: Ref,
         wanted: Layout,
-        back: Chain,
+        back: ReshardingPath,
         name: str,
         gradient: bool,
         scale: float = 1.0,
     ) -> Ref:
         spec = self.graph.specs[ref]
-        forward = chain(self.layouts[ref], wanted, spec.shape, self.mesh)
+        forward = resharding_path(self.layouts[ref], wanted, spec.shape, self.mesh)
         if not forward and not back and scale == 1.0:
             return self.local[ref]
         step = Redistribute(
@@ -314,8 +314,8 @@ class _Lowering:
 
     def _output(self, ref: Ref, wanted: Layout) -> Ref:
         spec, have = self.graph.specs[ref], self.layouts[ref]
-        forward = chain(have, wanted, spec.shape, self.mesh)
-        back = chain(wanted, have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
+        forward = resharding_path(have, wanted, spec.shape, self.mesh)
+        back = resharding_path(wanted, have.whole, spec.shape, self.mesh) if self.gradient[ref] else ()
         if not forward and not back:
             return self.local[ref]
         return self._handed_on(ref, forward, back, f"{ref.id}_output", self.gradient[ref])
@@ -323,12 +323,12 @@ class _Lowering:
     def _update(self, buffer: str, ref: Ref) -> Ref:
         """The slice of a buffer's new value, laid out like the buffer. No gradient comes back through it."""
         spec = self.graph.specs[ref]
-        forward = chain(self.layouts[ref], self.layouts[Ref(buffer)], spec.shape, self.mesh)
+        forward = resharding_path(self.layouts[ref], self.layouts[Ref(buffer)], spec.shape, self.mesh)
         if not forward:
             return self.local[ref]
         return self._handed_on(ref, forward, (), f"{buffer}_update", False)
 
-    def _handed_on(self, ref: Ref, forward: Chain, back: Chain, name: str, gradient: bool) -> Ref:
+    def _handed_on(self, ref: Ref, forward: ReshardingPath, back: ReshardingPath, name: str, gradient: bool) -> Ref:
         """The slice of a value that leaves the program."""
         producer, spec = self.graph.by_id[ref.id], self.graph.specs[ref]
         step = Redistribute(

@@ -22,7 +22,7 @@ from strategies.core.program import LoweringOptions, Program, Redistribute
 from strategies.core.steps import ALL_REDUCE
 from strategies.cost.by_operator import GRADIENTS, marginal_seconds
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds
+from strategies.cost.collectives import path_seconds
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
@@ -89,7 +89,7 @@ class Neighbourhood:
         )
         around = tuple(self._around(program))
         sent = sum(
-            chain_seconds(chain, one.spec.item_bytes, mesh, cluster)
+            path_seconds(chain, one.spec.item_bytes, mesh, cluster)
             for one in around
             for chain in ((one.forward, one.backward) if one.differentiable else (one.forward,))
         )

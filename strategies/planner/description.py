@@ -12,7 +12,7 @@ from typing import Any
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program, Redistribute
-from strategies.core.steps import ALL_REDUCE, LOCAL, Chain
+from strategies.core.steps import ALL_REDUCE, LOCAL, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline.cutting import Stage
@@ -140,7 +140,7 @@ def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redis
     }
 
 
-def steps(chain: Chain, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
+def steps(chain: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, Any]]:
     return [
         {
             "step": str(step),

@@ -25,7 +25,7 @@ from strategies.core.steps import (
     PAD,
     REDUCE_SCATTER,
     SLICE,
-    Chain,
+    ReshardingPath,
     Step,
     receives,
     sends,
@@ -144,7 +144,7 @@ class Communicator:
         self.sent[kind] += elements * tensor.element_size()
         self.calls[kind] += 1
 
-    def carrier(self, steps: Chain) -> Carrier:
+    def carrier(self, steps: ReshardingPath) -> Carrier:
         """A function that carries a local tensor along `steps`."""
         parts = [self._step(step) for step in steps]
         if not parts:
@@ -159,7 +159,7 @@ class Communicator:
 
         return run
 
-    def carrier_of_all(self, chains: Sequence[Chain]) -> CarrierOfAll:
+    def carrier_of_all(self, chains: Sequence[ReshardingPath]) -> CarrierOfAll:
         """A function that carries one local tensor along each chain, with one call for all where they communicate. The
         chains have the same collectives over the same axes."""
         stages = [self._stage(steps) for steps in zip(*chains, strict=True)]
@@ -172,7 +172,7 @@ class Communicator:
 
         return run
 
-    def launcher(self, chains: Sequence[Chain]) -> Launcher:
+    def launcher(self, chains: Sequence[ReshardingPath]) -> Launcher:
         """What starts to carry one local tensor along each chain, and returns what waits for the results. The first
         collective runs meanwhile; what comes after it is done when the results are asked for."""
         stages = list(zip(*chains, strict=True))

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from strategies.core.errors import StrategyError
 from strategies.core.mesh import Mesh
-from strategies.core.steps import LOCAL, Chain
+from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.runtime.communicator import Carrier, CarrierOfAll
 
 LARGEST = 2000
@@ -83,7 +83,7 @@ _library.impl("carry_all", _carry_all, "CompositeExplicitAutograd")  # type: ign
 torch.library.register_fake("meshwright::carry_all", _all_shaped, lib=_library)
 
 
-def opaque(carrier: Carrier, steps: Chain, mesh: Mesh) -> Carrier:
+def opaque(carrier: Carrier, steps: ReshardingPath, mesh: Mesh) -> Carrier:
     """`carrier`, which carries out `steps`, as the compiler can take it; itself where nothing is sent."""
     if all(step.kind in LOCAL for step in steps):
         return carrier
@@ -97,7 +97,7 @@ def opaque(carrier: Carrier, steps: Chain, mesh: Mesh) -> Carrier:
     return carry
 
 
-def opaque_all(carrier: CarrierOfAll, chains: Sequence[Chain], mesh: Mesh) -> CarrierOfAll:
+def opaque_all(carrier: CarrierOfAll, chains: Sequence[ReshardingPath], mesh: Mesh) -> CarrierOfAll:
     """`opaque` for several tensors at once."""
     if all(step.kind in LOCAL for step in chains[0]):
         return carrier

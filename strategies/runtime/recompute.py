@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.core.layout import Layout
 from strategies.lowering.recompute import Part
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.runtime.communicator import Carrier, Communicator
 
 _running = threading.local()
@@ -52,7 +52,7 @@ class Hold:
     def _both(self, elements: int) -> tuple[Carrier, Carrier]:
         if elements not in self.carriers:
             whole, part, mesh = Layout.replicated(1), Layout((self.axes,)), self.communicator.mesh
-            cut, join = chain(whole, part, (elements,), mesh), chain(part, whole, (elements,), mesh)
+            cut, join = resharding_path(whole, part, (elements,), mesh), resharding_path(part, whole, (elements,), mesh)
             self.carriers[elements] = self.communicator.carrier(cut), self.communicator.carrier(join)
         return self.carriers[elements]
 

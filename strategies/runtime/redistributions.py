@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies.core.program import Fused, Redistribute, Start, Wait
-from strategies.core.steps import Chain
+from strategies.core.steps import ReshardingPath
 from strategies.runtime.communicator import Carrier, CarrierOfAll, Communicator, Landing, Launcher
 from strategies.runtime.compiled import opaque, opaque_all
 from strategies.runtime.flight_recorder import PLACE, recorder
@@ -43,7 +43,7 @@ class _Redistribution(torch.autograd.Function):
 def edge(instruction: Redistribute, communicator: Communicator, compiled: bool = False, kept: bool = False) -> Edge:
     """The function that carries a value to its use. What is `kept` by a recomputed module is sent only once."""
 
-    def carrier(steps: Chain) -> Carrier:
+    def carrier(steps: ReshardingPath) -> Carrier:
         found = communicator.carrier(steps)
         return opaque(found, steps, communicator.mesh) if compiled else found
 
@@ -63,7 +63,7 @@ def edge(instruction: Redistribute, communicator: Communicator, compiled: bool =
     return _named(redistribute, instruction.forward)
 
 
-def _named(function: Callable[..., Any], steps: Chain, prefix: str = "") -> Callable[..., Any]:
+def _named(function: Callable[..., Any], steps: ReshardingPath, prefix: str = "") -> Callable[..., Any]:
     text = prefix + (" then ".join(map(str, steps)) or "keep")
     function.__name__ = function.__qualname__ = re.sub(r"\W+", "_", text).strip("_")
     function.__module__ = "redistribute"
@@ -96,7 +96,7 @@ class _Redistributions(torch.autograd.Function):
 def edges(instruction: Fused, communicator: Communicator, compiled: bool = False) -> Callable[..., Sequence[Tensor]]:
     """The function that carries several values to their uses, with one call for all of them."""
 
-    def carrier(chains: Sequence[Chain]) -> CarrierOfAll:
+    def carrier(chains: Sequence[ReshardingPath]) -> CarrierOfAll:
         found = communicator.carrier_of_all(chains)
         return opaque_all(found, chains, communicator.mesh) if compiled else found
 

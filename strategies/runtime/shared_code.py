@@ -29,7 +29,7 @@ from strategies.core.program import (
     Start,
     Wait,
 )
-from strategies.core.steps import Chain
+from strategies.core.steps import ReshardingPath
 from strategies.lowering.recompute import Part
 from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.naming import attach, register
@@ -75,7 +75,7 @@ class Forms:
         carried = tuple((self._chain(one.forward), self._chain(one.backward), one.scale) for one in parts)
         return type(step).__name__, type(of).__name__, carried, of.differentiable
 
-    def _chain(self, steps: Chain) -> int:
+    def _chain(self, steps: ReshardingPath) -> int:
         if id(steps) not in self._chains:
             self._chains[id(steps)] = self._number(steps)
         return self._chains[id(steps)]

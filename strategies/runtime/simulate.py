@@ -26,7 +26,7 @@ from strategies.core.steps import (
     PAD,
     REDUCE_SCATTER,
     SLICE,
-    Chain,
+    ReshardingPath,
     Step,
     receives,
     size_of,
@@ -112,7 +112,7 @@ def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> 
     return result
 
 
-def carry(steps: Chain, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+def carry(steps: ReshardingPath, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """A whole chain on all ranks; no result shares memory with another or with an input."""
     now = list(tensors)
     for step in steps:
@@ -120,7 +120,7 @@ def carry(steps: Chain, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     return [tensor.clone() for tensor in now]
 
 
-def carry_all(chains: Sequence[Chain], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
+def carry_all(chains: Sequence[ReshardingPath], tensors: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[list[Tensor]]:
     """One value along each chain, on all ranks, with one collective for all: `tensors` and the result are by chain and
     rank."""
     now = [list(one) for one in tensors]

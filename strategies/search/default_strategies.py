@@ -6,7 +6,7 @@ from __future__ import annotations
 from strategies.core.graph import Operator
 from strategies.core.layout import Layout
 from strategies.core.mesh_refinement import Meshing
-from strategies.resharding.redistribution import chain, elements
+from strategies.resharding.path import path_elements, resharding_path
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 
@@ -48,7 +48,7 @@ def as_shown(problem: Problem, operator: Operator, have: Layout, default: Assign
     if not kept or any(sharding.sizes[f] % problem.mesh.product(axes) for f, axes in assignment.items()):
         return default
     mine, other = (
-        elements(chain(have, sharding.operand_layouts(a)[0], spec.shape, problem.mesh), problem.mesh)
+        path_elements(resharding_path(have, sharding.operand_layouts(a)[0], spec.shape, problem.mesh), problem.mesh)
         for a in (assignment, default)
     )
     return assignment if mine < other else default

@@ -13,12 +13,21 @@ from functools import cache
 
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, SLICE, Chain, Step
+from strategies.core.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    SLICE,
+    ReshardingPath,
+    Step,
+)
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, copied_elements
 
 
-def direct_chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> Chain:
+def direct_chain(before: Layout, after: Layout, shape: tuple[int, ...], mesh: Mesh) -> ReshardingPath:
     """Steps from `before` to `after` for a tensor of global `shape`; `after` must not be partial.
 
     >>> mesh = Mesh((("a", 2), ("b", 2)))

@@ -14,9 +14,9 @@ import numpy as np
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.core.layout import Layout
-from strategies.cost.collectives import chain_seconds
+from strategies.cost.collectives import path_seconds
 from strategies.cost.roofline import operator_work, roofline
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Dims, Sharding
 from strategies.search.kept import parameter_bytes
 from strategies.search.own import Own
@@ -224,9 +224,9 @@ class Menu:
         if after is not None and problem.counts(Ref(operator.id)):
             natural = sharding.result_layouts(assignments[0])
             for number, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
-                found = found + self.chain_seconds(have, then, spec)
+                found = found + self.path_seconds(have, then, spec)
                 if trained and Ref(operator.id, number) in graph.trained:
-                    found = found + self.chain_seconds(then.whole, have.whole, spec)
+                    found = found + self.path_seconds(then.whole, have.whole, spec)
         return found
 
     def _inside(self, operator: Operator, sharding: Sharding, assignments: Assignments) -> Seconds:
@@ -269,7 +269,9 @@ class Menu:
         """Seconds of the update of a trained parameter whose gradient is partial as `layout` is."""
         return self.own.parameter_seconds(layout, spec)
 
-    def chain_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+    def path_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
         """Seconds of one redistribution."""
         mesh = self.problem.mesh
-        return chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster)
+        return path_seconds(
+            resharding_path(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.transfers.cluster
+        )

@@ -17,7 +17,7 @@ from strategies.core.plan import OperatorPlan
 from strategies.core.program import DEFAULT_OPTIONS, Instruction, LoweringOptions, Redistribute
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds, collective_seconds
+from strategies.cost.collectives import collective_seconds, path_seconds
 from strategies.cost.exposed_communication import main_calls
 from strategies.cost.step import MASTER, ZERO_COPIES
 from strategies.lowering.emitter import Emitter
@@ -119,9 +119,9 @@ class Own:
             return 0.0  # its own calls may run beside them
         total = 0.0
         for one in self._emitted(operator, sharding, assignment):
-            total += chain_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
+            total += path_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
             if one.differentiable and operator.id in self.problem.graph.returning:
-                total += chain_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
+                total += path_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
         return total
 
     def waits(self, operator: Operator, ref: Ref) -> bool:

@@ -15,10 +15,10 @@ from strategies.core.graph import Operator, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds
+from strategies.cost.collectives import path_seconds
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import left_axes
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment
 from strategies.search.own import Own
 from strategies.search.problem import Problem
@@ -31,7 +31,7 @@ def engine_seconds(
     before: Layout, after: Layout, shape: tuple[int, ...], item_bytes: int, mesh: Mesh, cluster: Cluster
 ) -> float:
     """Seconds of the chain that the engine runs."""
-    return chain_seconds(chain(before, after, shape, mesh), item_bytes, mesh, cluster)
+    return path_seconds(resharding_path(before, after, shape, mesh), item_bytes, mesh, cluster)
 
 
 class Pricing:

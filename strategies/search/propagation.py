@@ -23,7 +23,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.mesh_refinement import Meshing
 from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.search.default_strategies import batch_parallel
 from strategies.search.direct import shares
@@ -206,7 +206,7 @@ class Wire:
 
     def _searched(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
         """Axes and bytes of every collective."""
-        for step in chain(before, after, spec.shape, self.mesh):
+        for step in resharding_path(before, after, spec.shape, self.mesh):
             if step.kind not in LOCAL:
                 yield step.axes, step.busiest(self.mesh) * spec.item_bytes
 

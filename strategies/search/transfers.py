@@ -20,7 +20,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.steps import LOCAL
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import copied_elements, moved_seconds
-from strategies.resharding.redistribution import LARGE, chain
+from strategies.resharding.path import LARGE, resharding_path
 from strategies.search.bounds import Bounds
 from strategies.search.patterns import Asked, Group, Kinds, Pattern, alike, mixed
 from strategies.search.patterns import Integers as Integers
@@ -250,7 +250,7 @@ class Transfers:
         shape, numbers = asked.spec.shape, []
         elements = math.prod(shape)
         before, after = self.layout(asked.before, row), self.layout(asked.after, column)
-        for step in chain(before, after, shape, self.mesh):
+        for step in resharding_path(before, after, shape, self.mesh):
             local = [math.prod(layout.local_shape(shape, self.mesh)) for layout in (step.before, step.after)]
             sent = step.busiest(self.mesh)
             told: tuple[object, ...] = (

@@ -16,7 +16,7 @@ from strategies.core.errors import StrategyError
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh, accumulate, common_refinement, differences
 from strategies.core.steps import intersect, size_of
-from strategies.resharding.redistribution import chain, elements
+from strategies.resharding.path import path_elements, resharding_path
 from strategies.runtime.simulate import carry, shard
 
 CASES = json.loads((Path(__file__).parent / "algebra.json").read_text(encoding="utf-8"))
@@ -76,13 +76,13 @@ def upstream(operators, shape):
 def check_chain(source, target, chains):
     """Our chain ends in the target's slices, and sends no more than any of the recorded ones."""
     mesh, before, after, shape = both(source, target)
-    steps = chain(before, after, shape, mesh)
+    steps = resharding_path(before, after, shape, mesh)
     whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     for got, want in zip(carry(steps, shard(whole, before, mesh), mesh), shard(whole, after, mesh), strict=True):
         assert torch.equal(got, want)
     for operators in chains:
         sent, ended = upstream(operators, before.local_shape(shape, mesh))
-        assert elements(steps, mesh) <= sent
+        assert path_elements(steps, mesh) <= sent
         assert ended == after.local_shape(shape, mesh)
 
 
@@ -221,7 +221,7 @@ def test_algebra(case):
         )
         check_chain(source, target, [])
         mesh, before, after, shape = both(source, target)
-        assert elements(chain(before, after, shape, mesh), mesh) <= CHAINS[kind]
+        assert path_elements(resharding_path(before, after, shape, mesh), mesh) <= CHAINS[kind]
     else:
         for call in expected["calls"]:
             if call["fn"] in CHECKS:

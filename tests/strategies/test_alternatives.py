@@ -16,7 +16,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import OperatorStrategy, Request
-from strategies.cost.collectives import chain_seconds
+from strategies.cost.collectives import path_seconds
 from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.optimizer.settings import OptimizerSettings
@@ -48,7 +48,7 @@ def whole(graph: OperatorGraph, plan: Plan) -> tuple[float, float, Program]:
     """Seconds of computing and of redistributions of a plan."""
     program = lower(graph, plan, LoweringOptions(partial_loss=True))
     sent = sum(
-        chain_seconds(chain, one.spec.item_bytes, plan.mesh, MACHINE)
+        path_seconds(chain, one.spec.item_bytes, plan.mesh, MACHINE)
         for one in program.redistributions
         for chain in ((one.forward, one.backward) if one.differentiable else (one.forward,))
     )

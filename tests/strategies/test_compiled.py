@@ -17,7 +17,7 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Fused, LoweringOptions, Redistribute
 from strategies.lowering.lowering import lower
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.runtime import compiled
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.module_tree import build
@@ -157,7 +157,7 @@ def test_local_steps_keep_their_gradients(dim: int, rank: int) -> None:
     spec = TensorSpec(shape, "float64")
 
     def carried(name: str, before: Layout, forward: Layout, backward: Layout, after: Layout) -> Redistribute:
-        forth, back = chain(before, forward, shape, mesh), chain(backward, after, shape, mesh)
+        forth, back = resharding_path(before, forward, shape, mesh), resharding_path(backward, after, shape, mesh)
         return Redistribute(name, Ref(name), forth, back, 0.5, True, spec, name, 0, ())
 
     cut, filled = carried("x", given, sliced, sliced, summed), carried("y", sliced, summed, given, sliced)

@@ -28,7 +28,7 @@ from strategies.core.steps import (
     sends,
     size_of,
 )
-from strategies.resharding.redistribution import chain, elements
+from strategies.resharding.path import path_elements, resharding_path
 from strategies.runtime.simulate import assemble, carry, redistribute, shard
 
 SIZES = [(2, 2), (4, 2), (3, 2), (2, 2, 2), (2, 3, 2), (2, 1, 4)]
@@ -90,9 +90,9 @@ def check(draw, seed):
     mesh, shape, before, after = case(draw, seed)
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-    forward = chain(before, after, shape, mesh)
+    forward = resharding_path(before, after, shape, mesh)
     if not after.partial:
-        backward = chain(after.whole, before.whole, shape, mesh)
+        backward = resharding_path(after.whole, before.whole, shape, mesh)
     pieces = pieces_of(whole, before, mesh, generator)
     assert_lies(carry(forward, pieces, mesh), whole, after, mesh)
     if after.partial:
@@ -149,7 +149,7 @@ def test_predicted_elements_are_the_counted_ones(draw):
     kinds = set()
     for seed in range(200):
         mesh, shape, before, after = case(draw, seed)
-        for step in chain(before, after, shape, mesh):
+        for step in resharding_path(before, after, shape, mesh):
             kinds.add(step.kind)
             counted = sent(step, mesh)
             if step.kind == ALL_REDUCE:  # chunks that differ by one: the prediction is the mean, rounded up
@@ -169,7 +169,7 @@ def test_predicted_elements_are_the_counted_ones(draw):
 def test_sends_are_the_receives_of_others(draw):
     for seed in range(200):
         mesh, shape, before, after = case(draw, seed)
-        for step in chain(before, after, shape, mesh):
+        for step in resharding_path(before, after, shape, mesh):
             if step.kind != EXCHANGE:
                 continue
             received = {(peer, rank, block) for rank in range(mesh.size) for peer, block in receives(step, mesh, rank)}
@@ -261,10 +261,10 @@ def assert_none_is_cheaper(sizes, shape, every=1):
         for after in everything[::every]:
             if after.partial:
                 continue
-            found = chain(before, after, shape, mesh)
+            found = resharding_path(before, after, shape, mesh)
             collectives = sum(step.kind not in LOCAL for step in found)
             least = cheapest(before, after, mesh, shape, everything, collectives)
-            assert elements(found, mesh) <= least, f"{before} -> {after}: {[*map(str, found)]}"
+            assert path_elements(found, mesh) <= least, f"{before} -> {after}: {[*map(str, found)]}"
 
 
 @pytest.mark.parametrize(("sizes", "shape"), [((2, 2), (8, 8)), ((2, 3), (12, 6)), ((4, 2), (16, 8))])
@@ -281,7 +281,7 @@ def test_a_moved_axis_is_one_exchange_of_what_is_missing():
     """The seed's example: ((1, 8) -> (8, 1)) moves 7/8 of a slice, not the whole tensor."""
     mesh = Mesh((("a", 8),))
     before, after = Layout(((), ("a",))), Layout((("a",), ()))
-    (step,) = chain(before, after, (16, 16), mesh)
+    (step,) = resharding_path(before, after, (16, 16), mesh)
     assert step.kind == ALL_TO_ALL
     assert step.busiest(mesh) == 28
 
@@ -289,7 +289,7 @@ def test_a_moved_axis_is_one_exchange_of_what_is_missing():
 def test_a_changed_order_of_axes_is_one_exchange():
     mesh = Mesh((("dp", 2), ("sp", 2), ("mp", 2)))
     before, after = Layout((("dp", "sp", "mp"), ())), Layout((("mp",), ("sp", "dp")))
-    (step,) = chain(before, after, (8, 8), mesh)
+    (step,) = resharding_path(before, after, (8, 8), mesh)
     assert step.kind == EXCHANGE
     assert (
         step.busiest(mesh) == 8
@@ -299,7 +299,7 @@ def test_a_changed_order_of_axes_is_one_exchange():
 def test_replicas_share_the_work_of_an_exchange():
     """Sliced over a and replicated over b, wanted the other way round: each replica serves half."""
     mesh = mesh_of((4, 2))
-    cut, step = chain(Layout((("a",),)), Layout((("b",),)), (16,), mesh)
+    cut, step = resharding_path(Layout((("a",),)), Layout((("b",),)), (16,), mesh)
     assert (cut.kind, step.kind) == (SLICE, EXCHANGE)
     direct = Step(EXCHANGE, ("a", "b"), 0, 0, Layout((("a",),)), Layout((("b",),)), (16,))
     assert step.busiest(mesh) == 8 < direct.busiest(mesh) == 12
@@ -308,31 +308,34 @@ def test_replicas_share_the_work_of_an_exchange():
 def test_half_an_all_reduce_before_an_exchange():
     """A partial sum whose target wants the axis elsewhere is not reduced in full."""
     mesh = mesh_of((4, 2))
-    kinds = [step.kind for step in chain(Layout((("a",), ()), frozenset("b")), Layout((("b", "a"), ())), (16, 8), mesh)]
+    kinds = [
+        step.kind
+        for step in resharding_path(Layout((("a",), ()), frozenset("b")), Layout((("b", "a"), ())), (16, 8), mesh)
+    ]
     assert kinds == [REDUCE_SCATTER, EXCHANGE]
 
 
 def test_a_partial_sum_that_is_sliced_is_one_reduce_scatter():
     mesh = Mesh((("m", 2), ("k", 4)))
-    (step,) = chain(Layout((("m",), ()), frozenset("k")), Layout((("m",), ("k",))), (16, 16), mesh)
+    (step,) = resharding_path(Layout((("m",), ()), frozenset("k")), Layout((("m",), ("k",))), (16, 16), mesh)
     assert step.kind == REDUCE_SCATTER
     assert step.group(mesh, 0) == (0, 1, 2, 3)
 
 
 def test_fused_over_several_axes():
     mesh = mesh_of((2, 2, 2))
-    (step,) = chain(Layout((("a", "b", "c"),)), Layout(((),)), (8,), mesh)
+    (step,) = resharding_path(Layout((("a", "b", "c"),)), Layout(((),)), (8,), mesh)
     assert (step.kind, step.axes) == (ALL_GATHER, ("a", "b", "c"))
-    (step,) = chain(Layout(((),), frozenset("abc")), Layout(((),)), (8,), mesh)
+    (step,) = resharding_path(Layout(((),), frozenset("abc")), Layout(((),)), (8,), mesh)
     assert (step.kind, step.axes) == (ALL_REDUCE, ("a", "b", "c"))
 
 
 def test_targets_that_cannot_be_reached():
     mesh = mesh_of((2, 2))
     with pytest.raises(StrategyError, match="No redistribution leads from layout"):
-        chain(Layout(((),)), Layout(((),), frozenset("a")), (4,), mesh)
+        resharding_path(Layout(((),)), Layout(((),), frozenset("a")), (4,), mesh)
     with pytest.raises(StrategyError, match="do not fit"):
-        chain(Layout(((),)), Layout(((), ())), (6,), mesh)
+        resharding_path(Layout(((),)), Layout(((), ())), (6,), mesh)
 
 
 def test_assemble_undoes_shard(draw):

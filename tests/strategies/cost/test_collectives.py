@@ -10,8 +10,8 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.cost.cluster import HIERARCHICAL, RING, TREE, Level, Link
-from strategies.cost.collectives import chain_seconds, collective_seconds, step_seconds
-from strategies.resharding.redistribution import chain
+from strategies.cost.collectives import collective_seconds, path_seconds, step_seconds
+from strategies.resharding.path import resharding_path
 from tests.strategies.machines import GPU, NODE, cluster
 
 MESH = Mesh((("dp", 4), ("tp", 8)))
@@ -62,16 +62,16 @@ def test_messages_to_peers_elsewhere_use_the_slow_links() -> None:
 
 
 def test_a_chain_costs_its_steps() -> None:
-    steps = chain(Layout((("dp",), ()), frozenset({"tp"})), Layout(((), ("dp", "tp"))), (64, 64), MESH)
+    steps = resharding_path(Layout((("dp",), ()), frozenset({"tp"})), Layout(((), ("dp", "tp"))), (64, 64), MESH)
     assert len(steps) > 1
-    total = chain_seconds(steps, 4, MESH, MACHINE)
+    total = path_seconds(steps, 4, MESH, MACHINE)
     assert total == pytest.approx(sum(step_seconds(step, 4, MESH, MACHINE) for step in steps))
-    assert chain_seconds((), 4, MESH, MACHINE) == 0
+    assert path_seconds((), 4, MESH, MACHINE) == 0
 
 
 def test_slices_along_an_inner_dim_are_copied() -> None:
     def gather(dims: tuple[tuple[str, ...], ...]) -> float:
-        return chain_seconds(chain(Layout(dims), Layout(((), ())), (4096, 4096), MESH), 4, MESH, MACHINE)
+        return path_seconds(resharding_path(Layout(dims), Layout(((), ())), (4096, 4096), MESH), 4, MESH, MACHINE)
 
     copies = MACHINE.launch + 2 * 4096 * 4096 * 4 / MACHINE.memory_bandwidth
     assert gather(((), ("tp",))) - gather((("tp",), ())) == pytest.approx(copies)

@@ -20,7 +20,7 @@ from strategies.lowering.fusion import KINDS, fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.lowering.recompute import region_of
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.redistributions import starting, waiting
@@ -164,7 +164,7 @@ def test_a_start_launches_and_a_wait_lands_both_ways() -> None:
             return gradient * 3
 
     layout, mesh = Layout.replicated(1), Mesh((("a", 2),))
-    carried = chain(Layout(layout.dims, frozenset("a")), layout, (4,), mesh)
+    carried = resharding_path(Layout(layout.dims, frozenset("a")), layout, (4,), mesh)
     one = Redistribute("r", Ref("x"), carried, carried, 5.0, True, TensorSpec((4,), "float32"), "x", 0, ())
     communicator = Noted(Mesh((("world", 1),)), 0)
     start, wait = starting(Start("s", one, ()), communicator), waiting(Wait("r", "s", one, ()), communicator)

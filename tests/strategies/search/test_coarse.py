@@ -14,8 +14,8 @@ from strategies.core.graph import TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import chain_seconds
-from strategies.resharding.redistribution import chain
+from strategies.cost.collectives import path_seconds
+from strategies.resharding.path import resharding_path
 from strategies.search.alike import Alike
 from strategies.search.coarse import Coarse, shared
 from strategies.search.exact import search
@@ -59,7 +59,7 @@ def test_no_class_costs_more_than_its_members(mesh: Mesh, cluster: Cluster) -> N
         dims = 1 + turn % 3
         spec = TensorSpec((12288, *rng.choice([(192, 384), (768, 1536)]))[:dims], "bfloat16")
         before, after = drawn(mesh, dims, turn % 2 == 0, rng), drawn(mesh, dims, False, rng)
-        seconds = chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, cluster)
+        seconds = path_seconds(resharding_path(before, after, spec.shape, mesh), spec.item_bytes, mesh, cluster)
         one, other = alike.rows_of([before]), alike.rows_of([after])
         bound = alike.seconds(one, other, spec)[0, 0]
         alike.settle(one, other, spec, 0, 0)
@@ -84,7 +84,7 @@ def test_a_single_collective_costs_the_class_what_it_costs_its_members() -> None
         one, other = alike.rows_of([before]), alike.rows_of([after])
         alike.seconds(one, other, spec)
         alike.settle(one, other, spec, 0, 0)
-        seconds = chain_seconds(chain(before, after, spec.shape, mesh), spec.item_bytes, mesh, cluster)
+        seconds = path_seconds(resharding_path(before, after, spec.shape, mesh), spec.item_bytes, mesh, cluster)
         assert alike.seconds(one, other, spec)[0, 0] == pytest.approx(seconds, rel=1e-6)
 
 

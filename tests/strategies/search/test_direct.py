@@ -8,7 +8,7 @@ import pytest
 
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
-from strategies.resharding.redistribution import chain, elements
+from strategies.resharding.path import path_elements, resharding_path
 from strategies.search.direct import direct_chain, direct_seconds
 from strategies.search.prices import engine_seconds
 from tests.strategies.search.problems import all_layouts, node, nodes
@@ -31,7 +31,7 @@ def test_every_chain_leads_to_its_target_and_never_beats_the_engine() -> None:
             assert step.before == now
             now = step.after
         assert now == after
-        assert elements(found, MESH) >= elements(chain(before, after, SHAPE, MESH), MESH)
+        assert path_elements(found, MESH) >= path_elements(resharding_path(before, after, SHAPE, MESH), MESH)
 
 
 def test_what_one_axis_changes_costs_what_the_engine_needs() -> None:

@@ -17,7 +17,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Redistribute
 from strategies.cost.cluster import Cluster, Level, Link
-from strategies.cost.collectives import chain_seconds
+from strategies.cost.collectives import path_seconds
 from strategies.cost.roofline import operator_seconds
 from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
@@ -83,8 +83,8 @@ def executed_seconds(problem: Problem, found: Found, bucket: float) -> float:
         total += operator_seconds(sharding, found.assignments[operator.id], operator, graph, mesh, CLUSTER, trained)
     for one in program.instructions:
         if isinstance(one, Redistribute):
-            total += chain_seconds(one.forward, one.spec.item_bytes, mesh, CLUSTER)
-            total += chain_seconds(one.backward, one.spec.item_bytes, mesh, CLUSTER) if one.differentiable else 0
+            total += path_seconds(one.forward, one.spec.item_bytes, mesh, CLUSTER)
+            total += path_seconds(one.backward, one.spec.item_bytes, mesh, CLUSTER) if one.differentiable else 0
     menu = Menu(problem, Transfers(mesh, CLUSTER))
     for source in graph.of_kind("parameter"):
         used = any(user.id in graph.returning for user, _ in graph.users[Ref(source.id)])

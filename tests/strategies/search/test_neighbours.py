@@ -17,7 +17,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import OperatorStrategy
-from strategies.resharding.redistribution import chain
+from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.search.propagation import Propagation
 from tests.strategies.test_propagation import Body, model_of, plan_of, wanted
@@ -108,7 +108,7 @@ def carried(graph: OperatorGraph, plan: Plan, decided: dict[str, OperatorPlan], 
             for user, at in graph.users[ref]
             if user.id in now
         ]
-    chains = [chain(have, want, graph.specs[ref].shape, plan.mesh) for have, want, ref in pairs]
+    chains = [resharding_path(have, want, graph.specs[ref].shape, plan.mesh) for have, want, ref in pairs]
     return sum(step.busiest(plan.mesh) for steps in chains for step in steps)
 
 

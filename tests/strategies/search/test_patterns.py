@@ -10,8 +10,8 @@ import pytest
 
 from strategies.core.graph import TensorSpec
 from strategies.core.mesh import Mesh
-from strategies.cost.collectives import chain_seconds
-from strategies.resharding.redistribution import chain
+from strategies.cost.collectives import path_seconds
+from strategies.resharding.path import resharding_path
 from strategies.search import elimination
 from strategies.search import transfers as pricing
 from strategies.search.cells import Network, table
@@ -35,8 +35,8 @@ def rows_of(prices: Transfers) -> tuple[Rows, Rows]:
 
 
 def price(prices: Transfers, before: Rows, after: Rows, spec: TensorSpec, row: int, column: int) -> float:
-    steps = chain(prices.layout(before, row), prices.layout(after, column), spec.shape, prices.mesh)
-    return chain_seconds(steps, spec.item_bytes, prices.mesh, NODES)
+    steps = resharding_path(prices.layout(before, row), prices.layout(after, column), spec.shape, prices.mesh)
+    return path_seconds(steps, spec.item_bytes, prices.mesh, NODES)
 
 
 @pytest.mark.parametrize(
