@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.step_time import Built, Strategies, Task, program_of, updating
+from benchmarks.step_time import Built, Strategies, Task, program_of, settings
 from models.ffn import FFN
 from models.gpt import GPT
 from models.llama import Llama
@@ -179,7 +179,7 @@ class Predicted:
 
 
 def predicted(task: Task, ranks: int) -> Predicted:
-    program, how = program_of(task), updating(task)
+    program, how = program_of(task), settings(task)
     cost = step_cost(task.graph, task.plan, program, by_bytes(ranks), how)
     return Predicted(memory(trace(program, how), how).peak, cost.total)
 

@@ -134,7 +134,7 @@ def factory(groups: Any) -> Any:
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
-def updating(task: Task) -> Any:
+def settings(task: Task) -> Any:
     from strategies.optimizer.settings import OptimizerSettings
 
     return OptimizerSettings(task.stage, factory, overlap=True)
@@ -249,7 +249,7 @@ def run(models: Sequence[str], ranks: int, steps: int, seconds: float, cluster: 
                 )  # fmt: skip
         measured = [statistics.median(times) for times in found.values()]
     return [
-        Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, updating(task)), one)
+        Result(model, wish, step_cost(task.graph, task.plan, program_of(task), machine, settings(task)), one)
         for (model, wish, task), one in zip(wanted, measured, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from runner.config.schema import Config
 from runner.planning import communication
 from runner.planning import pipeline as pipelining
-from runner.planning.memory_limit import updating_of
+from runner.planning.memory_limit import settings_of
 from runner.planning.prepare import lowered, options_of, wanted_recompute
 from runner.planning.programs import Programs
 from strategies.core.graph import OperatorGraph, Ref
@@ -74,7 +74,7 @@ class Price:
     parts: Sequence[Part]
     stages: Sequence[Stage]
     schedule: Schedule | None
-    updating: OptimizerSettings
+    settings: OptimizerSettings
     cluster: Cluster
     traces: Traces
     known: dict[int, Memory] = field(default_factory=dict)
@@ -95,18 +95,18 @@ class Price:
             return alone[0].total
         told = [cost.to_json() for cost in alone]
         return float(
-            cost_of_stages(self.stages, told, self.schedule, self.updating.accumulate, self.cluster)[0]["total"]
+            cost_of_stages(self.stages, told, self.schedule, self.settings.accumulate, self.cluster)[0]["total"]
         )
 
     def memory(self, group: int) -> Memory:
         """Of a rank of a group; takes longer the first time."""
         if group not in self.known:
             numbers = range(group, len(self.parts), self.groups)
-            traces = {number: self.traces.of(self.parts[number].program, self.updating) for number in numbers}
+            traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
             if self.schedule is None:
-                self.known[group] = memory(traces[0], self.updating)
+                self.known[group] = memory(traces[0], self.settings)
             else:
-                self.known[group] = group_memory(group, traces, self.schedule[group], self.groups, self.updating)
+                self.known[group] = group_memory(group, traces, self.schedule[group], self.groups, self.settings)
         return self.known[group]
 
     @property
@@ -141,7 +141,7 @@ class Price:
         """What is known of the bytes of every group without running anything."""
         groups = range(self.groups)
         return [
-            Outline.together([outline(part.program, self.updating) for part in self.of_group(group)])
+            Outline.together([outline(part.program, self.settings) for part in self.of_group(group)])
             for group in groups
         ]
 
@@ -157,7 +157,7 @@ class Price:
     @cached_property
     def stored(self) -> list[int]:
         """Bytes that every group stores for backward at least, known from names and layouts."""
-        if self.updating.offload.activations != "none":
+        if self.settings.offload.activations != "none":
             return [0] * self.groups
         least = [least_stored(part.graph, part.plan) for part in self.parts]
         return least if self.schedule is None else [int(held(actions, least)) for actions in self.schedule]
@@ -167,10 +167,10 @@ class Price:
         """Bytes of every group, as far as they can be told without running anything."""
         return self.with_stored(USUAL)
 
-    def with_zero(self, updating: OptimizerSettings) -> float:
+    def with_zero(self, settings: OptimizerSettings) -> float:
         """The least seconds of the same plan at another stage of ZeRO, where this one has none. The stage of a pipeline
         that works most may be another one then, with the shortest update."""
-        found = [least_with_zero(part.cost, part.program, self.cluster, updating) for part in self.parts]
+        found = [least_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
         shortest = min(one.optimizer for one in found)
         return self._together([replace(one, optimizer=shortest) for one in found])
 
@@ -179,7 +179,7 @@ class Price:
         found = []
         for part in self.parts:
             own = recompute_in(part.graph.operators, recompute)
-            seconds = self.updating.accumulate * seconds_again(part.graph, part.works, own)
+            seconds = self.settings.accumulate * seconds_again(part.graph, part.works, own)
             found.append(replace(part.cost, recomputed=seconds))
         return self._together(found)
 
@@ -206,7 +206,7 @@ class Price:
             return Sizes(self.with_stored(1.0), None, self.bare)
         least, likely = [], []
         for own, one in zip(self.outlines, other.memories, strict=True):
-            forward = 0 if self.updating.accumulate > 1 else one.peaks["forward"] - one.held
+            forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.held
             least.append(max(own.stands + forward, own.least(one.activations)))
             likely.append(max(least[-1], own.stands + one.peak - one.held))
         return Sizes(least, likely, self.bare)
@@ -215,7 +215,7 @@ class Price:
 def price_of(
     config: Config,
     in_step: tuple[OperatorGraph, Plan],
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     cluster: Cluster,
     made: Programs,
     traces: Traces,
@@ -232,11 +232,11 @@ def price_of(
     else:
         pairs, programs = [in_step], (lowered(config, *in_step, made),)
     parts = [
-        Part(graph, plan, program, works, step_cost(graph, plan, program, cluster, updating, works))
+        Part(graph, plan, program, works, step_cost(graph, plan, program, cluster, settings, works))
         for (graph, plan), program in zip(pairs, programs, strict=True)
         for works in [made.works(graph, plan, cluster)]
     ]
-    return Price(parts, stages, schedule, updating, cluster, traces)
+    return Price(parts, stages, schedule, settings, cluster, traces)
 
 
 def price_for(
@@ -248,10 +248,10 @@ def price_for(
     cluster: Cluster,
 ) -> StepPrice:
     """How plans of `graph` are priced: as `run plan` tells it. `of_step` says what a step computes."""
-    updating, made, traces = updating_of(config, graph, device), Programs(), Traces()
+    settings, made, traces = settings_of(config, graph, device), Programs(), Traces()
 
     def seconds(plan: Plan) -> float:
-        return price_of(config, of_step(plan), updating, cluster, made, traces).seconds
+        return price_of(config, of_step(plan), settings, cluster, made, traces).seconds
 
     parallel = config.parallel
     stages, parts = pipelining.groups_of(config), parallel.pipeline.parts
@@ -260,19 +260,19 @@ def price_for(
         found = least(graph, cluster, ())
         floor = found.seconds(stages, ranks // stages, parts, 1, again=False, waits=waits)
         return StepPrice(seconds, floor=config.train.accumulate * floor)
-    return StepPrice(seconds, running_of(config, graph, updating, cluster, ranks))
+    return StepPrice(seconds, running_of(config, graph, settings, cluster, ranks))
 
 
 def running_of(
-    config: Config, graph: OperatorGraph, updating: OptimizerSettings, cluster: Cluster, ranks: int
+    config: Config, graph: OperatorGraph, settings: OptimizerSettings, cluster: Cluster, ranks: int
 ) -> Running:
     """What is known of a step without a plan."""
-    cut = updating.cut
+    cut = settings.cut
     bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
     learning = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
     count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
-    constant = calling_seconds(count, cluster, updating)
-    if updating.stage and ranks > 1:
+    constant = calling_seconds(count, cluster, settings)
+    if settings.stage and ranks > 1:
         constant += norm_seconds(Mesh((("all", ranks),)), cluster)
     wanted = wanted_recompute(config.parallel.recompute)
     if wanted is not None:
@@ -281,4 +281,4 @@ def running_of(
         works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
         constant += config.parts * seconds_again(graph, works, again) / ranks
     beside = config.parallel.comm_async and not config.train.compile
-    return Running(beside, bool(communication.joined(config)), bucket, need_of(updating).moved, constant)
+    return Running(beside, bool(communication.joined(config)), bucket, need_of(settings).moved, constant)

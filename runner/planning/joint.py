@@ -33,7 +33,7 @@ from runner.planning.estimate import Price, Sizes, price_of
 from runner.planning.fewest_recomputed import Fewest
 from runner.planning.joint_choice import decided, of_file, with_choice
 from runner.planning.limit_search import Rooms
-from runner.planning.memory_limit import updating_of
+from runner.planning.memory_limit import settings_of
 from runner.planning.prepare import (
     Accept,
     Prepared,
@@ -242,13 +242,13 @@ class Deciding:
             if parallel.recompute.operators == "auto" and choice.recompute != "none" and not repeated:
                 continue
             ranks, again = self.ranks // choice.stages, choice.recompute == "full"
-            updating = self._updating(choice)
+            settings = self._settings(choice)
             bounds[choice] = Bound(
                 self.config.train.accumulate * found.seconds(
                     choice.stages, ranks, choice.micro_batches, self.rows // self._rows(choice),
                     again=again, waits=parallel.pipeline.schedule in ("gpipe", "1f1b"),
                 ),
-                found.held(choice.stages, ranks, updating, sliced=parallel.mode != "data_parallel"),
+                found.held(choice.stages, ranks, settings, sliced=parallel.mode != "data_parallel"),
             )  # fmt: skip
         if not bounds:
             raise StrategyError(
@@ -264,16 +264,16 @@ class Deciding:
         return optimizer_factory(self.config.optimizer)
 
     @cached_property
-    def _updatings(self) -> dict[Choice, OptimizerSettings]:
+    def _settings_by_choice(self) -> dict[Choice, OptimizerSettings]:
         """Of choices that compute nothing again, which changes nothing."""
         return {}
 
-    def _updating(self, choice: Choice) -> OptimizerSettings:
+    def _settings(self, choice: Choice) -> OptimizerSettings:
         key = replace(choice, recompute="none")
-        if key not in self._updatings:
+        if key not in self._settings_by_choice:
             config, graph = with_choice(self.config, choice), self._captured(self.rows)[1].graph
-            self._updatings[key] = replace(updating_of(config, graph, self.device), factory=self._factory)
-        return self._updatings[key]
+            self._settings_by_choice[key] = replace(settings_of(config, graph, self.device), factory=self._factory)
+        return self._settings_by_choice[key]
 
     @cached_property
     def _open(self) -> Request:
@@ -304,7 +304,7 @@ class Deciding:
         step, captured, tensors = self._captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
         in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._updating(choice), self.cluster, self.programs, self.traces)
+        return price_of(config, in_step, self._settings(choice), self.cluster, self.programs, self.traces)
 
     def _fastest(self, choice: Choice) -> Price:
         """The price of a choice's fastest plan."""
@@ -330,7 +330,7 @@ class Deciding:
         plan, floor = self._plan(choice, None), 0
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
-            yield Priced(plan, self._fastest(plain).with_zero(self._updating(choice)), None)
+            yield Priced(plan, self._fastest(plain).with_zero(self._settings(choice)), None)
         if stored in self.bounds and stored != choice:
             floor = max(self._sizes(stored).bare)
             if floor <= self.limit:

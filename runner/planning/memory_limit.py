@@ -25,7 +25,7 @@ from strategies.memory.trace import trace
 from strategies.optimizer.settings import OptimizerSettings
 
 
-def updating_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerSettings:
+def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerSettings:
     """How a step goes on after backward, for the prediction of its memory."""
     sources = graph.of_kind("parameter")
     names, trainable = [one.name for one in sources], [one.name for one in sources if one.trainable]
@@ -82,12 +82,12 @@ def within_limit(
     limit, asked = config.parallel.memory_limit, config.parallel.recompute
     if limit is None:
         return plan
-    updating = updating_of(config, graph, device)
+    settings = settings_of(config, graph, device)
     if asked.operators == "auto":
         wanted = RecomputeRequest("full", asked.modules, asked.communication, asked.slice_inputs)
         cluster = cluster_of(config, device, plan.mesh.size)
-        return Fitting(graph, plan, wanted, updating, cluster, lowered).within(limit)
-    check_limit(memory(trace(lowered(plan), updating), updating), limit, plan, updating)
+        return Fitting(graph, plan, wanted, settings, cluster, lowered).within(limit)
+    check_limit(memory(trace(lowered(plan), settings), settings), limit, plan, settings)
     return plan
 
 
@@ -98,8 +98,8 @@ def check_stages(
     limit = config.parallel.memory_limit
     if limit is None:
         return
-    updating = updating_of(config, graph, device)
+    settings = settings_of(config, graph, device)
     found = Traces()
-    traces = {number: found.of(program, updating) for number, program in enumerate(programs)}
+    traces = {number: found.of(program, settings) for number, program in enumerate(programs)}
     for group, actions in enumerate(schedule):
-        check_limit(group_memory(group, traces, actions, len(schedule), updating), limit, plan, updating)
+        check_limit(group_memory(group, traces, actions, len(schedule), settings), limit, plan, settings)

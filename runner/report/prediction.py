@@ -34,19 +34,19 @@ ATTENTION = 2.0
 
 @dataclass(frozen=True)
 class Part:
-    """A graph with its plan and program: the whole model, or a stage of a pipeline; `updating` is how a step goes on
+    """A graph with its plan and program: the whole model, or a stage of a pipeline; `settings` is how a step goes on
     after backward, with all micro-batches of the step."""
 
     graph: OperatorGraph
     plan: Plan
     program: Program
-    updating: OptimizerSettings
+    settings: OptimizerSettings
 
     def costs(self, cluster: Cluster) -> dict[str, OperatorCost]:
-        return operator_costs(self.graph, self.plan, self.program, cluster, self.updating)
+        return operator_costs(self.graph, self.plan, self.program, cluster, self.settings)
 
     def seconds(self, cluster: Cluster) -> float:
-        return step_cost(self.graph, self.plan, self.program, cluster, self.updating).total
+        return step_cost(self.graph, self.plan, self.program, cluster, self.settings).total
 
     def maker(self, ref: Ref) -> str:
         """The model's name of the operator or source that a value comes from."""
@@ -67,7 +67,7 @@ class Part:
                 back = any(learns) * (ATTENTION if attends else backward)
                 dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
                 found += (1 + back) * sharding.flops / cluster.peak(dtype)
-        return self.updating.accumulate * cluster.fraction * found
+        return self.settings.accumulate * cluster.fraction * found
 
 
 def predict(
@@ -154,7 +154,7 @@ def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
     sizes = [(math.prod(one["local_shape"]), one["replica_group_size"]) for one in content["parameters"].values()]
     share = 1 - sum(size / replicas for size, replicas in sizes) / sum(size for size, _ in sizes)
     found, freed, zero = {}, 0, ""
-    for stage in range(part.updating.stage + 1, 4) if share else ():
+    for stage in range(part.settings.stage + 1, 4) if share else ():
         freed += int(share * memory_now[("optimizer", "gradients", "parameters")[stage - 1]])
         zero = f"parallel.zero.stage={stage}"
         found[zero] = memory_now["peak"] - freed
@@ -162,7 +162,7 @@ def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
         again = recomputed(part.graph, rules, RecomputeRequest("full"))
         if again.modules:
-            peak = memory(trace(replace(part.program, recompute=again), part.updating), part.updating).peak
+            peak = memory(trace(replace(part.program, recompute=again), part.settings), part.settings).peak
             found["parallel.recompute=full"] = peak
             if zero:
                 found[f"parallel.recompute=full {zero}"] = peak - freed

@@ -13,7 +13,7 @@ from runner import home
 from runner.errors import ConfigError
 from runner.planning import pipeline as pipelining
 from runner.planning.clusters import cluster_of
-from runner.planning.memory_limit import updating_of
+from runner.planning.memory_limit import settings_of
 from runner.planning.prepare import Prepared, lowered, options_of
 from runner.report import search_summary as search_lines
 from runner.report.decision_table import in_modules
@@ -56,7 +56,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
         return None
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
-    updating = updating_of(config, prepared.graph, prepared.device)
+    settings = settings_of(config, prepared.graph, prepared.device)
     programs = programs_of(prepared)
     if prepared.stages:
         content = describe_stages(
@@ -64,7 +64,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.stages,
             programs,
             pipelining.schedule_of(prepared.config),
-            updating=updating,
+            settings=settings,
             cluster=cluster,
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
@@ -73,7 +73,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.graph,
             prepared.plan,
             programs[0],
-            updating=updating,
+            settings=settings,
             cluster=cluster,
             in_step=prepared.step,
         )
@@ -132,10 +132,10 @@ def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program
     words = next(
         (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
     )
-    updating = updating_of(config, prepared.graph, prepared.device)
+    settings = settings_of(config, prepared.graph, prepared.device)
     predict(
         content,
-        [Part(*_part(prepared, number), program, updating) for number, program in enumerate(programs)],
+        [Part(*_part(prepared, number), program, settings) for number, program in enumerate(programs)],
         cluster,
         ranks=prepared.world_size,
         samples=config.data.batch_size,

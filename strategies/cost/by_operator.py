@@ -72,11 +72,11 @@ class OperatorCost:
 
 
 def operator_costs(
-    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, updating: OptimizerSettings
+    graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, settings: OptimizerSettings
 ) -> dict[str, OperatorCost]:
-    """The costs by plan name, of a step that goes on as `updating` says."""
-    zero_stage, accumulate = updating.stage, updating.accumulate
-    step = step_cost(graph, plan, program, cluster, updating)
+    """The costs by plan name, of a step that goes on as `settings` says."""
+    zero_stage, accumulate = settings.stage, settings.accumulate
+    step = step_cost(graph, plan, program, cluster, settings)
     found, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
     gradients = found.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
     costs = {}

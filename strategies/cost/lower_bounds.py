@@ -41,13 +41,13 @@ class Least:
             return once * micro_batches / stages
         return once / (1 - (1 - 1 / micro_batches) ** stages)
 
-    def held(self, stages: int, ranks: int, updating: OptimizerSettings, *, sliced: bool) -> float:
+    def held(self, stages: int, ranks: int, settings: OptimizerSettings, *, sliced: bool) -> float:
         """Bytes of a rank: weights, gradients and states, cut among as many ranks as may hold parts of them. `sliced`:
         plans may slice parameters."""
-        if updating.offload.optimizer != "none" or updating.offload.parameters != "none":
+        if settings.offload.optimizer != "none" or settings.offload.parameters != "none":
             return 0.0
-        zero, among = updating.stage, ranks if sliced else 1
-        states = needed(updating.factory, torch.float32).kept * self.elements
+        zero, among = settings.stage, ranks if sliced else 1
+        states = needed(settings.factory, torch.float32).kept * self.elements
         own = self.bytes / (ranks if zero == 3 else among)
         return (own + states / (ranks if zero else among)) / stages
 

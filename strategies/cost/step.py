@@ -106,12 +106,12 @@ def step_cost(
     plan: Plan,
     program: Program,
     cluster: Cluster,
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     works: Sequence[Work] | None = None,
 ) -> StepCost:
     """What a step of `program`, which is `plan` lowered, costs on `cluster`; `works` are those of `works_of`, if they
     are known. Raises StrategyError if the cluster has fewer devices than the plan."""
-    mesh, parts = plan.mesh, updating.accumulate
+    mesh, parts = plan.mesh, settings.accumulate
     works = works_of(graph, plan, cluster) if works is None else works
     forward, backward = sum(work.forward for work in works), sum(work.backward for work in works)
     again = seconds_again(graph, works, plan.recompute)
@@ -127,8 +127,8 @@ def step_cost(
         seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
         redistributed[ALL_REDUCE] = redistributed.get(ALL_REDUCE, 0.0) + seconds
     gradients = exposed = 0.0
-    if updating.stage == 0:
-        gradients, exposed = _gradients(buckets(program, updating.cut), program, cluster, updating.overlap, backward)
+    if settings.stage == 0:
+        gradients, exposed = _gradients(buckets(program, settings.cut), program, cluster, settings.overlap, backward)
     return StepCost(
         cluster.name,
         parts * forward,
@@ -138,17 +138,17 @@ def step_cost(
         weights,
         gradients,
         exposed,
-        _zero(program, cluster, updating),
-        optimizer_seconds(program, cluster, updating),
+        _zero(program, cluster, settings),
+        optimizer_seconds(program, cluster, settings),
     )
 
 
-def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, updating: OptimizerSettings) -> StepCost:
-    """What `cost`, of a `program` without ZeRO, is at least at the stage of `updating`: ZeRO may take over what carries
+def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, settings: OptimizerSettings) -> StepCost:
+    """What `cost`, of a `program` without ZeRO, is at least at the stage of `settings`: ZeRO may take over what carries
     parameters, and brings its own collectives and update. What stage 3 gathers depends on its own program."""
     kept = {kind: seconds - cost.weights.get(kind, 0.0) for kind, seconds in cost.redistributions.items()}
-    zero, optimizer = _zero(program, cluster, updating), optimizer_seconds(program, cluster, updating)
-    if updating.stage == 3:
+    zero, optimizer = _zero(program, cluster, settings), optimizer_seconds(program, cluster, settings)
+    if settings.stage == 3:
         zero.pop(ALL_GATHER, None)
     return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
 
@@ -181,19 +181,19 @@ def _gradients(
     return total, max(total - min(cluster.overlap * total, backward), times[-1])
 
 
-def _zero(program: Program, cluster: Cluster, updating: OptimizerSettings) -> dict[str, float]:
+def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for."""
     found: dict[str, float] = {}
     mesh, calls = (
         program.mesh,
-        zero_traffic.calls(program, updating.stage, updating.accumulate, updating.groups_for(program)),
+        zero_traffic.calls(program, settings.stage, settings.accumulate, settings.groups_for(program)),
     )
     for call in calls:
         seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, mesh, cluster)
         found[call.kind] = found.get(call.kind, 0.0) + call.count * seconds
-        if call.kind == ALL_GATHER and updating.stage == 3:
+        if call.kind == ALL_GATHER and settings.stage == 3:
             found[call.kind] += call.count * HOST_PER_GATHER * cluster.view
-    if updating.stage and mesh.size > 1:
+    if settings.stage and mesh.size > 1:
         found[ALL_REDUCE] = found.get(ALL_REDUCE, 0.0) + norm_seconds(mesh, cluster)
     return found
 
@@ -203,30 +203,30 @@ def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
     return collective_seconds(ALL_REDUCE, MASTER * sent([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster)
 
 
-def optimizer_seconds(program: Program, cluster: Cluster, updating: OptimizerSettings) -> float:
+def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSettings) -> float:
     """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
     gradient between parameters, buckets and flat tensors, and updates its part of them."""
-    need = need_of(updating)
+    need = need_of(settings)
     moved, count, names = 0.0, 0, set(program.learns)
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))
             elements, item_bytes = local_elements(program, source), max(MASTER, source.spec.item_bytes)
-            moved += elements / (replicas if updating.stage else 1) * item_bytes / MASTER * need.moved
-            moved += updating.accumulate * elements * item_bytes * ZERO_COPIES * bool(updating.stage)
+            moved += elements / (replicas if settings.stage else 1) * item_bytes / MASTER * need.moved
+            moved += settings.accumulate * elements * item_bytes * ZERO_COPIES * bool(settings.stage)
             count += 1
-    return calling_seconds(count, cluster, updating) + moved / cluster.memory_bandwidth
+    return calling_seconds(count, cluster, settings) + moved / cluster.memory_bandwidth
 
 
-def need_of(updating: OptimizerSettings) -> Need:
+def need_of(settings: OptimizerSettings) -> Need:
     """What the optimizer needs for fp32."""
-    return needed(updating.factory, torch.float32, at_once=updating.device != "cpu")
+    return needed(settings.factory, torch.float32, at_once=settings.device != "cpu")
 
 
-def calling_seconds(count: int, cluster: Cluster, updating: OptimizerSettings) -> float:
+def calling_seconds(count: int, cluster: Cluster, settings: OptimizerSettings) -> float:
     """Seconds of the calls of an optimizer of `count` parameters, whatever their sizes."""
-    need = need_of(updating)
+    need = need_of(settings)
     host = need.calls * bool(count) + need.each * count
-    if updating.stage:
-        host = HOST_PER_STEP + count * HOST_PER_GRADIENT * updating.accumulate
+    if settings.stage:
+        host = HOST_PER_STEP + count * HOST_PER_GRADIENT * settings.accumulate
     return cluster.launch * bool(count) + cluster.view * host

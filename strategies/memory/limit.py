@@ -8,13 +8,13 @@ from strategies.memory.parts import Memory
 from strategies.optimizer.settings import OptimizerSettings
 
 
-def check_limit(needed: Memory, limit: int, plan: Plan, updating: OptimizerSettings) -> None:
+def check_limit(needed: Memory, limit: int, plan: Plan, settings: OptimizerSettings) -> None:
     """Raises StrategyError for a plan that needs more than `limit` bytes."""
     if needed.peak > limit:
-        raise StrategyError("MW501", over(needed, limit, updating, recomputes=plan.recompute is not None))
+        raise StrategyError("MW501", over(needed, limit, settings, recomputes=plan.recompute is not None))
 
 
-def over(needed: Memory, limit: int, updating: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:
+def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:
     """Why a plan does not fit, and what would help first. `recomputes`: something is computed again already;
     `all_of_it`: everything that may be."""
     parts = {
@@ -30,12 +30,12 @@ def over(needed: Memory, limit: int, updating: OptimizerSettings, *, recomputes:
     return (
         f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "
         f"{needed.peak_in} ({shown}). The largest part is {largest}: "
-        f"{_advice(largest, updating, recomputes or all_of_it)}, more ranks, or a higher limit."
+        f"{_advice(largest, settings, recomputes or all_of_it)}, more ranks, or a higher limit."
     )
 
 
-def _advice(part: str, updating: OptimizerSettings, recomputes: bool) -> str:
-    stage, moved, found = updating.stage, updating.offload, []
+def _advice(part: str, settings: OptimizerSettings, recomputes: bool) -> str:
+    stage, moved, found = settings.stage, settings.offload, []
     if part == "activations":
         found += [] if recomputes else ["parallel.recompute=auto"]
         found += ["more train.accumulate"]

@@ -48,9 +48,9 @@ class Memory:
         return {**parts, **more, "peaks": dict(self.peaks), "host": self.host, "disk": self.disk, "total": total}
 
 
-def memory(traced: Traced, updating: OptimizerSettings) -> Memory:
+def memory(traced: Traced, settings: OptimizerSettings) -> Memory:
     """What a step needs that was `traced`."""
-    to_disk = updating.offload.activations == "disk"
+    to_disk = settings.offload.activations == "disk"
     stands = traced.stands
     return Memory(
         stands.parameters,
@@ -60,6 +60,6 @@ def memory(traced: Traced, updating: OptimizerSettings) -> Memory:
         stands.buffers,
         stands.total,
         {name: stands.total + most for name, most in traced.peaks.items()},
-        stands.host + max(0 if to_disk else traced.away, traced.updating_host),
+        stands.host + max(0 if to_disk else traced.away, traced.host_in_update),
         stands.disk + (traced.away if to_disk else 0),
     )

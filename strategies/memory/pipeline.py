@@ -11,14 +11,14 @@ from strategies.optimizer.settings import OptimizerSettings
 
 
 def group_memory(
-    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, updating: OptimizerSettings
+    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, settings: OptimizerSettings
 ) -> Memory:
     """Of a rank of `group`, one of `groups`; `traces` are those of its stages at least, by number. A phase
     needs what stands of all its stages, the activations that the schedule holds at most, the gradients of the other
     stages, and what the one that runs adds for the moment. A parameter of two stages of one group is counted in both.
     """
     mine = {number: traced for number, traced in traces.items() if number % groups == group}
-    every = {number: memory(traced, updating) for number, traced in mine.items()}
+    every = {number: memory(traced, settings) for number, traced in mine.items()}
     own, sizes = list(every.values()), {number: one.activations for number, one in every.items()}
     stands, activations = sum(one.held for one in own), int(held(actions, sizes))
     grown = [traced.gradients for traced in mine.values()]

@@ -78,7 +78,7 @@ class Fitting:
     graph: OperatorGraph
     plan: Plan
     wanted: RecomputeRequest
-    updating: OptimizerSettings
+    settings: OptimizerSettings
     cluster: Cluster
     lowered: Callable[[Plan], Program]
 
@@ -91,7 +91,7 @@ class Fitting:
         if needed.peak <= limit:
             return self.plan
         paths = layers(self.graph, self.wanted.modules)
-        stored = stored_in(self.lowered(self.plan), self.updating, paths)
+        stored = stored_in(self.lowered(self.plan), self.settings, paths)
         found: list[tuple[float, Plan]] = []
         for handling in HANDLINGS if self.wanted.communication is None else (self.wanted.communication,):
             kinds = self._kinds(paths, stored, handling)
@@ -105,7 +105,7 @@ class Fitting:
         if found:
             return min(found, key=lambda one: one[0])[1]
         least = self._needed(self._all(paths))
-        raise StrategyError("MW502", over(least, limit, self.updating, recomputes=True, all_of_it=True))
+        raise StrategyError("MW502", over(least, limit, self.settings, recomputes=True, all_of_it=True))
 
     def _first(self, plans: Sequence[Plan], limit: int) -> Plan | None:
         """The first of `plans`, which store less and less, that keeps `limit`. Likely it is the very first; but a layer
@@ -120,11 +120,11 @@ class Fitting:
         return found
 
     def _needed(self, plan: Plan) -> Memory:
-        return memory(trace(self.lowered(plan), self.updating), self.updating)
+        return memory(trace(self.lowered(plan), self.settings), self.settings)
 
     def _time(self, plan: Plan) -> float:
         """Seconds of a step."""
-        return step_cost(self.graph, plan, self.lowered(plan), self.cluster, self.updating).total
+        return step_cost(self.graph, plan, self.lowered(plan), self.cluster, self.settings).total
 
     def _all(self, paths: Sequence[str]) -> Plan:
         handling = self.wanted.communication or "recompute"
@@ -139,7 +139,7 @@ class Fitting:
         less: dict[Way, dict[str, int]] = {}
         for way in WAYS:
             plan = self._with({(path, way): 1 for path in paths}, alone, handling)
-            less[way] = stored_in(self.lowered(plan), self.updating, paths)
+            less[way] = stored_in(self.lowered(plan), self.settings, paths)
         time = self._time(self.plan)
         found: dict[tuple[tuple[Way, tuple[float, int]], ...], list[str]] = {}
         for path in paths:

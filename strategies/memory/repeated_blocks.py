@@ -47,16 +47,16 @@ SLACK = 0.005
 """Of the peak: what the room of a bucket may be told too much, because nobody looks when it is needed."""
 
 
-def trace_repeated(program: Program, updating: OptimizerSettings) -> Traced:
+def trace_repeated(program: Program, settings: OptimizerSettings) -> Traced:
     """As `trace`, in time that does not grow with the repetitions."""
     part = repeated_part(replace(program, updates=()))
-    if part is None or updating.offload.activations != "none":
-        return trace(program, updating)
-    whole = _Whole(program, updating)
+    if part is None or settings.offload.activations != "none":
+        return trace(program, settings)
+    whole = _Whole(program, settings)
     if max(whole.sizes, default=0) > whole.bucket:
-        return trace(program, updating)
-    found = on_shapes(program, updating, lambda program, _: _extrapolated(program, updating, whole, part))
-    return trace(program, updating) if found is None else found
+        return trace(program, settings)
+    found = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, whole, part))
+    return trace(program, settings) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Traces:
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
 
-    def of(self, program: Program, updating: OptimizerSettings) -> Traced:
-        own = updating.stage, updating.overlap, updating.accumulate > 1
-        key = own, form(program, updating.groups_for(program))
+    def of(self, program: Program, settings: OptimizerSettings) -> Traced:
+        own = settings.stage, settings.overlap, settings.accumulate > 1
+        key = own, form(program, settings.groups_for(program))
         if key not in self.done:
-            self.done[key] = trace_repeated(program, updating)
+            self.done[key] = trace_repeated(program, settings)
         return self.done[key]
 
 
@@ -99,30 +99,30 @@ class Outline:
         return self.stands, self.gradients, self.update
 
 
-def outline(program: Program, updating: OptimizerSettings) -> Outline:
+def outline(program: Program, settings: OptimizerSettings) -> Outline:
     """Of a program that may learn nothing."""
-    whole = _Whole(program, updating)
-    added = whole.gradients if updating.accumulate > 1 else 0
+    whole = _Whole(program, settings)
+    added = whole.gradients if settings.accumulate > 1 else 0
     return Outline(whole.standing.total, added, whole.ending, whole.update(whole.gradients))
 
 
-def _extrapolated(program: Program, updating: OptimizerSettings, whole: _Whole, part: Repeated) -> Traced | None:
+def _extrapolated(program: Program, settings: OptimizerSettings, whole: _Whole, part: Repeated) -> Traced | None:
     """None where traces do not bear it out."""
     done: dict[int, tuple[_Recording, Traced]] = {}
     for few in FEW:
         for count in {few, few + 1} - done.keys():
-            recording = _Recording(shortened(program, part, count), updating, whole)
+            recording = _Recording(shortened(program, part, count), settings, whole)
             done[count] = recording, recording.run()
         (one, less), (other, then) = done[few], done[few + 1]
         segments = list(zip(one.segments, other.segments, strict=True))
         if all(a.phase == "update" or _Both(a.moments, b.moments).agree for a, b in segments):
-            return _lengthened(whole, updating, part.count - few, less, then, segments)
+            return _lengthened(whole, settings, part.count - few, less, then, segments)
     return None
 
 
 def _lengthened(
     whole: _Whole,
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     left: int,
     less: Traced,
     then: Traced,
@@ -150,7 +150,7 @@ def _lengthened(
             peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.learns))
             filled = 0
     gradients = grown(less.gradients, then.gradients)
-    joined = whole.joined if updating.overlap and updating.stage == 0 else 0
+    joined = whole.joined if settings.overlap and settings.stage == 0 else 0
     if joined > SLACK * (whole.standing.total + max(peaks.values())):
         return None
     peaks["backward"] += joined
@@ -163,24 +163,24 @@ def _lengthened(
         gradients,
         peaks,
         0,
-        0 if whole.updates is None else whole.updates.during_update_on_host(),
+        0 if whole.updates is None else whole.updates.host_in_update(),
     )
 
 
 class _Whole:
     """What is known of the whole program without running it, from tensors that have shapes alone."""
 
-    def __init__(self, program: Program, updating: OptimizerSettings) -> None:
-        tensors, need = local_tensors(program, "meta"), need_of(program, updating)
-        held, groups = parameters_of(tensors), updating.groups_for(program)
+    def __init__(self, program: Program, settings: OptimizerSettings) -> None:
+        tensors, need = local_tensors(program, "meta"), need_of(program, settings)
+        held, groups = parameters_of(tensors), settings.groups_for(program)
         self.updates: Sharded | None = None
-        if updating.stage and program.learns:
-            self.updates = sharded(program, held, groups_of(program, groups, updating.stage), need, updating)
+        if settings.stage and program.learns:
+            self.updates = sharded(program, held, groups_of(program, groups, settings.stage), need, settings)
         self.standing = standing(program, tensors, need, self.updates)
         self.need, self.sizes = need, [held[name].numel() for name in program.learns]
-        wide = ITEM_BYTES["float32"] if updating.stage == 0 else 0  # where weights have masters
+        wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
         self.added = sum(held[name].numel() * max(held[name].itemsize, wide) for name in program.learns)
-        sums = buckets(program, updating.cut) if updating.stage == 0 else ()
+        sums = buckets(program, settings.cut) if settings.stage == 0 else ()
         self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
 
     @property
@@ -232,8 +232,8 @@ class _Recording(Trace):
 
     cut = BucketLimits(0)
 
-    def __init__(self, program: Program, updating: OptimizerSettings, whole: _Whole) -> None:
-        super().__init__(program, updating, whole.need)
+    def __init__(self, program: Program, settings: OptimizerSettings, whole: _Whole) -> None:
+        super().__init__(program, settings, whole.need)
         self.whole, self.segments = whole, list[_Segment]()
 
     def run(self) -> Traced:
@@ -275,7 +275,7 @@ class _Recording(Trace):
 
     def _sharded(self, groups: Sequence[Group]) -> Sharded:
         assert self.whole.updates is not None
-        own = sharded(self.program, self.held, groups, self.need, self.updating, partial(_Waiting, recording=self))
+        own = sharded(self.program, self.held, groups, self.need, self.settings, partial(_Waiting, recording=self))
         own.bucket = self.whole.updates.bucket
         return own
 

@@ -50,7 +50,7 @@ class Traced:
     the busiest rank sends, by collective. Of a step: what `stands` from step to step, what one forward leaves
     (`kept`), what all backwards leave (`gradients`), by phase the most above what stands (`peaks`), and the most of
     activations and placed operators that is `away`, on the host or on a disk; and what an update needs on the host
-    beside what stays there (`updating_host`)."""
+    beside what stays there (`host_in_update`)."""
 
     activations: int
     sent: dict[str, int]
@@ -59,7 +59,7 @@ class Traced:
     gradients: int
     peaks: dict[str, int]
     away: int
-    updating_host: int = 0
+    host_in_update: int = 0
 
 
 class _Shaped(Communicator):
@@ -150,31 +150,31 @@ def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
         yield saved
 
 
-def trace(program: Program, updating: OptimizerSettings) -> Traced:
+def trace(program: Program, settings: OptimizerSettings) -> Traced:
     """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
-    return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).run())
+    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).run())
 
 
-def stored_in(program: Program, updating: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
+def stored_in(program: Program, settings: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
     """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
-    return on_shapes(program, updating, lambda program, need: Trace(program, updating, need).stored_in(paths))
+    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).stored_in(paths))
 
 
-def need_of(program: Program, updating: OptimizerSettings) -> Need:
+def need_of(program: Program, settings: OptimizerSettings) -> Need:
     """What the optimizer of a program takes."""
     owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
     dtype: torch.dtype = getattr(torch, owned)
     wide = torch.promote_types(dtype, torch.float32)
-    return needed(updating.factory, wide, at_once=updating.device != "cpu")
+    return needed(settings.factory, wide, at_once=settings.device != "cpu")
 
 
-def on_shapes(program: Program, updating: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
+def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
     """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
     program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
-    need = need_of(program, updating)
+    need = need_of(program, settings)
     try:
         with FakeTensorMode() as shapes:
-            shapes.cache_enabled = updating.offload.activations == "none"  # it would hold storages that are looked at
+            shapes.cache_enabled = settings.offload.activations == "none"  # it would hold storages that are looked at
             return work(program, need)
     except NEEDS_NUMBERS:
         return work(program, need)
@@ -216,13 +216,13 @@ def sharded(
     held: Mapping[str, nn.Parameter],
     groups: Sequence[Group],
     need: Need,
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     make: Callable[..., Sharded] = Sharded,
 ) -> Sharded:
     """What ZeRO 1-3 has beside the parameters that are `held`."""
     return make(
-        program, held, groups, need, torch.device(updating.device),
-        stage=updating.stage, accumulate=updating.accumulate, bucket=updating.bucket, offload=updating.offload,
+        program, held, groups, need, torch.device(settings.device),
+        stage=settings.stage, accumulate=settings.accumulate, bucket=settings.bucket, offload=settings.offload,
     )  # fmt: skip
 
 
@@ -231,19 +231,19 @@ class Trace:
     they leave, their gradients, is there from the begin."""
 
     cut: BucketLimits | None = None
-    """How gradients are cut into buckets, if not as `updating` says."""
+    """How gradients are cut into buckets, if not as `settings` says."""
 
-    def __init__(self, program: Program, updating: OptimizerSettings, need: Need) -> None:
-        self.program, self.updating, self.need = program, updating, need
+    def __init__(self, program: Program, settings: OptimizerSettings, need: Need) -> None:
+        self.program, self.settings, self.need = program, settings, need
         self.communicator = _Shaped(program.mesh)
         self.inputs = [source for source in program.sources if source.kind == "input"]
-        self.tensors = local_tensors(program, updating.device)
+        self.tensors = local_tensors(program, settings.device)
         self.activations: Activations | None = None
         self.gathered: list[Gathered] = []
-        self.module = build(program, self.tensors, self.communicator, updating.device)
+        self.module = build(program, self.tensors, self.communicator, settings.device)
         self.held = parameters_of(self.tensors)
         shapes = next((one.fake_mode for one in self.tensors.values() if isinstance(one, FakeTensor)), None)
-        self.live = Live(torch.device(updating.device).type, shapes)
+        self.live = Live(torch.device(settings.device).type, shapes)
         self.away = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
 
@@ -253,8 +253,8 @@ class Trace:
             updates = self._updates()
             live.see(self.tensors.values())
             self.base = live.now
-            if updates is not None and self.updating.accumulate > 1:
-                updates.skip(self.updating.accumulate - 1)
+            if updates is not None and self.settings.accumulate > 1:
+                updates.skip(self.settings.accumulate - 1)
             activations, kept = self._forward(live)
             self._backward(live, updates)
             sent = dict(self.communicator.sent)
@@ -271,7 +271,7 @@ class Trace:
         self.peaks["update"] = max(self.peaks["update"], update)
         disk = self.activations is not None and self.activations.disk is not None
         away = self.away + (self.activations.moved.held if self.activations is not None and disk else 0)
-        there = updates.during_update_on_host() if isinstance(updates, Sharded) else 0
+        there = updates.host_in_update() if isinstance(updates, Sharded) else 0
         return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
 
     def stored_in(self, paths: Collection[str]) -> dict[str, int]:
@@ -299,31 +299,31 @@ class Trace:
 
     def _offload(self) -> None:
         """What autograd keeps goes to the host or to a disk, as far as it is meant to."""
-        wanted = self.updating.offload
+        wanted = self.settings.offload
         if wanted.activations != "none":
             disk = _NoDisk() if wanted.activations == "disk" else None
-            self.activations = Activations(torch.device(self.updating.device), wanted.larger_than, disk, beside=False)
+            self.activations = Activations(torch.device(self.settings.device), wanted.larger_than, disk, beside=False)
             self.activations.attach(meant(self.module, wanted.modules), [*self.tensors.values()])
 
     def _updates(self) -> BucketedUpdates | Sharded | None:
         """What takes the gradients, as far as memory asks; None where nothing learns."""
-        program, updating = self.program, self.updating
+        program, settings = self.program, self.settings
         if not program.learns:
             return None
-        groups = updating.groups_for(program)
-        if updating.stage:
-            found = self._sharded(groups_of(program, groups, updating.stage))
-            if updating.stage == 3:
+        groups = settings.groups_for(program)
+        if settings.stage:
+            found = self._sharded(groups_of(program, groups, settings.stage))
+            if settings.stage == 3:
                 look_up_parameters(self.module)
                 self.gathered = gather_late(self.module)
             return found
         return BucketedUpdates(
-            self.module, program, _Shaped(program.mesh), updating.factory, groups,
-            accumulate=self.updating.accumulate, cut=self.cut or updating.cut, overlap=updating.overlap,
+            self.module, program, _Shaped(program.mesh), settings.factory, groups,
+            accumulate=self.settings.accumulate, cut=self.cut or settings.cut, overlap=settings.overlap,
         )  # fmt: skip
 
     def _sharded(self, groups: Sequence[Group]) -> Sharded:
-        return sharded(self.program, self.held, groups, self.need, self.updating)
+        return sharded(self.program, self.held, groups, self.need, self.settings)
 
     @contextmanager
     def _phase(self, live: Live, name: str) -> Iterator[None]:
@@ -333,7 +333,7 @@ class Trace:
         self.away = max(self.away, live.host_peak)
 
     def _entry(self, source: Source) -> Tensor:
-        return _zeros(self.program, source, self.updating.device).requires_grad_(source.trainable)
+        return _zeros(self.program, source, self.settings.device).requires_grad_(source.trainable)
 
     def _forward(self, live: Live) -> tuple[int, int]:
         """Bytes that autograd has stored, and that are alive more than before."""
@@ -343,7 +343,7 @@ class Trace:
             self.outputs = self.module(*entries, *([0] if self.program.random else []))
             del entries
         kept = live.now - before
-        apart = self.updating.stage == 3 or self.updating.offload.activations != "none"
+        apart = self.settings.stage == 3 or self.settings.offload.activations != "none"
         return kept if apart else saved.bytes, kept  # other hooks see what is saved there
 
     def _backward(self, live: Live, updates: BucketedUpdates | Sharded | None) -> None:

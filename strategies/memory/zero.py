@@ -242,7 +242,7 @@ class Sharded:
             )
         return most
 
-    def during_update_on_host(self) -> int:
+    def host_in_update(self) -> int:
         """The same where the optimizer works on the host."""
         if not self.lets_go:
             return 0

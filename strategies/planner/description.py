@@ -33,20 +33,20 @@ def describe(
     plan: Plan,
     program: Program,
     *,
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     cluster: Cluster,
     traced: Traced | None = None,
     in_step: tuple[OperatorGraph, Plan] | None = None,
 ) -> dict[str, Any]:
-    """The content of plan.json; its seconds are those of `cluster`. `updating` is how a step goes on after backward;
-    `traced` is `trace(program, updating)` if it is known; `in_step` is what a step computes for `graph` and `plan`,
+    """The content of plan.json; its seconds are those of `cluster`. `settings` is how a step goes on after backward;
+    `traced` is `trace(program, settings)` if it is known; `in_step` is what a step computes for `graph` and `plan`,
     where that is several copies of them."""
     by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
         name, copy = program.copies.get(redistribution.operator, (redistribution.operator, 0))
         by_operator.setdefault(name, []).append((redistribution, copy))
-    traced = trace(program, updating) if traced is None else traced
-    sent = communication(program, updating, traced)
+    traced = trace(program, settings) if traced is None else traced
+    sent = communication(program, settings, traced)
     return plan.to_json() | {
         "operators": [
             operator_entry(graph, plan, operator, by_operator.get(model_name(operator), []))
@@ -65,18 +65,18 @@ def describe(
             }
             for source in graph.of_kind("parameter")
         },
-        "cost": step_cost(*(in_step or (graph, plan)), program, cluster, updating).to_json(),
+        "cost": step_cost(*(in_step or (graph, plan)), program, cluster, settings).to_json(),
         "communication": sent,
-        "memory": memory(traced, updating).told(),
-        "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, updating),
+        "memory": memory(traced, settings).told(),
+        "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, settings),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }
 
 
-def recompute_entry(plan: Plan, program: Program, traced: Traced, updating: OptimizerSettings) -> dict[str, Any]:
+def recompute_entry(plan: Plan, program: Program, traced: Traced, settings: OptimizerSettings) -> dict[str, Any]:
     """What is computed again, and the bytes that a rank stores for one micro-batch with and without that."""
     assert plan.recompute is not None
-    without = trace(replace(program, recompute=None, replicas={}), updating)
+    without = trace(replace(program, recompute=None, replicas={}), settings)
     return asdict(plan.recompute) | {
         "stored_bytes": traced.activations,
         "stored_bytes_without": without.activations,
@@ -152,13 +152,13 @@ def steps(chain: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, 
     ]
 
 
-def communication(program: Program, updating: OptimizerSettings, traced: Traced | None = None) -> dict[str, int]:
+def communication(program: Program, settings: OptimizerSettings, traced: Traced | None = None) -> dict[str, int]:
     """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
     micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients and weights as
     stage 0 or ZeRO sends them, without the norm."""
     total: Counter[str] = Counter()
     if traced is not None and program.recompute is not None:
-        total.update({kind: updating.accumulate * count for kind, count in traced.sent.items()})
+        total.update({kind: settings.accumulate * count for kind, count in traced.sent.items()})
     for redistribution in program.redistributions if traced is None or program.recompute is None else ():
         chains = (
             (redistribution.forward, redistribution.backward)
@@ -169,15 +169,15 @@ def communication(program: Program, updating: OptimizerSettings, traced: Traced 
             for step in chain:
                 if step.kind not in LOCAL:
                     size = step.busiest(program.mesh) * redistribution.spec.item_bytes
-                    total[step.kind] += updating.accumulate * size
+                    total[step.kind] += settings.accumulate * size
     if program.loss_axes:  # one double
         ranks = program.mesh.product(program.loss_axes)
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)
-    if updating.stage == 0:
+    if settings.stage == 0:
         total.update(predicted(program, measure=False))
     else:
-        groups = updating.groups_for(program)
-        total.update(zero_traffic.predicted(program, updating.stage, updating.accumulate, groups))
+        groups = settings.groups_for(program)
+        total.update(zero_traffic.predicted(program, settings.stage, settings.accumulate, groups))
     return dict(total)
 
 
@@ -187,28 +187,28 @@ def describe_stages(
     programs: Sequence[Program],
     schedule: Schedule,
     *,
-    updating: OptimizerSettings,
+    settings: OptimizerSettings,
     cluster: Cluster,
 ) -> dict[str, Any]:
     """The content of plan.json. `programs` are those of the stages; the rest as for `planner.description`."""
-    groups, parts = len(schedule), updating.accumulate
+    groups, parts = len(schedule), settings.accumulate
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     found = Traces()
-    traces = [found.of(program, updating) for program in programs]
+    traces = [found.of(program, settings) for program in programs]
     told = [
-        describe(stage.graph, stage.plan, program, updating=updating, cluster=cluster, traced=traced)
+        describe(stage.graph, stage.plan, program, settings=settings, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
     sent, memories = [], []
     for group, actions in enumerate(schedule):
         own: dict[str, int] = {}
         for number in range(group, len(stages), groups):
-            between = _between(stages[number], stages, groups, parts, updating.stage)
+            between = _between(stages[number], stages, groups, parts, settings.stage)
             for counts in (told[number]["communication"], between):
                 for kind, count in counts.items():
                     own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, updating).told())
+        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).told())
     cost, own_times = cost_of_stages(stages, [one["cost"] for one in told], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
     parameters: dict[str, Any] = {}

@@ -66,10 +66,10 @@ def quickstart() -> tuple[Model, Plan]:
 
 
 def told(model: Model, plan: Plan, **options: Any) -> dict[str, Any]:
-    settings = {"cluster": cluster(2, 8), "updating": OptimizerSettings(**options)}
+    keywords = {"cluster": cluster(2, 8), "settings": OptimizerSettings(**options)}
     return json.loads(
         json.dumps(
-            describe(model.graph, plan, lower(model.graph, plan, LoweringOptions(partial_loss=True)), **settings)
+            describe(model.graph, plan, lower(model.graph, plan, LoweringOptions(partial_loss=True)), **keywords)
         )
     )
 

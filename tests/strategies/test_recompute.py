@@ -226,7 +226,7 @@ def test_what_is_recomputed_is_part_of_the_plan(gpt):
 def test_the_plan_tells_the_bytes(gpt):
     plan = planned(gpt, WAYS["full"])
     program = lower(gpt.graph, plan, LoweringOptions(partial_loss=True))
-    content = describe(gpt.graph, plan, program, updating=OptimizerSettings(), cluster=cluster(8))
+    content = describe(gpt.graph, plan, program, settings=OptimizerSettings(), cluster=cluster(8))
     without = trace(replace(program, recompute=None), OptimizerSettings())
     entry = content["recompute"]
     assert entry["modules"] == LAYERS

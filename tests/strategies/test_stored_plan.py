@@ -37,7 +37,7 @@ def saved() -> tuple[Plan, Any]:
     graph = ours()
     plan = make_plan(graph, Request("semi_auto", 4))
     content = describe(
-        graph, plan, lower(graph, plan), updating=OptimizerSettings(0, torch.optim.SGD), cluster=cluster(4)
+        graph, plan, lower(graph, plan), settings=OptimizerSettings(0, torch.optim.SGD), cluster=cluster(4)
     )
     return plan, json.loads(json.dumps(content))
 

@@ -36,14 +36,14 @@ def test_the_parts_add_up_to_the_step(gpt: OperatorGraph, stage: int, recompute:
     wanted = RecomputeRequest("full") if recompute else None
     plan = make_plan(gpt, Request("auto", 8, strategies=strategies, recompute=wanted))
     program = lower(gpt, plan, LoweringOptions(sharded_optimizer=stage > 0, partial_loss=True))
-    updating = OptimizerSettings(stage, torch.optim.Adam, accumulate=3)
-    costs = operator_costs(gpt, plan, program, MACHINE, updating).values()
-    step = step_cost(gpt, plan, program, MACHINE, updating)
+    settings = OptimizerSettings(stage, torch.optim.Adam, accumulate=3)
+    costs = operator_costs(gpt, plan, program, MACHINE, settings).values()
+    step = step_cost(gpt, plan, program, MACHINE, settings)
     assert sum(cost.forward for cost in costs) == pytest.approx(step.forward)
     assert sum(cost.backward for cost in costs) == pytest.approx(step.backward + step.recomputed)
     assert sum(cost.gradients for cost in costs) == pytest.approx(step.exposed + sum(step.zero.values()))
     assert all(0 <= cost.calls <= cost.forward + cost.backward + 1e-12 for cost in costs)
-    calls = [cost.calls / updating.accumulate / MACHINE.launch for cost in costs]
+    calls = [cost.calls / settings.accumulate / MACHINE.launch for cost in costs]
     assert calls == pytest.approx([round(number) for number in calls])
     assert {round(number) for number in calls} >= {0, 2, 3, 5 if recompute else 4}
     if not recompute:

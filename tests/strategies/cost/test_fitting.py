@@ -61,14 +61,14 @@ def gpt() -> Captured:
 
 
 def fitting(
-    found: Captured, wanted: RecomputeRequest | None = None, updating: OptimizerSettings | None = None
+    found: Captured, wanted: RecomputeRequest | None = None, settings: OptimizerSettings | None = None
 ) -> Fitting:
     plan = make_plan(found.graph, Request("data_parallel", 2))
     return Fitting(
         found.graph,
         plan,
         wanted or RecomputeRequest("full"),
-        updating or OptimizerSettings(factory=adamw),
+        settings or OptimizerSettings(factory=adamw),
         CLUSTER,
         lambda one: lower(found.graph, one, LoweringOptions(partial_loss=True)),
     )
@@ -118,7 +118,7 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
 
 
 @pytest.mark.parametrize(
-    ("largest", "updating", "advice"),
+    ("largest", "settings", "advice"),
     [
         (
             "activations",
@@ -132,10 +132,10 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
         ("buffers", OptimizerSettings(3), "a smaller parallel.zero.options.reduce_bucket_size, more ranks"),
     ],
 )
-def test_what_does_not_fit_says_what_would_help(largest, updating, advice):
+def test_what_does_not_fit_says_what_would_help(largest, settings, advice):
     parts = PARTS | {largest: 3 * 2**20}
     needed = Memory(**parts, held=0, peaks={"forward": 1, "backward": 2**22}, host=0, disk=0)
-    text = over(needed, 2**21, updating, recomputes=False)
+    text = over(needed, 2**21, settings, recomputes=False)
     assert text.startswith("parallel.memory_limit = 2 MiB per rank, but the plan needs 4 MiB at once, in backward (")
     assert f"The largest part is {largest}: choose {advice}" in text
 
@@ -145,7 +145,7 @@ def test_work_that_is_repeated_costs_time(gpt):
     plain, full = one.plan, every_plan(one)[4]
 
     def compute(plan: Plan) -> float:
-        return step_cost(gpt.graph, plan, one.lowered(plan), CLUSTER, one.updating).compute
+        return step_cost(gpt.graph, plan, one.lowered(plan), CLUSTER, one.settings).compute
 
     assert full.recompute is not None and len(full.recompute.modules) == 2
     assert compute(plain) < compute(full) < 4 / 3 * compute(plain)  # a third, less what is outside the layers

@@ -52,7 +52,7 @@ def program_of(found: Captured, wanted: RecomputeRequest | None = None, hosted: 
 class Step:
     """Real steps of one rank at stage 0: peaks of the second one by phase, its gradients, and what stands."""
 
-    def __init__(self, found: Captured, program: Program, updating: OptimizerSettings) -> None:
+    def __init__(self, found: Captured, program: Program, settings: OptimizerSettings) -> None:
         learns = {source.name for source in program.sources if source.trainable}
         self.tensors: dict[str, Tensor] = {
             name: nn.Parameter(tensor.clone()) if name in learns else tensor.clone()
@@ -60,15 +60,15 @@ class Step:
         }
         communicator = Communicator(program.mesh, 0)
         self.module = build(program, self.tensors, communicator, "cpu")
-        if updating.offload.activations == "host":
-            Activations(torch.device("cpu"), updating.offload.larger_than).attach(
-                meant(self.module, updating.offload.modules), [*self.tensors.values()]
+        if settings.offload.activations == "host":
+            Activations(torch.device("cpu"), settings.offload.larger_than).attach(
+                meant(self.module, settings.offload.modules), [*self.tensors.values()]
             )
         groups = [{"names": list(program.learns)}]
         self.updates = BucketedUpdates(
-            self.module, program, communicator, updating.factory, groups, accumulate=updating.accumulate
+            self.module, program, communicator, settings.factory, groups, accumulate=settings.accumulate
         )
-        self.accumulate, self.random = updating.accumulate, program.random
+        self.accumulate, self.random = settings.accumulate, program.random
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
         self.gradients: dict[str, Tensor] = {}
         self.host = 0
@@ -133,27 +133,27 @@ def truth(gpt) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_phase_takes_what_was_predicted(gpt, truth, case):
-    wanted, hosted, updating = CASES[case]
+    wanted, hosted, settings = CASES[case]
     program = program_of(gpt, wanted, hosted)
-    predicted = memory(trace(program, updating), updating)
-    step = Step(gpt, program, updating)
+    predicted = memory(trace(program, settings), settings)
+    step = Step(gpt, program, settings)
     assert abs(predicted.held - step.stands) <= SMALL
     assert abs(predicted.activations - step.kept) <= SMALL
     assert abs(predicted.host - step.host) <= SMALL
     for phase, peak in step.peaks.items():
         assert abs(predicted.peaks[phase] - peak) <= SMALL
-    if updating.accumulate == 1:
+    if settings.accumulate == 1:
         assert all(torch.equal(step.gradients[name], expected) for name, expected in truth.items())
 
 
 def test_recompute_and_offload_take_off_what_they_say(gpt):
     found = {}
     for case in ("plain", "full", "offloaded"):
-        wanted, hosted, updating = CASES[case]
+        wanted, hosted, settings = CASES[case]
         program = program_of(gpt, wanted, hosted)
         found[case] = (
-            memory(trace(program, updating), updating).peak,
-            max(Step(gpt, program, updating).peaks.values()),
+            memory(trace(program, settings), settings).peak,
+            max(Step(gpt, program, settings).peaks.values()),
         )
     for case in ("full", "offloaded"):
         predicted, measured = (found["plain"][side] - found[case][side] for side in (0, 1))
@@ -191,8 +191,8 @@ def test_parts_of_flat_groups():
 def test_a_sharded_optimizer_keeps_its_part(gpt, stage):
     plan = make_plan(gpt.graph, Request("data_parallel", 4))
     program = lower(gpt.graph, plan, LoweringOptions(sharded_optimizer=True, partial_loss=True))
-    updating = OptimizerSettings(stage, adamw)
-    found = memory(trace(program, updating), updating)
+    settings = OptimizerSettings(stage, adamw)
+    found = memory(trace(program, settings), settings)
     elements = sum(source.spec.elements for source in gpt.graph.of_kind("parameter"))
     assert found.optimizer == pytest.approx(elements / 4 * 12, rel=0.01)
     assert found.parameters == pytest.approx(4 * elements / (4 if stage == 3 else 1), rel=0.01)

@@ -66,7 +66,7 @@ def program_of(
 def never_whole(monkeypatch):
     """A trace of all repetitions fails."""
 
-    def refuse(program: Program, updating: OptimizerSettings) -> None:
+    def refuse(program: Program, settings: OptimizerSettings) -> None:
         raise AssertionError("the whole program was traced")
 
     monkeypatch.setattr(repeating, "trace", refuse)
@@ -81,38 +81,38 @@ def never_whole(monkeypatch):
 )
 def test_memory_is_that_of_the_whole_program(never_whole, name, accumulate, dtype, stage, again):
     program = program_of(name, again, stage, dtype=dtype)
-    updating = OptimizerSettings(stage, torch.optim.AdamW, accumulate=accumulate)
-    assert trace_repeated(program, updating) == trace(program, updating)
+    settings = OptimizerSettings(stage, torch.optim.AdamW, accumulate=accumulate)
+    assert trace_repeated(program, settings) == trace(program, settings)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("bucket", [3000, 9000, 40000])
 def test_buckets_of_zero_are_added_up_where_they_are_full(never_whole, stage, bucket):
     program = program_of("llama", None, stage)
-    updating = OptimizerSettings(stage, torch.optim.AdamW, bucket=bucket)
-    assert trace_repeated(program, updating) == trace(program, updating)
+    settings = OptimizerSettings(stage, torch.optim.AdamW, bucket=bucket)
+    assert trace_repeated(program, settings) == trace(program, settings)
 
 
 def test_a_bucket_during_backward_is_told_little_too_much(never_whole):
     graph = graph_of("llama", DEPTH["llama"], torch.float32)
     program = lower(graph, make_plan(graph, Request("data_parallel", 4)), LoweringOptions(partial_loss=True))
-    updating = OptimizerSettings(0, torch.optim.AdamW, cut=BucketLimits(5000), overlap=True)
-    found, true = (memory(one(program, updating), updating) for one in (trace_repeated, trace))
+    settings = OptimizerSettings(0, torch.optim.AdamW, cut=BucketLimits(5000), overlap=True)
+    found, true = (memory(one(program, settings), settings) for one in (trace_repeated, trace))
     assert replace(found, peaks={}) == replace(true, peaks={})
     assert true.peaks["backward"] <= found.peaks["backward"] <= (1 + SLACK) * true.peaks["backward"]
-    apart = memory(trace(program, replace(updating, cut=BucketLimits(0))), updating)
-    joined = [4 * one.elements for one in buckets(program, updating.cut) if len(one.names) > 1]
+    apart = memory(trace(program, replace(settings, cut=BucketLimits(0))), settings)
+    joined = [4 * one.elements for one in buckets(program, settings.cut) if len(one.names) > 1]
     assert found.peaks["backward"] - apart.peaks["backward"] == max(joined)
     assert found.peaks["forward"] == true.peaks["forward"]
 
 
 @pytest.mark.parametrize(
-    "updating", [OptimizerSettings(0, overlap=True), OptimizerSettings(3, bucket=100)], ids=["joined", "small"]
+    "settings", [OptimizerSettings(0, overlap=True), OptimizerSettings(3, bucket=100)], ids=["joined", "small"]
 )
-def test_what_repetitions_do_not_tell_is_traced(updating):
+def test_what_repetitions_do_not_tell_is_traced(settings):
     """A joined bucket is much of so small a model; a gradient larger than its bucket waits for the next one."""
-    program = program_of("gpt", None, updating.stage)
-    assert trace_repeated(program, updating) == trace(program, updating)
+    program = program_of("gpt", None, settings.stage)
+    assert trace_repeated(program, settings) == trace(program, settings)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
@@ -122,10 +122,10 @@ def test_layers_of_two_plans_are_told_from_more_repetitions(never_whole, share):
     request = Request("auto", 4, "dynamic_programming", mesh=(("a", 4),))
     limit = int(share * make_plan(graph, request).search["bytes"])
     plan = make_plan(graph, replace(request, memory_limit=limit))
-    program, updating = overlap(lower(graph, plan, LoweringOptions(partial_loss=True))), OptimizerSettings(0)
+    program, settings = overlap(lower(graph, plan, LoweringOptions(partial_loss=True))), OptimizerSettings(0)
     ways = {(re.sub(r"\d+", "", name), str(one.assignment)) for name, one in plan.operators.items()}
     assert len(ways) > len({name for name, _ in ways})
-    assert trace_repeated(program, updating) == trace(program, updating)
+    assert trace_repeated(program, settings) == trace(program, settings)
 
 
 @pytest.mark.parametrize("again", [None, "full"])
@@ -188,9 +188,9 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
     one_by_one = [trace_repeated(program, plain) for program in programs]
     traced, once = [], repeating.trace_repeated
 
-    def counted(program: Program, updating: OptimizerSettings):
+    def counted(program: Program, settings: OptimizerSettings):
         traced.append(program)
-        return once(program, updating)
+        return once(program, settings)
 
     monkeypatch.setattr(repeating, "trace_repeated", counted)
     assert [found.of(program, plain) for found in [Traces()] for program in programs] == one_by_one

@@ -40,10 +40,10 @@ def model() -> Model:
     return Model(Layers(), None, (torch.randn(256, 512),))
 
 
-def cost(model: Model, updating: OptimizerSettings, request: Request | None = None, machine: object = None) -> StepCost:
+def cost(model: Model, settings: OptimizerSettings, request: Request | None = None, machine: object = None) -> StepCost:
     plan = make_plan(model.graph, request or Request("data_parallel", 8))
-    program = lower(model.graph, plan, LoweringOptions(sharded_optimizer=updating.stage > 0, partial_loss=True))
-    return step_cost(model.graph, plan, program, machine or MACHINE, updating)  # type: ignore[arg-type]
+    program = lower(model.graph, plan, LoweringOptions(sharded_optimizer=settings.stage > 0, partial_loss=True))
+    return step_cost(model.graph, plan, program, machine or MACHINE, settings)  # type: ignore[arg-type]
 
 
 def test_backward_hides_all_of_adding_gradients_but_the_last_bucket(model: Model) -> None:

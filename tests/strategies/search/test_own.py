@@ -69,9 +69,9 @@ def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> No
         asked = replace(problem, stage=stage, moved=need.moved, overlaps=overlaps)
         whole = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
         plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=whole)
-        updating = OptimizerSettings(stage, optimizer, overlap=overlaps)
+        settings = OptimizerSettings(stage, optimizer, overlap=overlaps)
         program = lower(asked.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
-        cost = step_cost(asked.graph, plan, program, NODES, updating)
+        cost = step_cost(asked.graph, plan, program, NODES, settings)
         axes = frozenset(plan.mesh.names) if stage == 0 else frozenset()
         own = Own(replace(asked, mesh=plan.mesh), NODES)
         sources = [one for one in asked.graph.of_kind("parameter") if one.trainable]

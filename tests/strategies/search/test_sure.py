@@ -69,21 +69,21 @@ def graph_of(net: type[nn.Module], width: int) -> OperatorGraph:
 
 
 def seconds_of(
-    graph: OperatorGraph, plan: Plan, machine: Cluster, updating: OptimizerSettings, scalar: bool = True
+    graph: OperatorGraph, plan: Plan, machine: Cluster, settings: OptimizerSettings, scalar: bool = True
 ) -> float:
     """A step as it runs by default."""
-    options = LoweringOptions(sharded_optimizer=updating.stage > 0, partial_loss=scalar)
+    options = LoweringOptions(sharded_optimizer=settings.stage > 0, partial_loss=scalar)
     program = overlap(fuse(lower(graph, plan, options), JOINED))
-    return step_cost(graph, plan, program, machine, updating).total
+    return step_cost(graph, plan, program, machine, settings).total
 
 
-def running(graph: OperatorGraph, machine: Cluster, updating: OptimizerSettings, ranks: int) -> Running:
+def running(graph: OperatorGraph, machine: Cluster, settings: OptimizerSettings, ranks: int) -> Running:
     learning = {ref for one in graph.operators if one.id in graph.returning for ref in one.operands}
     count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
-    constant = calling_seconds(count, machine, updating)
-    if updating.stage:
+    constant = calling_seconds(count, machine, settings)
+    if settings.stage:
         constant += norm_seconds(prime_mesh(ranks), machine)
-    return Running(moved=need_of(updating).moved, constant=constant)
+    return Running(moved=need_of(settings).moved, constant=constant)
 
 
 def plans(made: Problem) -> Iterator[Plan]:
@@ -96,23 +96,23 @@ def plans(made: Problem) -> Iterator[Plan]:
         yield plan_of(made, Found(dict(zip(ids, picks, strict=True)), {}, 0.0, 0.0, 0.0))
 
 
-def check(made: Problem, machine: Cluster, updating: OptimizerSettings, scalar: bool) -> float:
-    made = replace(made, stage=updating.stage, turns=updating.accumulate, overlaps=updating.overlap)
-    known = running(made.graph, machine, updating, made.mesh.size)
+def check(made: Problem, machine: Cluster, settings: OptimizerSettings, scalar: bool) -> float:
+    made = replace(made, stage=settings.stage, turns=settings.accumulate, overlaps=settings.overlap)
+    known = running(made.graph, machine, settings, made.mesh.size)
     bound = max(bound for bound, _ in least_seconds(made, machine, (), known))
-    least = min(seconds_of(made.graph, merged(plan), machine, updating, scalar) for plan in plans(made))
+    least = min(seconds_of(made.graph, merged(plan), machine, settings, scalar) for plan in plans(made))
     assert 0 < bound <= least * (1 + 1e-12)
     return bound / least
 
 
 @pytest.mark.parametrize("share", MACHINES)
 @pytest.mark.parametrize(
-    "updating", [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3)], ids=str
+    "settings", [OptimizerSettings(overlap=True), OptimizerSettings(1, accumulate=2), OptimizerSettings(3)], ids=str
 )
-def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, updating: OptimizerSettings) -> None:
+def test_no_plan_of_a_small_graph_is_below_a_bound(share: float, settings: OptimizerSettings) -> None:
     for net, width in ((Branches, 8), (Chain, 16)):
         made = problem(graph_of(net, width), MESHES[0])
-        check(made, MACHINES[share], updating, True)
+        check(made, MACHINES[share], settings, True)
 
 
 @pytest.mark.slow
