@@ -1,14 +1,21 @@
-"""Random layouts and assignments that are legal, for tests that try many."""
+"""Random layouts and assignments that are legal, for tests that try many; and `ranks`, which runs an entry of
+`sharded_training` (or another module here) on real processes.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from runner.launch import run_ranks
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.rules.sharding import Sharding
@@ -58,3 +65,30 @@ class Draw:
 @pytest.fixture(scope="session")
 def draw() -> type[Draw]:
     return Draw
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def training() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        yield importlib.import_module("sharded_training")
+
+
+@pytest.fixture(scope="session")
+def ranks(training: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    def call(entry: str, payload: Any, world_size: int = 4, module: str = "sharded_training") -> Any:
+        folder = tmp_path_factory.mktemp("run")
+        return run_ranks(
+            f"{module}:{entry}",
+            payload,
+            world_size=world_size,
+            run_dir=folder,
+            device="cpu",
+            timeout=60.0,
+            threads=1,
+        )
+
+    return call

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from observed import ranks_of_this_process
 from small import MODES, SMALL
-from test_refusals import ranks_of_this_process
 
 from runner.errors import RunFailed
 from runner.launch import hangs, run_ranks

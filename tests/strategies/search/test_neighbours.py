@@ -20,7 +20,7 @@ from strategies.core.request import OperatorStrategy
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.search.propagation import Propagation
-from tests.strategies.test_propagation import Body, model_of, plan_of, wanted
+from tests.strategies.search.test_propagation import Body, model_of, plan_of, wanted
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

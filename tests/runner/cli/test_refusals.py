@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from observed import ranks_of_this_process
 from small import HYBRID, MODES, SMALL
 
 from runner.data import mnist
-from runner.launch import forks
 
 QUICK = ("+recipe=quickstart",)
 DIGITS = ("+recipe=ffn_auto", "train.steps=1")
@@ -284,20 +284,6 @@ def seed_that_begins_well():
 SEED = seed_that_begins_well()
 
 
-def ranks_of_this_process():
-    """The processes that the fork server of this process has started."""
-    server = forks.warm().pid
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == server and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def test_a_rank_that_is_killed_ends_the_run(command, tmp_path):
     killed = []
 
@@ -327,7 +313,7 @@ def real(tmp_path):
     started = []
 
     def call(*words):
-        path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parent)])
+        path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[1])])
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "runner", *words],

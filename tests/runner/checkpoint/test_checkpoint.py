@@ -20,14 +20,14 @@ from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
 from strategies.core.errors import StrategyError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def entries():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        patch.syspath_prepend(str(HERE.parent / "strategies" / "engine"))
+        patch.syspath_prepend(str(HERE.parent / "strategies"))
         yield importlib.import_module("checkpoint_entries")
 
 

@@ -26,7 +26,7 @@ from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
 from strategies.runtime import initial_weights as weights
 from strategies.runtime.simulate import Simulation
-from tests.strategies.engine.test_overlap import check_order
+from tests.strategies.lowering.test_overlap import check_order
 from tests.strategies.on_ranks import Case, Result
 from tests.strategies.whole_model import MESH, TOLERANCE, Model
 

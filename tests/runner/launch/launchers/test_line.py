@@ -182,7 +182,7 @@ def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None
 def test_no_port_is_open_where_all_ranks_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendezvous keeps its keys in a file without a name; gloo's own ports are left."""
     monkeypatch.setattr(network, "listener", None)  # which would be called
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     told = run_ranks("rank_entries:describe", 1, world_size=2, run_dir=tmp_path, device="cpu", timeout=30.0, threads=1)
     assert told["total"] == 1 and told["store"] == "FileStore"
     assert {path.name for path in tmp_path.iterdir()} == {"ranks"}

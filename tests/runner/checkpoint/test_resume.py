@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from observed import content, ranks_of_this_process
 from small import HYBRID, MODES, SMALL
-from test_refusals import ranks_of_this_process
 
-from runner import checkpoint as checkpoints
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 
@@ -42,14 +41,6 @@ KINDS = {
     "fp16, stage 2": (*MODES["semi_auto"], "train.precision=fp16", "parallel.zero.stage=2", "loss.args.reduction=sum"),
     "bf16": (*MODES["data_parallel"], DROPOUT, "train.precision=bf16", "train.accumulate=2"),
 }
-
-
-def content(folder):
-    """Every tensor of the last checkpoint, by key."""
-    path = checkpoints.newest(folder / "checkpoints")
-    opened = checkpoints.read(path)
-    tensors = {key: opened.read(key) for key in opened.tensors}
-    return path.name, tensors
 
 
 def lines(ended):
@@ -155,7 +146,7 @@ def words_of(kind):
 @pytest.fixture(autouse=True)
 def visible(monkeypatch):
     """The command of another process finds `networks` too."""
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], here]))
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
+from observed import content
 from small import HYBRID, MODES, SMALL
-from test_resume import content
 
 PARALLEL = (*SMALL, *MODES["data_parallel"])
 OFFLOAD = "parallel.offload"

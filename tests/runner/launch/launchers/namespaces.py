@@ -16,7 +16,7 @@ from pathlib import Path
 
 NEEDED = (
     "hosts of tests are network namespaces, which need root and the program `ip`: run the tests as root, after "
-    "`apt-get install iproute2`, or leave them out with --ignore=tests/runner/launchers"
+    "`apt-get install iproute2`, or leave them out with --ignore=tests/runner/launch/launchers"
 )
 
 

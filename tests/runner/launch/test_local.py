@@ -19,7 +19,7 @@ from runner.launch import run_ranks
 from runner.launch.failure import Failure, Order, from_exception, from_exit, message, root_cause
 from strategies.core.errors import StrategyError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 
 Run = Callable[..., Any]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RECIPE = (
     "+recipe=quickstart",
     "world_size=4",
