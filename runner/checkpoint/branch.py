@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runner.checkpoint import lineage
 from runner.checkpoint.folder import HEADER, complete, named, number, remove
-from runner.checkpoint.lineage import Lineage
 from runner.checkpoint.manifest import read_header
 from runner.errors import ConfigError
+from runner.run_folder import lineage
+from runner.run_folder.lineage import Lineage
 
 
 def on_branch(path: Path, branch: Lineage | None) -> bool:

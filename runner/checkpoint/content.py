@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.checkpoint import rng_state as chance
-from runner.checkpoint.lineage import Lineage
 from runner.errors import ConfigError
+from runner.run_folder.lineage import Lineage
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.optimizer.updates import Updates

@@ -22,11 +22,11 @@ from runner.checkpoint.branch import candidates, locate
 from runner.checkpoint.content import Content, name_of
 from runner.checkpoint.continuation import Continuation, compare
 from runner.checkpoint.folder import HEADER
-from runner.checkpoint.lineage import Run
 from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
 from runner.checkpoint.reading import Checkpoint, read
 from runner.checkpoint.schedules import regrouped
 from runner.errors import ConfigError
+from runner.run_folder.lineage import Run
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Source
 from strategies.optimizer import state as optimizer_state

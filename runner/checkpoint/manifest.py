@@ -20,8 +20,8 @@ from typing import Any
 
 from runner.checkpoint import folder
 from runner.checkpoint.folder import HEADER
-from runner.checkpoint.lineage import Ancestry, Lineage
 from runner.errors import ConfigError
+from runner.run_folder.lineage import Ancestry, Lineage
 from strategies.core.bounded_files import is_count, is_inner_name, parse, read_bytes, read_json
 from strategies.core.errors import StrategyError
 from strategies.runtime import tensor_files as stored

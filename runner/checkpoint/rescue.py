@@ -21,8 +21,8 @@ from runner.checkpoint import rng_state as chance
 from runner.checkpoint.branch import on_branch
 from runner.checkpoint.committing import Mark, SaveFailed, Wanted
 from runner.checkpoint.content import Content
-from runner.checkpoint.lineage import Lineage
 from runner.checkpoint.manifest import READING
+from runner.run_folder.lineage import Lineage
 from strategies.core.bounded_files import read_json
 
 RESCUED = "rescued.json"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runner.checkpoint import lineage
 from runner.errors import ConfigError
+from runner.run_folder import lineage
 from strategies.core.errors import StrategyError
 
 TOLD = (lineage.FILE, "plan.json")

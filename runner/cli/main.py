@@ -37,7 +37,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from runner import packages, refusals
-from runner.checkpoint import lineage
 from runner.cli import arguments as words
 from runner.cli import console, recipes
 from runner.cli.hydra_errors import reword
@@ -54,8 +53,9 @@ from runner.config import load as config
 from runner.config.origins import Origins, given
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
-from runner.launch.folder_lock import occupied
 from runner.launch.interrupts import Interrupts, error_of
+from runner.run_folder import lineage
+from runner.run_folder.lock import occupied
 from runner.sweep.job import Job, folder_of, records, typed
 from runner.sweep.results import Sweep, mark_of
 from strategies.core.errors import CodedError

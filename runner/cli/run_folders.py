@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.errors import ConfigError
-from runner.launch import folder_lock as occupancy
+from runner.run_folder import lock as occupancy
 
 CONFIG_FILE = "config.json"
 FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import lineage, rescue
+from runner.checkpoint import rescue
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
@@ -21,6 +21,7 @@ from runner.planning.prepare import Prepared
 from runner.predict import weights
 from runner.predict.predictor import predict
 from runner.report import report
+from runner.run_folder import lineage
 from runner.training import fault_injection as faults
 from runner.training.agreement import require_shared
 from runner.training.trainer import Job, train

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.checkpoint import lineage
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
 from runner.launch.launchers.start import Ready, make_ready, start
 from runner.launch.startup import marked
 from runner.recovery.shrinking import smaller
+from runner.run_folder import lineage
 from strategies.core.errors import StrategyError
 
 RESTARTS = "restarts.jsonl"

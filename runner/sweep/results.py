@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.launch.folder_lock import SWEEP, Occupant, leave, occupy
 from runner.report.page.markup import element
 from runner.report.page.shell import section, shell
+from runner.run_folder.lock import SWEEP, Occupant, leave, occupy
 from runner.sweep.job import STARTED, Job, jobs
 from runner.sweep.pictures import bars, curves
 

@@ -24,8 +24,6 @@ from runner import checkpoint as checkpoints
 from runner.build import optimizers
 from runner.build.offload import offload_of
 from runner.build.precision import DTYPES, cast
-from runner.checkpoint import lineage
-from runner.checkpoint.lineage import Lineage
 from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
 from runner.launch import logs
@@ -34,6 +32,8 @@ from runner.launch.startup import Marks, marked, told
 from runner.launch.stopping import begun
 from runner.planning import communication
 from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
+from runner.run_folder import lineage
+from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
 from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator, evaluator

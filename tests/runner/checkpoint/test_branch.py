@@ -7,11 +7,12 @@ import pytest
 from six_ranks import content, save
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint import branch, folder, lineage, rescue, saving
+from runner.checkpoint import branch, folder, rescue, saving
 from runner.checkpoint import manifest as header
-from runner.checkpoint.lineage import Lineage, Run
 from runner.errors import ConfigError
-from runner.launch.folder_lock import Occupant
+from runner.run_folder import lineage
+from runner.run_folder.lineage import Lineage, Run
+from runner.run_folder.lock import Occupant
 
 
 def run(name, *history, resumed=None):

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from runner.checkpoint import lineage
 from runner.errors import ConfigError
-from runner.launch import folder_lock as occupancy
-from runner.launch.folder_lock import Occupant
+from runner.run_folder import lineage
+from runner.run_folder import lock as occupancy
+from runner.run_folder.lock import Occupant
 
 QUICK = "+recipe=quickstart"
 HOLD = """

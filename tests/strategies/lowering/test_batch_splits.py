@@ -278,10 +278,10 @@ class Uneven(Sorted):
     ("net", "told"),
     [
         (Normalised, "1.batch_norm (batch_norm_training) mixes the rows"),
-        (Sorted, "sort (sort, strategies/test_copies.py:"),
-        (Centred, "mean (mean, strategies/test_copies.py:"),
-        (Summed, "cumsum (cumsum, strategies/test_copies.py:"),
-        (Paired, "view (view, strategies/test_copies.py:"),
+        (Sorted, "sort (sort, lowering/test_batch_splits.py:"),
+        (Centred, "mean (mean, lowering/test_batch_splits.py:"),
+        (Summed, "cumsum (cumsum, lowering/test_batch_splits.py:"),
+        (Paired, "view (view, lowering/test_batch_splits.py:"),
         (Uneven, "computes something else for 8 rows than for 16, at second"),
     ],
 )

@@ -135,7 +135,7 @@ def test_torch_order_and_devices_left_over() -> None:
 def test_operators_without_a_rule_are_listed() -> None:
     model = awkward()
     content = told(model, make_plan(model.graph, Request("semi_auto", 4)))
-    assert any(text.startswith("renorm (renorm, strategies/test_describe.py:") for text in content["unsliced"])
+    assert any(text.startswith("renorm (renorm, planner/test_description.py:") for text in content["unsliced"])
     assert content["parameters"]["emb.weight"]["aliases"] == ["head.weight"]
     assert not content["parameters"]["head.bias"]["trainable"]
 

@@ -339,8 +339,8 @@ def test_configured_users_of_one_parameter_must_agree(tied: Model) -> None:
         plan_of(tied, strategies=strategies)
     text = str(caught.value)
     assert text.startswith("Parameter dense1.weight is used by two operators whose strategies slice it differently: ")
-    assert "dense1 (linear, strategies/test_planner.py:" in text and "has ((1, 1), (8, 1)) and needs (8, 1)" in text
-    assert "same (linear, strategies/test_planner.py:" in text and "has ((8, 1), (1, 1)) and needs (1, 1)" in text
+    assert "dense1 (linear, planner/test_planner.py:" in text and "has ((1, 1), (8, 1)) and needs (8, 1)" in text
+    assert "same (linear, planner/test_planner.py:" in text and "has ((8, 1), (1, 1)) and needs (1, 1)" in text
 
 
 def test_a_default_user_follows(tied: Model) -> None:
@@ -420,7 +420,7 @@ def test_a_plan_is_made_in_milliseconds() -> None:
 
 LAYOUTS = {"cube": CUBE, "line": LINE}
 BIG, SHORT = {"big": NamedMatrix((4, 4), ("a", "b"))}, {"big": NamedMatrix((4, 2), ("a",))}
-FIRST = r"^parallel.strategies.dense1: .* on dense1 \(linear, strategies/test_planner.py:\d+\):? "
+FIRST = r"^parallel.strategies.dense1: .* on dense1 \(linear, planner/test_planner.py:\d+\):? "
 DATA = r"^parallel.dataset_strategy"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such path": (

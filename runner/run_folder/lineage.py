@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
-from runner.launch.folder_lock import Occupant, occupant_of
+from runner.run_folder.lock import Occupant, occupant_of
 
 if TYPE_CHECKING:
     from runner.config.schema import Config
