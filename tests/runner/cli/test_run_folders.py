@@ -19,7 +19,7 @@ QUICK = "+recipe=quickstart"
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from runner.occupancy import Occupant, occupied
+from runner.run_folder.lock import Occupant, occupied
 with occupied(Path(sys.argv[1]), Occupant.now("train", "mine")):
     if sys.argv[2] != "fork" or not os.fork():
         print("held", flush=True)

@@ -383,7 +383,7 @@ THREE_CAPTURES = """
 import sys
 import torch
 from strategies.capture import Objective, capture
-from strategies.errors import StrategyError
+from strategies.core.errors import StrategyError
 
 class Net(torch.nn.Linear):
     def forward(self, x):
