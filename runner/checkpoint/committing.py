@@ -174,7 +174,9 @@ def commit(
     header = replace(header, files=files, plain=tuple(map(tuple, plain)))
     content = [parts]
     if wanted.form != SHARDED:
-        made, whole = merged.write(Checkpoint(partial, header, chosen), partial, published, described)
+        source = Checkpoint(partial, header, chosen)
+        outside = frozenset[str]() if published is None else merged.unpublished(source, published)
+        made, whole = merged.write(source, partial, outside, described)
         files |= made
         content.append(whole)
     if wanted.form == MERGED:

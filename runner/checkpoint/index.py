@@ -56,12 +56,6 @@ def volume(block: Block) -> int:
     return math.prod(stop - start for start, stop in block)
 
 
-def overlap(one: Block, other: Block) -> Block | None:
-    """What two blocks of one tensor have in common; None if that is nothing."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
-
-
 def place(key: str, block: Block) -> str:
     """The name of a part: `model/dense1.weight[0:256,0:784]`."""
     return f"{key}[{','.join(f'{start}:{stop}' for start, stop in block)}]"

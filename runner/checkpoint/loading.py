@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from runner.checkpoint.continuation import Continuation, compare
 from runner.checkpoint.folder import HEADER
 from runner.checkpoint.manifest import READING, faults, mark, read_header, unmark
 from runner.checkpoint.reading import Checkpoint, read
-from runner.checkpoint.schedules import regrouped
 from runner.errors import ConfigError
 from runner.run_folder.lineage import Run
 from strategies.core.errors import StrategyError
@@ -33,6 +32,9 @@ from strategies.optimizer import state as optimizer_state
 from strategies.optimizer.state import OptimizerScalars, States
 from strategies.runtime.shards import MODEL, OPTIMIZER
 from strategies.runtime.tensor_files import StoredTensor
+
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""Entries of the states of torch's schedulers that have one element per group."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,45 @@ def load(path: Path, content: Content) -> Restored:
         checkpoint.lost,
         content.program.random or not content.program.instructions,
     )
+
+
+def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A scheduler's state under another plan, which may have other parameter groups: each goes on with the entries of
+    the group in which its parameters were.
+
+    Args:
+        parts: of each group of a pipeline, "groups" (each with "names") and "scheduler"; what is not per group is the
+            same in all of them.
+        members: the parameters of every group of this run.
+    """
+    first: dict[str, Any] = parts[0]["scheduler"]
+    groups = [
+        (part["scheduler"], number, set(group["names"]))
+        for part in parts
+        for number, group in enumerate(part["groups"])
+    ]
+    sources = []
+    for names in members:
+        source = next(((state, number) for state, number, trained in groups if trained & set(names)), None)
+        if source is None:
+            return first
+        sources.append(source)
+    return _scheduler_state(first, sources)
+
+
+def _scheduler_state(like: Mapping[str, Any], sources: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in like.items():
+        if key in PER_GROUP and isinstance(value, list):
+            found[key] = [state[key][number] for state, number in sources]
+        elif key == "_schedulers":
+            found[key] = [
+                _scheduler_state(one, [(state[key][place], number) for state, number in sources])
+                for place, one in enumerate(value)
+            ]
+        else:
+            found[key] = value
+    return found
 
 
 def check(path: Path, **identity: Any) -> Continuation:

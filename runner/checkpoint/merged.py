@@ -1,8 +1,7 @@
 """The merged form: one file of whole weights by the model's own names, which plain torch and transformers read too, and
 one of optimizer states.
 
-Written from the parts of the ranks, tensor by tensor and of a large one some rows at a time. Invariant: no more than
-`CHUNK` bytes of tensors are in memory, or one row where that is more.
+Written from any source of tensors, a block at a time. Invariant: no more than `CHUNK` bytes of tensors are in memory.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint import writing
-from runner.checkpoint.index import Entry, Part
+from runner.checkpoint.index import Entry
 from runner.checkpoint.manifest import Stamp
-from runner.checkpoint.reading import Checkpoint
-from runner.checkpoint.writing import Tensors
+from runner.checkpoint.reading import TensorSource
+from runner.checkpoint.writing import Unwritten
+from strategies.core.layout import Block
 from strategies.runtime.shards import MODEL
 
 WEIGHTS, STATES, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "config.json"
@@ -27,46 +27,63 @@ CHUNK = 2**26
 
 
 def write(
-    source: Checkpoint, target: Path, published: frozenset[str] | None = None, described: str | None = None
+    source: TensorSource, target: Path, outside: frozenset[str] = frozenset(), described: str | None = None
 ) -> tuple[dict[str, Stamp], dict[str, Entry]]:
-    """Write all that `source` holds to the folder `target`: stamps by file name, and where every tensor is.
+    """Write all tensors of `source` in the merged form.
 
-    `published` names what belongs to the weights (None: all of the model); the rest of the model, such as buffers that
-    its state dict leaves out, goes to the other file. `described` becomes config.json.
+    Args:
+        source: where the tensors are read.
+        target: the folder to which the files go.
+        outside: keys of the model that are no weights, such as buffers that its state dict leaves out; they go to the
+            file of the optimizer's states.
+        described: becomes config.json.
+
+    Returns:
+        Stamps by file name, and where every tensor is.
     """
-
-    def is_weight(key: str) -> bool:
-        return key.startswith(MODEL) and (published is None or key.removeprefix(MODEL) in published)
-
-    weights = {key.removeprefix(MODEL): key for key in source.tensors if is_weight(key)}
-    others = {key: key for key in source.tensors if not is_weight(key)}
-    files, index = {}, {}
+    weights = {key: key.removeprefix(MODEL) for key in source.tensors if key.startswith(MODEL) and key not in outside}
+    others = {key: key for key in source.tensors if key not in weights}
+    files: dict[str, Stamp] = {}
+    index: dict[str, Entry] = {}
     for file, names in ((WEIGHTS, weights), (STATES, others)):
-        if not names:
-            continue
-        tensors = [_tensors(name, source, key) for name, key in names.items()]
-        files[file], offsets = writing.write(target / file, tensors)
-        for name, key in names.items():
-            entry = source.tensors[key]
-            whole = Part(file, offsets[name], tuple((0, size) for size in entry.shape))
-            index[key] = Entry(entry.shape, entry.dtype, (whole,))
+        if names:
+            blocks = [_whole(source, key, name) for key, name in names.items()]
+            files[file], entries = writing.write(target / file, blocks)
+            index |= entries
     if described is not None:
         files[DESCRIPTION] = writing.write_bytes(target / DESCRIPTION, described.encode())
     return files, index
 
 
-def _tensors(name: str, source: Checkpoint, key: str) -> Tensors:
-    entry = source.tensors[key]
-    return Tensors(name, entry.shape, entry.dtype, partial(_chunks, source, key))
+def unpublished(source: TensorSource, published: frozenset[str]) -> frozenset[str]:
+    """Keys of the model that its state dict, which holds the names `published`, leaves out."""
+    keys = (key for key in source.tensors if key.startswith(MODEL))
+    return frozenset(key for key in keys if key.removeprefix(MODEL) not in published)
 
 
-def _chunks(source: Checkpoint, key: str) -> Iterator[Tensor]:
+def block_of(source: TensorSource, key: str, name: str, block: Block) -> Unwritten:
+    """A block of a tensor of `source`, to be written under `name` in chunks of at most `CHUNK` bytes."""
     entry = source.tensors[key]
-    if not entry.shape:
-        yield source.read(key)
+    return Unwritten(name, key, entry.shape, entry.dtype, block, partial(_chunks, source, key, block))
+
+
+def _whole(source: TensorSource, key: str, name: str) -> Unwritten:
+    return block_of(source, key, name, tuple((0, size) for size in source.tensors[key].shape))
+
+
+def _chunks(source: TensorSource, key: str, block: Block) -> Iterator[Tensor]:
+    size = getattr(torch, source.tensors[key].dtype).itemsize
+    yield from (source.read(key, part) for part in _divided(block, CHUNK // size))
+
+
+def _divided(block: Block, most: int) -> Iterator[Block]:
+    """`block` in blocks of at most `most` elements that follow each other row by row."""
+    if math.prod(stop - start for start, stop in block) <= most:
+        yield block
         return
-    row = math.prod(entry.shape[1:]) * getattr(torch, entry.dtype).itemsize
-    rows = max(CHUNK // max(row, 1), 1)
-    for start in range(0, entry.shape[0], rows):
-        stop = min(start + rows, entry.shape[0])
-        yield source.read(key, ((start, stop), *((0, size) for size in entry.shape[1:])))
+    (start, stop), *inner = block
+    row = math.prod(b - a for a, b in inner)
+    rows = max(most // row, 1)
+    for first in range(start, stop, rows):
+        bounds = (first, min(first + rows, stop))
+        yield from ((bounds, *one) for one in _divided(tuple(inner), most)) if row > most else ((bounds, *inner),)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards
 
 MOST_INDEX = 2**28
 """Bytes of an index: it has a line per tensor and rank."""
+
+
+class TensorSource(Protocol):
+    """Tensors by the keys of a checkpoint (`model/NAME`, `optimizer/STATE/NAME`), read block by block."""
+
+    @property
+    def tensors(self) -> Mapping[str, Entry]: ...
+
+    def read(self, key: str, block: Block | None = None) -> Tensor:
+        """The part `block` of a tensor, by default all of it, on the CPU in the stored dtype."""
+        ...
 
 
 @dataclass(frozen=True)

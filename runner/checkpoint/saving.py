@@ -1,30 +1,32 @@
 """Saving, while the ranks wait or beside training.
 
 A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
-Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `copying`), and
+Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `Copies`), and
 writes them when nothing else wants the processor; there is one save at a time, so a rank never holds more than one
 copy. Invariant: what is stored is what was there when `save` was called, whatever training does meanwhile.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import threading
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runner.checkpoint import committing, content, folder, writing
 from runner.checkpoint.committing import Mark, SaveFailed, Wanted
 from runner.checkpoint.content import Content
-from runner.checkpoint.copying import Copies
 from runner.checkpoint.manifest import Header
 from strategies.runtime.flight_recorder import SAVES, recorder
-from strategies.runtime.shards import Shards
+from strategies.runtime.shards import Shard, Shards
 
 SHARDED = Wanted()
 TIMEOUT = 3600.0
@@ -60,11 +62,86 @@ def save(
     return folder.target(path, step)
 
 
+class Copies:
+    """Copies of a rank's pieces in the host's memory, made while training computes the next gradients.
+
+    Weights and optimizer states change in updates alone, so there is time until the next one: another thread copies (on
+    a GPU a stream of its own, from pinned memory), and `settle`, before an update, waits for what is left of it. What
+    changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are used again; there is one set
+    of copies at a time, with the numbers of the moment of `begin`.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, list[Tensor]] = {}
+        self._left: list[tuple[Tensor, Tensor]] = []
+        self._begun: torch.cuda.Event | None = None
+        self._ended: torch.cuda.Event | None = None
+        self._under_way = threading.Event()
+        self._under_way.set()
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+
+    def begin(self, pieces: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
+        """What will be the copies of `pieces`; those of the keys `at_once` are when this returns."""
+        self._under_way.clear()
+        self._left, self._ended = [], None
+        found: dict[str, list[Shard]] = {}
+        for key, ones in pieces.items():
+            found[key] = [replace(one, view=buffer) for buffer, one in zip(self._fitting(key, ones), ones, strict=True)]
+            pairs = [(copy.view, one.view) for copy, one in zip(found[key], ones, strict=True)]
+            if key in at_once:
+                _copy(pairs, False)
+            else:
+                self._left += pairs
+        device = next((source.device for _, source in self._left if source.is_cuda), None)
+        self._begun = None if device is None else torch.cuda.current_stream(device).record_event()
+        return found
+
+    def carry_out(self) -> None:
+        """Copy what is left; for another thread. Returns when all is there."""
+        try:
+            if self._begun is None:
+                _copy(self._left, False)
+                return
+            device = next(source.device for _, source in self._left if source.is_cuda)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._begun)
+                _copy(self._left, True)
+                self._ended = stream.record_event()
+        finally:
+            self._left = []
+            self._under_way.set()
+        self._ended.synchronize()
+
+    def settle(self) -> None:
+        """Return when what was copied may change: on a GPU, by what is launched from now on."""
+        self._under_way.wait()
+        if self._ended is not None:
+            torch.cuda.current_stream().wait_event(self._ended)
+
+    def _fitting(self, key: str, pieces: Sequence[Shard]) -> list[Tensor]:
+        held = self._buffers.get(key, [])
+        shapes = [(one.view.shape, one.view.dtype) for one in pieces]
+        if [(buffer.shape, buffer.dtype) for buffer in held] != shapes:
+            held = [torch.empty(one.view.shape, dtype=one.view.dtype, pin_memory=one.view.is_cuda) for one in pieces]
+            self._buffers[key] = held
+        return held
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
+    with torch.no_grad():
+        for copy, source in pairs:
+            copy.copy_(source, non_blocking=later)
+
+
 class Saver:
     """Saves beside training. Every rank has one; `save` is called by all of them in the same order."""
 
     def __init__(self) -> None:
-        importlib.import_module("runner.checkpoint.dcp")  # for half a second; later it would hold up training
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._copies = Copies()
@@ -165,11 +242,9 @@ class _Save:
 
     def write(self, pieces: Shards) -> None:
         """Write this rank's files, and say that they are there."""
-        from runner.checkpoint import dcp  # imports much, at the first save
-
         name = f"rank-{self._rank:05d}"
         plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
-        stamp, index = dcp.store(self._partial, f"{name}.safetensors", pieces)
+        stamp, index = writing.write(self._partial / f"{name}.safetensors", writing.of_shards(pieces))
         files = {f"{name}.pt": plain, f"{name}.safetensors": stamp}
         needed, copies = f"{name}.pt" if self._needed else None, {}
         for back in range(1, min(self._backward, self._world)):

@@ -13,13 +13,17 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from runner.checkpoint.index import Entry, Part, place
 from runner.checkpoint.manifest import BLOCK, Stamp
+from strategies.core.layout import Block
 from strategies.runtime.flight_recorder import recorder
+from strategies.runtime.shards import Shards
 from strategies.runtime.tensor_files import DTYPES
 
 NAMES = {name: short for short, name in DTYPES.items()}
@@ -27,30 +31,48 @@ NAMES = {name: short for short, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """A tensor to be written under `name`: `chunks()` gives its elements, row by row, in one piece or several."""
+class Unwritten:
+    """A block to be written under `name`, of the tensor `key`, which has `shape` and torch's `dtype`. `chunks()` yields
+    the elements of the block row by row, in one tensor or several."""
 
     name: str
+    key: str
     shape: tuple[int, ...]
     dtype: str
+    block: Block
     chunks: Callable[[], Iterable[Tensor]]
 
     @property
-    def bytes(self) -> int:
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.block)
+
+    @property
+    def itemsize(self) -> int:
         size: int = getattr(torch, self.dtype).itemsize
-        return size * math.prod(self.shape)
+        return size
 
 
-def write(path: Path, tensors: Sequence[Tensors]) -> tuple[Stamp, dict[str, int]]:
-    """Write `path`; returns its stamp and the first byte of every tensor by name. Raises OSError (a full disk)."""
-    # wide numbers first: everything is then aligned as its dtype wants it
-    ordered = sorted(tensors, key=lambda one: -getattr(torch, one.dtype).itemsize)
+def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Entry]]:
+    """Write a safetensors file.
+
+    Args:
+        path: the file.
+        blocks: what it is to hold, each under a name of its own.
+
+    Returns:
+        Size and checksum of the file, and the tensors of `blocks` with the parts that it holds.
+
+    Raises:
+        OSError: the disk is full.
+    """
     header, position = {"__metadata__": {"format": "pt"}}, 0
     offsets: dict[str, int] = {}
+    ordered = sorted(blocks, key=lambda one: -one.itemsize)  # wide numbers first: each is aligned as its dtype wants it
     for one in ordered:
-        entry = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": (position, position + one.bytes)}
+        end = position + one.itemsize * math.prod(one.sizes)
+        entry = {"dtype": NAMES[one.dtype], "shape": one.sizes, "data_offsets": (position, end)}
         header[one.name], offsets[one.name] = entry, position  # type: ignore[assignment]
-        position += one.bytes
+        position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with Stamped(path) as file:
@@ -58,7 +80,26 @@ def write(path: Path, tensors: Sequence[Tensors]) -> tuple[Stamp, dict[str, int]
         for one in ordered:
             for chunk in one.chunks():
                 file.write(memoryview(raw(chunk)))
-    return file.stamp, {name: 8 + len(text) + offset for name, offset in offsets.items()}
+    index: dict[str, Entry] = {}
+    for one in blocks:
+        part = Part(path.name, 8 + len(text) + offsets[one.name], one.block)
+        before = index[one.key].parts if one.key in index else ()
+        index[one.key] = Entry(one.shape, one.dtype, (*before, part))
+    return file.stamp, index
+
+
+def of_shards(shards: Shards) -> list[Unwritten]:
+    """The pieces of a rank, each block once."""
+    found: dict[str, Unwritten] = {}
+    for key, several in shards.items():
+        for piece in several:
+            name, dtype = place(key, piece.block), str(piece.view.dtype).removeprefix("torch.")
+            found[name] = Unwritten(name, key, tuple(piece.shape), dtype, piece.block, partial(_alone, piece.view))
+    return list(found.values())
+
+
+def _alone(tensor: Tensor) -> list[Tensor]:
+    return [tensor]
 
 
 def write_bytes(path: Path, content: bytes) -> Stamp:

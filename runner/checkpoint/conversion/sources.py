@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -17,22 +16,12 @@ from runner import checkpoint as checkpoints
 from runner.checkpoint import Checkpoint
 from runner.checkpoint.conversion import deepspeed_files
 from runner.checkpoint.index import Entry
+from runner.checkpoint.reading import TensorSource
 from runner.errors import ConfigError
 from strategies.core.errors import StrategyError
 from strategies.core.layout import Block
 from strategies.runtime.shards import MODEL
 from strategies.runtime.tensor_files import Reader, StoredTensor, index
-
-
-class Holding(Protocol):
-    """Tensors by the keys of a checkpoint (`model/NAME`, `optimizer/STATE/NAME`)."""
-
-    @property
-    def tensors(self) -> Mapping[str, Entry]: ...
-
-    def read(self, key: str, block: Block | None = None) -> Tensor:
-        """The part `block` of a tensor, by default all of it, on the CPU in the stored dtype."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Files:
         return self._reader.block(one, tuple((0, size) for size in one.shape) if block is None else block)
 
 
-def opened(path: Path) -> tuple[Holding, str]:
+def opened(path: Path) -> tuple[TensorSource, str]:
     """What `path` holds, and what that is in a few words. The checksums of a checkpoint are looked at.
 
     Raises ConfigError for what is none of these, or damaged.
@@ -76,10 +65,7 @@ def opened(path: Path) -> tuple[Holding, str]:
 
 def _checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint, or newest of a run, that a path means."""
-    if not path.is_dir():
-        return None
-    candidates = (path, path / "checkpoints")
-    if not (path / checkpoints.HEADER).is_file() and all(checkpoints.newest(one) is None for one in candidates):
+    if not path.is_dir() or not checkpoints.is_one(path):
         return None
     place = checkpoints.locate(path, "convert")
     checkpoints.verify(place)

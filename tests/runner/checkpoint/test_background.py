@@ -8,7 +8,7 @@ from six_ranks import SHAPES, content
 from small import MODES, SMALL
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint.copying import Copies
+from runner.checkpoint.saving import Copies
 from runner.config.checkpoint import Checkpoint
 from runner.errors import ConfigError
 from runner.training.checkpointing import Calendar, Keeper

@@ -3,7 +3,7 @@
 import torch
 from torch.optim import lr_scheduler
 
-from runner.checkpoint.schedules import regrouped
+from runner.checkpoint.loading import regrouped
 
 
 def optimizer(rates):
