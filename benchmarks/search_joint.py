@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-from runner.planning import searched_plans as searched
-from runner.planning.joint import Deciding
+from runner.planning import joint
+from runner.planning.joint import JointDecision
 from strategies.core import result_shapes as shapes
 from strategies.memory.trace import Trace
 from strategies.rules import sharding
@@ -28,7 +28,7 @@ from tests.runner.composing import compose_config
 OPEN = ("parallel.zero.stage=auto", "parallel.pipeline.stages=auto", "parallel.recompute=auto")
 
 
-def deciding(layers: int, length: int, limit: str) -> Deciding:
+def deciding(layers: int, length: int, limit: str) -> JointDecision:
     shape = (
         f"vocabulary: 32000, length: {length}, width: 4096, layers: {layers}, heads: 32, kv_heads: 32, hidden: 11008"
     )
@@ -39,7 +39,9 @@ def deciding(layers: int, length: int, limit: str) -> Deciding:
         *("data.target=runner.data.text.Windows", f"data.args={{length: {length}, train: true}}"),
         *("data.batch_size=16", "job.name=plan"),
     )
-    return Deciding(compose_config(*words, *([] if limit == "none" else [f"parallel.memory_limit={limit}GiB"])), print)
+    return JointDecision(
+        compose_config(*words, *([] if limit == "none" else [f"parallel.memory_limit={limit}GiB"])), print
+    )
 
 
 def forget() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
         one._seen.update(seen)
         forget()
         started = time.process_time()
-        with timed(searched.Planning, "plan") as searches, timed(Trace, "run") as traces:
+        with timed(joint.Planning, "plan") as searches, timed(Trace, "run") as traces:
             told = one.plan().search["decided"]
         seconds = time.process_time() - started
         parts = f"{len(searches)} searches {sum(searches):.1f} s, {len(traces)} traces {sum(traces):.1f} s"

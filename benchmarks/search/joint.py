@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search_joint import deciding, forget
-from runner.planning.joint_choice import choice_of
+from runner.planning.joint import choice_of
 from runner.report.layer_table import shown_seconds
 
 TITLE = "Decisions taken together"

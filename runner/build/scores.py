@@ -80,7 +80,7 @@ def accuracy(output: Any, target: Tensor) -> float:
     return float((found.argmax(1) == target).double().mean())
 
 
-def tried(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
+def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
     """Evaluate one whole batch on this process; how the model's output is put together. A batch that lacks entries of
     training is not measured.
 

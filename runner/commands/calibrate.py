@@ -134,7 +134,7 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
 
 def place(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, int]:
     """The device and the number of ranks, which a fork that has torch can tell. Raises ConfigError."""
-    from runner.planning.devices import device_of
+    from runner.planning.clusters import device_of
 
     return device_of(Config.model_validate_json(payload["config"]))
 
@@ -142,11 +142,13 @@ def place(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, int]:
 def describe(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, float | None] | None:
     """What each rank runs: measure until `payload["until"]`. Rank 0 returns the content of the file and the largest
     median error, None where nothing was measured."""
+    import torch
+
     from runner.planning.calibration import measure
     from runner.planning.clusters import cluster_of
     from strategies.cost.calibration_fit import fit
 
-    measured = measure(rank, payload["until"])
+    measured = measure(rank.rank, rank.world_size, torch.device(rank.device), payload["until"])
     if rank.rank > 0:
         return None
     config = Config.model_validate_json(payload["config"])

@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from runner.launch.orders import RankContext
-from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER
 from strategies.cost.calibration_fit import SEND, Call, Copy, Product
 from strategies.runtime.communicator import all_gather, reduce_scatter
@@ -62,6 +61,9 @@ BESIDE = 0.9
 """Seconds for each of the times whose difference is the overlap; in 0.3 it was 0.0 to 0.3 where it is 0.5."""
 BATCHES = 3
 """The fastest batch of calls counts: what else runs on the machine only makes them slower."""
+VIEWS, CALLS = 16, 35
+"""Of a layer, forward and backward together, as `strategies.cost.roofline` counts them."""
+HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,10 @@ class Measured:
     calls: tuple[Call, ...]
 
 
-def measure(rank: RankContext, until: float) -> Measured:
+def measure(rank: int, world_size: int, device: torch.device, until: float) -> Measured:
     """Measure until `until` by time.monotonic(), which all processes of a machine share, or until all points are
     measured, and for LEAST seconds where processes took long to start; rank 0 prints what is being measured."""
-    device = torch.device(rank.device)
-    return Bench(rank.rank, rank.world_size, device, Timer(rank.world_size, device, until)).run()
+    return Bench(rank, world_size, device, Timer(world_size, device, until)).run()
 
 
 class Timer:
@@ -381,3 +382,40 @@ class Bench:
         if self.cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.size
         return float(torch.cuda.mem_get_info(self.device)[0])
+
+
+class SampleLayers:
+    """So many layers of a width, each with weights of its own, for two sequences of `tokens`."""
+
+    def __init__(self, device: torch.device, layers: int, width: int, tokens: int) -> None:
+        def values(*shape: int) -> Tensor:
+            return torch.full(shape, 1 / width, device=device, requires_grad=True)
+
+        self.x = values(2, tokens, width)
+        self.layers = [[values(width, width) for _ in range(7)] for _ in range(layers)]
+
+    def step(self) -> None:
+        """Forward and backward."""
+        y = self._run()
+        torch.autograd.backward(y, torch.ones_like(y))
+        for one in (self.x, *chain.from_iterable(self.layers)):
+            one.grad = None
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self._run()
+
+    def _run(self) -> Tensor:
+        y = self.x
+        shape = y.shape[-1:]
+        for query, key, value, out, gate, up, down in self.layers:
+            normed = functional.layer_norm(y, shape)
+            q, k, v = (self._heads(normed @ one) for one in (query, key, value))
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = y + mixed.transpose(1, 2).reshape(y.shape) @ out
+            normed = functional.layer_norm(y, shape)
+            y = y + (functional.silu(normed @ gate) * (normed @ up)) @ down
+        return y
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], HEADS, x.shape[-1] // HEADS).transpose(1, 2)

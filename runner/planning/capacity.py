@@ -1,13 +1,16 @@
 """Whether this machine can hold what is about to start on it: processes, then the model, then the plan.
 
-Only what is surely needed is counted, so that no run is refused that would fit: before the plan is known, every tensor
-once. What is too large ends as one paragraph, before anything starts; otherwise the kernel would end a process without
-a word.
+Only what is needed in any case is counted, so that no run is refused that would fit: before the plan is known, every
+tensor once. What is too large ends as one paragraph, before anything starts; otherwise the kernel would kill a process
+silently. A container has what its control groups leave it (version 1 and 2, at every level that can be seen). Where the
+system does not say (no /proc), nothing is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from runner.build import optimizers
@@ -15,9 +18,8 @@ from runner.build.modules import build_model
 from runner.build.precision import DTYPES
 from runner.config.schema import Config
 from runner.errors import ConfigError
-from runner.launch import machine
-from runner.planning import pipeline as pipelining
-from runner.planning.devices import DESCRIBING
+from runner.planning import lowering
+from runner.planning.clusters import DESCRIBING
 from runner.planning.prepare import Prepared
 from strategies.capture.shapes import shapes_only
 from strategies.core.errors import StrategyError
@@ -29,6 +31,7 @@ THREADS = 6
 """Of a rank: its own, those of autograd, and those of a group of gloo."""
 FILES = 32
 """That a rank holds open beside its connections, of which it has one to every other rank."""
+ROOT = Path("/")
 TRY_ANYWAY = "launch.check_memory=false tries it all the same."
 
 
@@ -43,7 +46,7 @@ def check_processes(config: Config, world_size: int) -> None:
     if not _checked(config) or count < 2:
         return
     advice = "Set a smaller world_size, or start the ranks on more hosts (launch=torchrun, slurm, mpirun, ...)."
-    room, each = machine.memory_at_hand(), _empty(config)
+    room, each = memory_at_hand(), _empty(config)
     if room is not None and count * each > room:
         raise ConfigError(
             "MW503",
@@ -51,8 +54,8 @@ def check_processes(config: Config, world_size: int) -> None:
             f"anything, all of them {_size(count * each)}, and {_size(room)} are at hand. {advice} {TRY_ANYWAY}",
         )
     for limit, what in (
-        (machine.threads_at_hand(), "the kernel or a control group has room for"),
-        (machine.own_processes(), "this user may have (ulimit -u)"),
+        (threads_at_hand(), "the kernel or a control group has room for"),
+        (own_processes(), "this user may have (ulimit -u)"),
     ):
         if limit is not None and count * THREADS > limit:
             raise ConfigError(
@@ -60,7 +63,7 @@ def check_processes(config: Config, world_size: int) -> None:
                 f"world_size = {count} is too large for this machine: a rank has {THREADS} threads or more, all of "
                 f"them {count * THREADS}, and {what} {limit}. {advice} {TRY_ANYWAY}",
             )
-    files = machine.open_files()
+    files = open_files()
     if files is not None and count + FILES > files:
         raise ConfigError(
             "MW504",
@@ -72,7 +75,7 @@ def check_processes(config: Config, world_size: int) -> None:
 def check_model(config: Config, device: str, world_size: int) -> None:
     """Raises ConfigError where the model cannot be built, trained or verified within the memory at hand, whatever the
     plan. The model is built from shapes alone; one that reads numbers while it is built is not checked."""
-    room = machine.memory_at_hand()
+    room = memory_at_hand()
     if not _checked(config) or room is None:
         return
     try:
@@ -94,7 +97,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
     if count:
         replicated = config.parallel.mode == "data_parallel" and not config.parallel.open
         stage = config.parallel.zero.known if replicated else 3
-        replicas = max(1, count // pipelining.groups_of(config))
+        replicas = max(1, count // lowering.pipeline_groups(config))
         held = weights * (replicas if stage < 3 else 1) + gradients * (replicas if stage < 2 else 1)
         held += updated * (replicas if stage < 1 else 1)
         needs[f"its {count} rank{'s' * (count > 1)}"] = count * _empty(config) + held
@@ -114,7 +117,7 @@ def check_model(config: Config, device: str, world_size: int) -> None:
 
 def check_plan(prepared: Prepared, content: Mapping[str, Any] | None) -> None:
     """Raises ConfigError where ranks that follow the plan with this `content` (of plan.json) do not fit."""
-    config, room = prepared.config, machine.memory_at_hand()
+    config, room = prepared.config, memory_at_hand()
     count = ranks_here(config, prepared.world_size)
     if content is None or not _checked(config) or room is None or not count or prepared.device != "cpu":
         return
@@ -143,3 +146,91 @@ def _size(count: float) -> str:
     if count >= 1e11:
         return f"{count / 1e9:,.0f} GB"
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+# The machine
+
+
+def memory_at_hand(root: Path = ROOT) -> int | None:
+    """Bytes that new processes can take before the kernel ends one; None where the system does not say."""
+    found = _fields(root / "proc/meminfo")
+    if "MemAvailable" not in found:
+        return None
+    rooms = [1024 * (found["MemAvailable"] + found.get("SwapFree", 0))]
+    for folder in _groups(root, "memory"):
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            most, now = _number(folder / limit), _number(folder / used)
+            if most is not None and now is not None:
+                rooms.append(most - now + _fields(folder / "memory.stat").get(cache, 0))
+    return max(0, min(rooms))
+
+
+def threads_at_hand(root: Path = ROOT) -> int | None:
+    """How many more threads, of any processes, the kernel allows; None where the system does not say."""
+    try:
+        now = int((root / "proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[2])
+    except (OSError, ValueError, IndexError):
+        return None
+    most = [_number(root / "proc/sys/kernel" / name) for name in ("threads-max", "pid_max")]
+    rooms = [one - now for one in most if one is not None]
+    for folder in _groups(root, "pids"):
+        limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
+        if limit is not None and used is not None:
+            rooms.append(limit - used)
+    return max(0, min(rooms)) if rooms else None
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit what `controller` counts, up to the outermost."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        inner = top / path.lstrip("/")
+        yield from (folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents)
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none, or `max`."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """The first number of every line, by its first word."""
+    try:
+        lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def open_files() -> int | None:
+    """How many files and connections a process may hold open; None for any number."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def own_processes() -> int | None:
+    """How many threads this user may have in all; None for any number, which is root's."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return None if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else soft

@@ -1,7 +1,7 @@
-"""From the section `cluster` to the machine that plans are priced on.
+"""Where a run takes place and what its plan is priced on: the devices of this machine, and the section `cluster`.
 
-`cluster=auto` is what runs are priced on by default: laptop_gloo on CPU and nodes of dgx_h100 on GPUs, as many devices
-as there are ranks.
+With `cluster=auto`, the default, plans are priced on laptop_gloo on CPU and on nodes of dgx_h100 on GPUs, with as many
+devices as there are ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,42 @@ from omegaconf import OmegaConf
 
 from runner.config.cluster import NODE, ClusterForm, LevelForm, Machine, Rate, from_file
 from runner.config.schema import Config
+from runner.errors import ConfigError
 from strategies.cost.cluster import Cluster, Level, Link
 
 DEFAULTS = {"cpu": "laptop_gloo", "cuda": "dgx_h100"}
+DESCRIBING = ("plan", "explain")
+"""Verbs that start no ranks."""
+
+
+def device_of(config: Config) -> tuple[str, int]:
+    """The device type, "cpu" or "cuda", and the number of ranks.
+
+    Raises:
+        ConfigError: this machine has too few GPUs.
+    """
+    machine, alone = config.cluster.machine, config.parallel.mode == "stand_alone"
+    if machine is not None and config.world_size is None and config.job.name in DESCRIBING:
+        return "cpu", 1 if alone else machine.devices
+    gpus = 0 if config.device == "cpu" else _gpus()
+    here = 1 if alone else config.world_size
+    if config.launch.hosts:
+        here = max(len(host.ranks) for host in config.launch.hosts)
+    if config.device == "cuda" or (config.device == "auto" and gpus >= (here or 1)):
+        if gpus < (here or 1):
+            raise ConfigError(
+                "MW801",
+                f"device = cuda needs {here or 1} GPUs (world_size), but this machine has {gpus}; set "
+                f"world_size={max(gpus, 1)} or device=cpu.",
+            )
+        return "cuda", config.launch.ranks or here or gpus
+    return "cpu", config.launch.ranks or here or 8
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def shipped(name: str, nodes: int | None = None) -> Machine:

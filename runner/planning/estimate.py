@@ -1,21 +1,26 @@
-"""What a plan is predicted to take, in time and memory: the numbers of plan.json, without all that explains them."""
+"""What a step of a plan is estimated to take: seconds, and bytes on a rank. The one source of such numbers for the
+search, the joint decision and every report.
+
+Plans of one decision differ in little, so `Programs` and `Traces` keep what was lowered, cut and traced before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
+from runner.build import optimizers
+from runner.build.offload import offload_of
 from runner.config.schema import Config
-from runner.planning import communication
-from runner.planning import pipeline as pipelining
-from runner.planning.memory_limit import settings_of
-from runner.planning.prepare import lowered, options_of, wanted_recompute
-from runner.planning.programs import Programs
+from runner.planning import lowering
+from runner.planning.sources import wanted_recompute
 from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
-from strategies.core.program import Program
+from strategies.core.program import LoweringOptions, Program
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import least
 from strategies.cost.roofline import Work, operator_work
@@ -27,7 +32,9 @@ from strategies.cost.step import (
     norm_seconds,
     seconds_again,
     step_cost,
+    works_of,
 )
+from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
 from strategies.lowering.pipeline.schedule import Schedule, held
 from strategies.lowering.recompute import recomputed
@@ -41,23 +48,87 @@ from strategies.rules import rule_of
 from strategies.search.cheapest import StepPrice
 from strategies.search.sure import Running
 
-USUAL = 1.5
-"""Bytes that are stored for backward, of those that are stored at least (a 7B llama on 8 devices: 1.3 to 1.8)."""
+TYPICAL_STORED = 1.5
+"""Bytes stored for backward, relative to their lower bound (a 7B llama on 8 devices: 1.3 to 1.8)."""
+
+
+def settings_of(config: Config, graph: OperatorGraph, device: str) -> OptimizerSettings:
+    """The optimizer step that follows backward, for the estimate of time and memory."""
+    sources = graph.of_kind("parameter")
+    names, trainable = [source.name for source in sources], [source.name for source in sources if source.trainable]
+    return OptimizerSettings(
+        config.parallel.zero.known,
+        optimizers.optimizer_factory(config.optimizer),
+        optimizers.parameter_groups(names, trainable, config.optimizer),
+        config.parts,
+        lowering.bucket_cut(config),
+        lowering.overlaps_backward(config) and config.parallel.pipeline.known is None,
+        lowering.deepspeed_options(config).get("reduce_bucket_size"),
+        offload_of(config, None),
+        device,
+    )
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of every group of ranks: at least, likely (None where nobody knows), and at least where all that backward
-    needs is computed again."""
+class Programs:
+    """A `Lower` that lowers and cuts plans that differ only in recompute once. Keys hold the `id()` of the operators of
+    a plan, so that plan is kept beside the result."""
+
+    programs: dict[Hashable, tuple[Plan, Program]] = field(default_factory=dict)
+    cuts: dict[Hashable, tuple[Plan, tuple[Stage, ...]]] = field(default_factory=dict)
+    work: dict[int, tuple[Plan, list[Work]]] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        graph: OperatorGraph,
+        plan: Plan,
+        options: LoweringOptions,
+        open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
+        **stage: Any,
+    ) -> Program:
+        if plan.recompute is not None and plan.recompute.slices_inputs:  # what is stored then depends on the program
+            return lower(graph, plan, options, open_axes=open_axes, **stage)
+        key = id(plan.operators), options, tuple((name, tuple(axes)) for name, axes in open_axes.items())
+        if key not in self.programs:
+            program = lower(graph, replace(plan, recompute=None), options, open_axes=open_axes, **stage)
+            self.programs[key] = plan, program
+        return replace(self.programs[key][1], recompute=plan.recompute)
+
+    def works(self, graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
+        """As `works_of`, always for the same cluster."""
+        if id(plan.operators) not in self.work:
+            self.work[id(plan.operators)] = plan, works_of(graph, plan, cluster)
+        return self.work[id(plan.operators)][1]
+
+    def stages(self, config: Config, graph: OperatorGraph, plan: Plan) -> tuple[Stage, ...]:
+        """As `lowering.stages_of`."""
+        key = id(plan.operators), lowering.training_options(config), lowering.pipeline_groups(config)
+        if key not in self.cuts:
+            self.cuts[key] = plan, lowering.stages_of(config, graph, replace(plan, recompute=None))
+        return tuple(
+            replace(stage, plan=replace(stage.plan, recompute=recompute_in(stage.graph.operators, plan.recompute)))
+            for stage in self.cuts[key][1]
+        )
+
+
+@dataclass(frozen=True)
+class MemoryBounds:
+    """Bytes of a rank, for every group of ranks.
+
+    Attributes:
+        least: a lower bound.
+        likely: an estimate; None where nothing similar was traced.
+        recomputed: a lower bound where everything that backward needs is recomputed.
+    """
 
     least: Sequence[int]
     likely: Sequence[int] | None
-    bare: Sequence[int]
+    recomputed: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stage of a pipeline, or the whole step."""
+class StageEstimate:
+    """A stage of a pipeline, or the whole step: what runs, and what it costs by itself."""
 
     graph: OperatorGraph
     plan: Plan
@@ -67,18 +138,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Price:
-    """Of a plan whose `parts` are run by groups of ranks in turn, as `schedule` says; without a pipeline there is one
-    of each, and no `stages`. `traces` remembers what was traced before."""
+class Estimate:
+    """Of a step whose `parts` are run by groups of ranks as `schedule` says; without a pipeline there is one part, one
+    group, and no `stages`. Memory is traced on demand, see `memories`."""
 
-    parts: Sequence[Part]
+    parts: Sequence[StageEstimate]
     stages: Sequence[Stage]
     schedule: Schedule | None
     settings: OptimizerSettings
     cluster: Cluster
     traces: Traces
-    known: dict[int, Memory] = field(default_factory=dict)
-    """Of a rank of every group that was traced."""
+    traced: dict[int, Memory] = field(default_factory=dict)
+    """By group of ranks."""
 
     @property
     def groups(self) -> int:
@@ -87,27 +158,26 @@ class Price:
     @cached_property
     def seconds(self) -> float:
         """Of a step."""
-        return self._together([part.cost for part in self.parts])
+        return self._step([part.cost for part in self.parts])
 
-    def _together(self, alone: Sequence[StepCost]) -> float:
-        """Seconds of a step of which the parts cost so much."""
+    def _step(self, costs: Sequence[StepCost]) -> float:
+        """Seconds of a step whose parts have these `costs`."""
         if self.schedule is None:
-            return alone[0].total
-        told = [cost.to_json() for cost in alone]
-        return float(
-            cost_of_stages(self.stages, told, self.schedule, self.settings.accumulate, self.cluster)[0]["total"]
-        )
+            return costs[0].total
+        by_part = [cost.to_json() for cost in costs]
+        accumulate = self.settings.accumulate
+        return float(cost_of_stages(self.stages, by_part, self.schedule, accumulate, self.cluster)[0]["total"])
 
     def memory(self, group: int) -> Memory:
-        """Of a rank of a group; takes longer the first time."""
-        if group not in self.known:
+        """Of a rank of a group, by tracing its programs."""
+        if group not in self.traced:
             numbers = range(group, len(self.parts), self.groups)
             traces = {number: self.traces.of(self.parts[number].program, self.settings) for number in numbers}
             if self.schedule is None:
-                self.known[group] = memory(traces[0], self.settings)
+                self.traced[group] = memory(traces[0], self.settings)
             else:
-                self.known[group] = group_memory(group, traces, self.schedule[group], self.groups, self.settings)
-        return self.known[group]
+                self.traced[group] = group_memory(group, traces, self.schedule[group], self.groups, self.settings)
+        return self.traced[group]
 
     @property
     def memories(self) -> list[Memory]:
@@ -115,150 +185,157 @@ class Price:
         return [self.memory(group) for group in range(self.groups)]
 
     @property
-    def counted(self) -> bool:
-        """Whether all groups were traced."""
-        return len(self.known) == self.groups
+    def is_traced(self) -> bool:
+        return len(self.traced) == self.groups
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of a rank of every group, at its fullest moment."""
+    def peaks(self) -> list[int]:
+        """Bytes of a rank of every group at its fullest moment."""
         return [one.peak for one in self.memories]
 
-    def bytes(self) -> int:
-        return max(self.sizes)
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(self.peaks)
 
-    def within(self, limit: int) -> int:
-        """Bytes of the fullest rank; of the first one that is found to need more than `limit`, if one does. Those that
-        are likely the fullest come first."""
+    def peak_within(self, limit: int) -> int:
+        """Bytes of the fullest rank; or of the first rank that exceeds `limit`, likely candidates being traced first,
+        so that the other groups need not be."""
         groups = sorted(range(self.groups), key=lambda group: -self.likely[group])
-        return next((one for group in groups if (one := self.memory(group).peak) > limit), None) or self.bytes()
+        return next((one for group in groups if (one := self.memory(group).peak) > limit), None) or self.peak
 
-    def of_group(self, group: int) -> Sequence[Part]:
+    def of_group(self, group: int) -> Sequence[StageEstimate]:
         return self.parts[group :: self.groups]
 
     @cached_property
     def outlines(self) -> list[Outline]:
-        """What is known of the bytes of every group without running anything."""
-        groups = range(self.groups)
+        """What is known of the bytes of every group without a trace."""
         return [
             Outline.together([outline(part.program, self.settings) for part in self.of_group(group)])
-            for group in groups
+            for group in range(self.groups)
         ]
-
-    @property
-    def bare(self) -> list[int]:
-        """Bytes of every group at least, where all that backward needs is computed again."""
-        return [one.least(0) for one in self.outlines]
-
-    def with_stored(self, share: float) -> list[int]:
-        """Bytes of every group at least, where `share` of the least is stored for backward."""
-        return [one.least(int(share * stored)) for one, stored in zip(self.outlines, self.stored, strict=True)]
 
     @cached_property
     def stored(self) -> list[int]:
-        """Bytes that every group stores for backward at least, known from names and layouts."""
+        """A lower bound of the bytes that every group stores for backward, from shapes and layouts."""
         if self.settings.offload.activations != "none":
             return [0] * self.groups
-        least = [least_stored(part.graph, part.plan) for part in self.parts]
-        return least if self.schedule is None else [int(held(actions, least)) for actions in self.schedule]
+        by_part = [least_stored(part.graph, part.plan) for part in self.parts]
+        return by_part if self.schedule is None else [int(held(actions, by_part)) for actions in self.schedule]
+
+    def with_stored(self, share: float) -> list[int]:
+        """A lower bound of the bytes of every group that stores `share` of `stored` for backward."""
+        return [one.least(int(share * stored)) for one, stored in zip(self.outlines, self.stored, strict=True)]
 
     @property
     def likely(self) -> list[int]:
-        """Bytes of every group, as far as they can be told without running anything."""
-        return self.with_stored(USUAL)
+        """An estimate of the bytes of every group without a trace."""
+        return self.with_stored(TYPICAL_STORED)
 
-    def with_zero(self, settings: OptimizerSettings) -> float:
-        """The least seconds of the same plan at another stage of ZeRO, where this one has none. The stage of a pipeline
-        that works most may be another one then, with the shortest update."""
-        found = [least_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
-        shortest = min(one.optimizer for one in found)
-        return self._together([replace(one, optimizer=shortest) for one in found])
+    def seconds_with_zero(self, settings: OptimizerSettings) -> float:
+        """A lower bound of the seconds of this plan, which has no ZeRO, with the ZeRO stage of `settings`. The slowest
+        stage of a pipeline may then be another one, so all get the shortest update."""
+        costs = [least_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
+        shortest = min(cost.optimizer for cost in costs)
+        return self._step([replace(cost, optimizer=shortest) for cost in costs])
 
-    def again(self, recompute: Recompute | None) -> float:
-        """The least seconds of the same plan where it computes so much again, and this one nothing."""
-        found = []
+    def seconds_with_recompute(self, recompute: Recompute | None) -> float:
+        """A lower bound of the seconds of this plan, which recomputes nothing, with `recompute`."""
+        costs = []
         for part in self.parts:
             own = recompute_in(part.graph.operators, recompute)
             seconds = self.settings.accumulate * seconds_again(part.graph, part.works, own)
-            found.append(replace(part.cost, recomputed=seconds))
-        return self._together(found)
+            costs.append(replace(part.cost, recomputed=seconds))
+        return self._step(costs)
 
     def layers(self, recompute: Recompute | None) -> list[tuple[str, ...]]:
         """The modules of every group that `recompute` names."""
-        found = []
+        by_group = []
         for group in range(self.groups):
             own = [recompute_in(part.graph.operators, recompute) for part in self.of_group(group)]
-            found.append(tuple(name for one in own if one is not None for name in one.modules))
-        return found
+            by_group.append(tuple(name for one in own if one is not None for name in one.modules))
+        return by_group
 
-    def told(self, other: Price | None) -> Sizes:
-        """What is known of the bytes without a trace, but for that of `other`, if there is one with the same forward:
-        while that runs and behind it, a rank holds as much beside what stands. Before the first backward there are no
-        gradients, whatever becomes of them later; where several micro-batches are added up, the most may be in a later
-        one."""
-        if self.counted:
-            bare = []
+    def bounds(self, similar: Estimate | None) -> MemoryBounds:
+        """What is known of the bytes of every group without tracing this plan.
+
+        Args:
+            similar: a traced estimate with the same forward: while that runs and behind it, a rank holds as much beside
+                what is persistent. There are no gradients before the first backward; with several micro-batches the
+                peak may be in a later one.
+        """
+        if self.is_traced:
+            recomputed = []
             for one in self.memories:
                 phases = one.peaks.items()
-                bare.append(max(size - one.activations * (phase != "update") for phase, size in phases))
-            return Sizes(self.sizes, self.sizes, bare)
-        if other is None:
-            return Sizes(self.with_stored(1.0), None, self.bare)
-        least, likely = [], []
-        for own, one in zip(self.outlines, other.memories, strict=True):
+                recomputed.append(max(size - one.activations * (phase != "update") for phase, size in phases))
+            return MemoryBounds(self.peaks, self.peaks, recomputed)
+        recomputed = self.with_stored(0)
+        if similar is None:
+            return MemoryBounds(self.with_stored(1.0), None, recomputed)
+        lower, likely = [], []
+        for own, one in zip(self.outlines, similar.memories, strict=True):
             forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.held
-            least.append(max(own.stands + forward, own.least(one.activations)))
-            likely.append(max(least[-1], own.stands + one.peak - one.held))
-        return Sizes(least, likely, self.bare)
+            lower.append(max(own.stands + forward, own.least(one.activations)))
+            likely.append(max(lower[-1], own.stands + one.peak - one.held))
+        return MemoryBounds(lower, likely, recomputed)
 
 
-def price_of(
+def estimate(
     config: Config,
     in_step: tuple[OperatorGraph, Plan],
     settings: OptimizerSettings,
     cluster: Cluster,
-    made: Programs,
+    programs: Programs,
     traces: Traces,
-) -> Price:
-    """`in_step` is what a step computes, with its plan; `made` and `traces` remember what was made and traced before.
-    Raises StrategyError for what cannot be lowered or cut."""
-    options = options_of(config)
-    stages = made.stages(config, *in_step, options)
-    schedule = None
+) -> Estimate:
+    """The estimate of a step.
+
+    Args:
+        config: with nothing left open.
+        in_step: graph and plan, as `lowering.training_step` returns them.
+        settings: as `settings_of` returns it.
+        cluster: the machine on which the step is priced.
+        programs: what was lowered before.
+        traces: what was traced before.
+
+    Raises:
+        StrategyError: the plan cannot be lowered or cut.
+    """
+    stages, schedule = programs.stages(config, *in_step), None
     if stages:
-        schedule = pipelining.schedule_of(config)
+        schedule = lowering.schedule_of(config)
         pairs = [(stage.graph, stage.plan) for stage in stages]
-        programs = pipelining.programs_of(config, stages, options, made)
+        lowered = lowering.pipeline_programs(config, stages, lowering.training_options(config), programs)
     else:
-        pairs, programs = [in_step], (lowered(config, *in_step, made),)
-    parts = [
-        Part(graph, plan, program, works, step_cost(graph, plan, program, cluster, settings, works))
-        for (graph, plan), program in zip(pairs, programs, strict=True)
-        for works in [made.works(graph, plan, cluster)]
-    ]
-    return Price(parts, stages, schedule, settings, cluster, traces)
+        pairs, lowered = [in_step], (lowering.training_program(config, *in_step, programs),)
+    parts = []
+    for (graph, plan), program in zip(pairs, lowered, strict=True):
+        works = programs.works(graph, plan, cluster)
+        cost = step_cost(graph, plan, program, cluster, settings, works)
+        parts.append(StageEstimate(graph, plan, program, works, cost))
+    return Estimate(parts, stages, schedule, settings, cluster, traces)
 
 
-def price_for(
+def step_price(
     config: Config,
     graph: OperatorGraph,
-    of_step: Callable[[Plan], tuple[OperatorGraph, Plan]],
+    training_step: Callable[[Plan], tuple[OperatorGraph, Plan]],
     device: str,
     ranks: int,
     cluster: Cluster,
 ) -> StepPrice:
-    """How plans of `graph` are priced: as `run plan` tells it. `of_step` says what a step computes."""
-    settings, made, traces = settings_of(config, graph, device), Programs(), Traces()
+    """How the search prices plans of `graph`: as `run plan` does. `training_step` returns graph and plan of a step."""
+    settings, programs, traces = settings_of(config, graph, device), Programs(), Traces()
 
     def seconds(plan: Plan) -> float:
-        return price_of(config, of_step(plan), settings, cluster, made, traces).seconds
+        return estimate(config, training_step(plan), settings, cluster, programs, traces).seconds
 
-    parallel = config.parallel
-    stages, parts = pipelining.groups_of(config), parallel.pipeline.parts
-    if stages > 1 or parallel.copies > 1:
-        waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and stages > 1
-        found = least(graph, cluster, ())
-        floor = found.seconds(stages, ranks // stages, parts, 1, again=False, waits=waits)
+    parallel, groups = config.parallel, lowering.pipeline_groups(config)
+    if groups > 1 or parallel.copies > 1:
+        waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and groups > 1
+        bound = least(graph, cluster, ())
+        floor = bound.seconds(groups, ranks // groups, parallel.pipeline.parts, 1, again=False, waits=waits)
         return StepPrice(seconds, floor=config.train.accumulate * floor)
     return StepPrice(seconds, running_of(config, graph, settings, cluster, ranks))
 
@@ -266,19 +343,19 @@ def price_for(
 def running_of(
     config: Config, graph: OperatorGraph, settings: OptimizerSettings, cluster: Cluster, ranks: int
 ) -> Running:
-    """What is known of a step without a plan."""
+    """What is known of a step before there is a plan."""
     cut = settings.cut
     bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
-    learning = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
-    count = sum(source.trainable and Ref(source.id) in learning for source in graph.of_kind("parameter"))
+    used = {ref for operator in graph.operators if operator.id in graph.returning for ref in operator.operands}
+    count = sum(source.trainable and Ref(source.id) in used for source in graph.of_kind("parameter"))
     constant = calling_seconds(count, cluster, settings)
     if settings.stage and ranks > 1:
         constant += norm_seconds(Mesh((("all", ranks),)), cluster)
     wanted = wanted_recompute(config.parallel.recompute)
     if wanted is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
-        again, alone = recomputed(graph, rules, wanted), Mesh((("alone", 1),))
+        recompute, alone = recomputed(graph, rules, wanted), Mesh((("alone", 1),))
         works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
-        constant += config.parts * seconds_again(graph, works, again) / ranks
-    beside = config.parallel.comm_async and not config.train.compile
-    return Running(beside, bool(communication.joined(config)), bucket, need_of(settings).moved, constant)
+        constant += config.parts * seconds_again(graph, works, recompute) / ranks
+    overlapped = config.parallel.comm_async and not config.train.compile
+    return Running(overlapped, bool(lowering.fused_bytes(config)), bucket, need_of(settings).moved, constant)

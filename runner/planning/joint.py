@@ -1,131 +1,287 @@
-"""What `auto` leaves open beside the plan (ZeRO's stage, a pipeline's stages and micro-batches, recompute) is decided
+"""What `auto` leaves open beside the plan (ZeRO stage, pipeline stages, micro-batches, recompute) is optimised jointly
 here, before anything is prepared with it.
 
-Invariant: what is prepared has a config that holds everything that was decided, so ranks, checkpoints and reports need
-not know that something was open. The plan tells the decision in its `search`.
+Invariant: what is prepared has a config that holds every decision, so ranks, checkpoints and reports need not know that
+something was open. The plan keeps the decision in its `search`, under `decided`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from runner.build import pretrained
 from runner.build.modules import captured_from_shapes
-from runner.build.offload import check_modules
 from runner.build.optimizers import optimizer_factory
 from runner.build.precision import DTYPES, cast
 from runner.config.schema import Config
 from runner.data.loader import flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.planning import capacity, copies, sources
-from runner.planning import pipeline as pipelining
-from runner.planning.clusters import cluster_of
-from runner.planning.devices import device_of
-from runner.planning.estimate import Price, Sizes, price_of
-from runner.planning.fewest_recomputed import Fewest
-from runner.planning.joint_choice import decided, of_file, with_choice
-from runner.planning.limit_search import Rooms
-from runner.planning.memory_limit import settings_of
-from runner.planning.prepare import (
-    Accept,
-    Prepared,
-    accept_any,
-    check_training,
-    datasets,
-    order_of,
-    prepare,
-    request_of,
-    wanted_recompute,
-)
-from runner.planning.programs import Programs
-from runner.planning.progress import Progress
-from runner.planning.searched_plans import Searches
+from runner.planning import capacity, lowering
+from runner.planning.clusters import cluster_of, device_of
+from runner.planning.datasets import datasets, order_of
+from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate, settings_of
+from runner.planning.memory_limit import FewestLayers, SearchBudget
+from runner.planning.prepare import Accept, Prepared, accept_any, check_model, prepare
+from runner.planning.sources import cache_folder, request_of, wanted_recompute
+from runner.planning.stored import read_content
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
 from strategies.core.gc_paused import gc_paused
-from strategies.core.plan import Plan
-from strategies.core.request import Request
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan, Recompute
+from strategies.core.request import RecomputeRequest, Request
 from strategies.cost.cluster import Cluster
 from strategies.cost.lower_bounds import least
 from strategies.lowering.device_placement import on_host
-from strategies.lowering.recompute import repeated_layers
+from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import OptimizerFactory
 from strategies.planner import plan_cache
+from strategies.planner.plan_file import check_form
+from strategies.planner.planner import Planning
+from strategies.rules import rule_of
+from strategies.rules.sharding import Sharding
 from strategies.runtime import compiled
 from strategies.search.cheapest import priced_at
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
+from strategies.search.kept import plan_bytes
+from strategies.search.problem import Problem
 
 ZERO = (0, 1, 2, 3)
-NARROWER = 4
-"""How often a plan that is too large is searched anew with less room, at most."""
+SMALLER_PLANS = 4
+"""How often a plan that is too large is searched again for less memory, at most."""
 WORTH = 0.005
 """Of the seconds: what another plan must gain."""
+EVERY = 5.0
+"""Seconds between lines of progress."""
 
 
 def prepare_decided(
     config: Config, folder: Path | None, say: Callable[[str], None] = print, accept: Accept = accept_any
 ) -> Prepared:
-    """`prepare`, with what is left open decided first. Raises ConfigError and StrategyError as that does, and where
-    nothing fits."""
+    """`prepare`, after the joint decision of what is left open.
+
+    Raises:
+        ConfigError, StrategyError: as `prepare`, and where nothing fits into the memory of a rank.
+    """
     device, world_size = device_of(config)
     capacity.check_processes(config, world_size)
     capacity.check_model(config, device, world_size)
     if not config.parallel.open:
         return prepare(config, folder, say, accept=accept)
     if config.parallel.plan is not None:
-        return prepare(decided(config, of_file(config.parallel.plan)), folder, say, accept=accept)
-    deciding = Deciding(config, say)
-    deciding.check(accept)
-    plan = deciding.plan()
+        return prepare(decided(config, _decided_in(config.parallel.plan)), folder, say, accept=accept)
+    decision = JointDecision(config, say)
+    decision.check(accept)
+    plan = decision.plan()
     return prepare(decided(config, plan.search["decided"]), folder, say, plan, accept)
 
 
+def decided(config: Config, content: Mapping[str, Any]) -> Config:
+    """The config with the decision in plan.json's `search.decided`. Raises ConfigError as `with_choice`."""
+    return with_choice(config, choice_of(content), content.get("modules"))
+
+
+def choice_of(content: Mapping[str, Any]) -> Choice:
+    """The choice in plan.json's `search.decided`, or in its `runner_up`."""
+    return Choice(content["stages"], content["zero"], content["micro_batches"], content["recompute"])
+
+
+def _decided_in(name: str) -> dict[str, Any]:
+    """What was decided when a saved plan was made. Raises ConfigError and StrategyError."""
+    content = read_content(Path(name))
+    check_form(content, f"parallel.plan = {name!r}")
+    found: dict[str, Any] | None = content["search"].get("decided")
+    if found is None:
+        raise ConfigError(
+            "MW422",
+            f"parallel.plan = {name!r} was made with parallel.zero.stage and parallel.pipeline given, so they cannot "
+            "be auto here, nor parallel.recompute of a pipeline; give all as in the run that made it.",
+        )
+    return found
+
+
+def with_choice(config: Config, choice: Choice, modules: Sequence[str] | None = None) -> Config:
+    """The config with `choice` for the keys that are open.
+
+    Args:
+        config: with `auto` for some keys.
+        choice: values for all of them.
+        modules: what is recomputed; None for all that may be.
+
+    Raises:
+        ConfigError: the sections of that config exclude each other.
+    """
+    content = config.model_dump()
+    parallel, staged = content["parallel"], choice.stages > 1
+    if config.parallel.zero.stage == "auto":
+        parallel["zero"] |= {"stage": choice.zero}
+    if config.parallel.pipeline.open:
+        parts = choice.micro_batches if staged else None
+        parallel["pipeline"] |= {"stages": choice.stages if staged else None, "micro_batches": parts}
+    if config.parallel.recompute.operators == "auto":
+        section = {"operators": choice.recompute} | ({} if modules is None else {"modules": list(modules)})
+        parallel["recompute"] = "none" if choice.recompute == "none" else parallel["recompute"] | section
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("MW205", *(one["msg"] for one in error.errors())) from None
+
+
 @dataclass(frozen=True)
-class Deciding:
-    """One decision. The models are captured from shapes, once per number of rows that a micro-batch may have."""
+class _Search:
+    """A request, and its plan or why there is none. `sizes` are the bytes of a rank by the search's own sum, by ZeRO
+    stage."""
+
+    request: Request
+    plan: Plan | None
+    error: StrategyError | None
+    sizes: dict[int, float] = field(default_factory=dict)
+
+    def answers(self, request: Request) -> bool:
+        if self.plan is None or request.memory_limit is None:
+            return self.plan is not None and self.request.memory_limit is None
+        more = self.request.memory_limit is None or request.memory_limit <= self.request.memory_limit
+        needed = self.plan.search.get("bytes", math.inf)
+        return more and request.stage == self.request.stage and needed <= request.memory_limit
+
+    def refuses(self, request: Request) -> bool:
+        """Only a limit makes a search fail at one stage and not at others."""
+        if request.memory_limit is None or self.request.memory_limit is None:
+            return self.request.memory_limit is None
+        return request.stage <= self.request.stage and request.memory_limit <= self.request.memory_limit
+
+
+@dataclass(frozen=True)
+class Searches:
+    """The plans of one graph on one number of ranks, each searched once.
+
+    Invariant: an answer from another search is what a search of its own would find: the best plan for more memory that
+    needs less is the best for less; and where nothing is small enough, nothing is at a lower ZeRO stage or for less
+    memory. But without a limit all ZeRO stages share the plan of stage 0: theirs are within a hundredth, except in
+    pipelines, where ZeRO 1 may lose a twentieth.
+    """
+
+    graph: OperatorGraph
+    cluster: Cluster
+    done: list[_Search] = field(default_factory=list)
+    planning: list[Planning] = field(default_factory=list)
+    """Of all requests, which differ in ZeRO stage, limit and recompute; empty before the first."""
+    recomputes: dict[RecomputeRequest | None, Recompute | None] = field(default_factory=dict)
+
+    @cached_property
+    def rules(self) -> Mapping[str, Sharding]:
+        """Of all operators, by id."""
+        return {operator.id: rule_of(operator, self.graph) for operator in self.graph.operators}
+
+    def plan(self, request: Request, budget: int | None) -> Plan:
+        """The best plan within `budget` bytes, with the recompute of `request`. Raises StrategyError."""
+        plain = replace(request, recompute=None, memory_limit=budget, runner_up=False)
+        search = next((one for one in self.done if one.answers(plain)), None)
+        if search is None:
+            for one in self.done:
+                if one.error is not None and one.refuses(plain):
+                    raise one.error
+            search = self._search(replace(plain, stage=0) if budget is None else plain)
+        plan = search.plan
+        assert plan is not None
+        if "bytes" in plan.search and search.request.stage != plain.stage:
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(search, plain.stage)})
+        return self.recomputing(plan, request)
+
+    def recomputing(self, plan: Plan, request: Request) -> Plan:
+        """`plan` with the recompute of `request`."""
+        wanted = request.recompute
+        if wanted not in self.recomputes:
+            self.recomputes[wanted] = None if wanted is None else recomputed(self.graph, self.rules, wanted)
+        return replace(plan, recompute=self.recomputes[wanted])
+
+    def _search(self, request: Request) -> _Search:
+        try:
+            if not self.planning:
+                self.planning.append(Planning(self.graph, request, self.cluster))
+            search = _Search(request, self.planning[0].plan(request.stage, request.memory_limit), None)
+        except StrategyError as error:
+            self.done.append(_Search(request, None, error))
+            raise
+        self.done.append(search)
+        return search
+
+    def _bytes(self, search: _Search, stage: int) -> float:
+        """Bytes of a rank at another ZeRO stage, by the search's own sum."""
+        plan = search.plan
+        assert plan is not None
+        if stage not in search.sizes:
+            planned = {operator.id: plan.operators[operator.name] for operator in self.graph.operators}
+            outputs = {id: one.outputs for id, one in planned.items() if one.outputs is not None}
+            problem = Problem(self.graph, plan.mesh, self.rules, {}, {}, outputs, stage, search.request.states)
+            search.sizes[stage] = plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
+        return search.sizes[stage]
+
+
+Capture = tuple[Objective, Captured, list[Tensor]]
+"""A model, what was captured of it, and its batch entries."""
+
+
+@dataclass(frozen=True)
+class JointDecision:
+    """The search for the fastest choice within the memory of a rank. Models are captured from shapes, once per number
+    of rows that a micro-batch may have."""
 
     config: Config
     say: Callable[[str], None]
     programs: Programs = field(default_factory=Programs)
     traces: Traces = field(default_factory=Traces)
+    captures: dict[int, Capture] = field(default_factory=dict)
+    """By rows of a micro-batch."""
+    capturing: list[float] = field(default_factory=list)
+    """Seconds of every capture, which are no part of those of the search."""
+    searches: dict[tuple[int, int], Searches] = field(default_factory=dict)
+    """By rows and stages."""
+    estimates: dict[Choice, Estimate] = field(default_factory=dict)
+    """Of the fastest plan of each choice."""
+    settings_by_choice: dict[Choice, OptimizerSettings] = field(default_factory=dict)
+    """Of choices without recompute, which changes nothing."""
+    budgets: dict[tuple[int, int], SearchBudget] = field(default_factory=dict)
+    """By stages and ZeRO stage."""
 
     def check(self, accept: Accept) -> None:
-        """Refuse what `prepare` would refuse after the search."""
+        """Refuse what `prepare` would refuse after the search. Raises ConfigError."""
         config = self.config
         if config.train.compile:
             compiled.check(self.device)
-        step, captured, _ = self._captured(self.rows)
-        check_training(config, step.model)
-        check_modules(config, step.model)
+        objective, captured, _ = self.captured(self.rows)
+        check_model(config, objective.model)
         if config.model.weights is not None:
-            pretrained.locate(config.model, step.model)
-        accept(captured.graph, frozenset(step.model.state_dict()))
+            pretrained.locate(config.model, objective.model)
+        accept(captured.graph, frozenset(objective.model.state_dict()))
 
     def plan(self) -> Plan:
         """The best plan, with the decision in its `search`; from the plan cache where it is there."""
-        folder = sources.cache_folder(self.config.parallel.plan_cache, self.say)
+        folder = cache_folder(self.config.parallel.plan_cache, self.say)
         parallel = self.config.parallel
-        asked = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
-        key = plan_cache.key_of(self._captured(self.rows)[1].graph, self._open, self.cluster, asked)
-        if folder is not None and (found := plan_cache.load(folder, key, self.say)) is not None:
-            return replace(found, search={**found.search, "loaded_from": "the plan cache"})
-        started = time.perf_counter() - sum(self._capturing)
+        inputs = (self.config.data.batch_size, self.config.train, self.config.optimizer, parallel, self.device)
+        key = plan_cache.key_of(self.captured(self.rows)[1].graph, self._open_request, self.cluster, inputs)
+        if folder is not None and (cached := plan_cache.load(folder, key, self.say)) is not None:
+            return replace(cached, search={**cached.search, "loaded_from": "the plan cache"})
+        started = time.perf_counter() - sum(self.capturing)
         with gc_paused():
-            decision = decide(self.bounds, self.limit, self._aloud)
-        seconds = round(time.perf_counter() - sum(self._capturing) - started, 4)
+            decision = decide(self.bounds, self.limit, self._evaluate_aloud())
+        seconds = round(time.perf_counter() - sum(self.capturing) - started, 4)
         plan, cost = decision.priced.plan, decision.priced.seconds
-        told = priced_at(plan.search, cost, self.bounds[decision.choice].seconds)
-        plan = replace(plan, search={**told, "seconds": seconds, "decided": decision.to_json()})
+        search = priced_at(plan.search, cost, self.bounds[decision.choice].seconds)
+        plan = replace(plan, search={**search, "seconds": seconds, "decided": decision.to_json()})
         if folder is not None:
             plan_cache.store(folder, key, plan, self.say)
         return plan
@@ -162,59 +318,40 @@ class Deciding:
         """The most rows of a micro-batch."""
         return max(self._rows(choice) for choice in self.choices)
 
-    @cached_property
-    def _seen(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
-        return {}
-
-    @cached_property
-    def _capturing(self) -> list[float]:
-        """Seconds of every capture."""
-        return []
-
-    @cached_property
-    def _searches(self) -> dict[tuple[int, int], Searches]:
-        """By rows and stages."""
-        return {}
-
     def _rows(self, choice: Choice) -> int:
         return self.config.data.batch_size // (self.config.train.accumulate * choice.micro_batches)
 
-    def _captured(self, rows: int) -> tuple[Objective, Captured, list[Tensor]]:
-        if rows not in self._seen:
+    def captured(self, rows: int) -> Capture:
+        """The model with `rows` rows in a micro-batch."""
+        if rows not in self.captures:
             started = time.perf_counter()
             names, tensors = self.batch
-            whole = len(tensors[0])
-            own = [one[:rows] if one.dim() and len(one) == whole else one for one in tensors]
-            self._seen[rows] = captured_from_shapes(self.config, names, own, self.say)
-            on_host(self._seen[rows][1].graph, self.config.parallel.place)
-            self._capturing.append(time.perf_counter() - started)
-        return self._seen[rows]
-
-    def captures(self) -> dict[int, tuple[Objective, Captured, list[Tensor]]]:
-        """The models of all choices, by rows of a micro-batch."""
-        for rows in sorted({self._rows(choice) for choice in self.choices}):
-            self._captured(rows)
-        return self._seen
+            total = len(tensors[0])
+            own = [one[:rows] if one.dim() and len(one) == total else one for one in tensors]
+            self.captures[rows] = captured_from_shapes(self.config, names, own, self.say)
+            on_host(self.captures[rows][1].graph, self.config.parallel.place)
+            self.capturing.append(time.perf_counter() - started)
+        return self.captures[rows]
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """All that the config allows. Raises the error of the first one if none is."""
-        found, refused = [], None
+        """All that the config allows. Raises the error of the first one where it allows none."""
+        allowed, refused = [], None
         for choice in self._every():
             try:
-                pipelining.check_ranks(with_choice(self.config, choice), self.ranks)
-                found.append(choice)
+                lowering.check_ranks(with_choice(self.config, choice), self.ranks)
+                allowed.append(choice)
             except ConfigError as error:
                 refused = refused or error
-        if not found:
+        if not allowed:
             raise refused or ConfigError("MW410", "parallel: nothing is left to decide.")
-        return found
+        return allowed
 
     def _every(self) -> Iterator[Choice]:
         parallel, parts = self.config.parallel, self.config.data.batch_size // self.config.train.accumulate
-        wanted, pipeline = parallel.recompute, parallel.pipeline
+        section, pipeline = parallel.recompute, parallel.pipeline
         zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
-        ways = AGAIN if wanted.operators == "auto" else (wanted.told.strip("'"),)
+        recomputes = AGAIN if section.operators == "auto" else (section.told.strip("'"),)
         if pipeline.stages == "auto":
             several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
         else:
@@ -227,12 +364,12 @@ class Deciding:
                 counts = [pipeline.micro_batches]
             else:
                 counts = doubled if "auto" in (pipeline.stages, pipeline.micro_batches) else [2 * stages]
-            yield from (Choice(stages, *rest) for rest in product(zeros, counts, ways))
+            yield from (Choice(stages, *rest) for rest in product(zeros, counts, recomputes))
 
     @cached_property
     def bounds(self) -> dict[Choice, Bound]:
-        """Of all choices that the model has layers for. Raises StrategyError if there are none."""
-        parallel, graph = self.config.parallel, self._captured(self.rows)[1].graph
+        """Lower bounds of all choices that the model has layers for. Raises StrategyError if there are none."""
+        parallel, graph = self.config.parallel, self.captured(self.rows)[1].graph
         repeated = repeated_layers(graph, parallel.recompute.modules)
         found = least(graph, self.cluster, repeated)
         bounds = {}
@@ -263,175 +400,178 @@ class Deciding:
         """One for all choices, so that the optimizer is tried once."""
         return optimizer_factory(self.config.optimizer)
 
-    @cached_property
-    def _settings_by_choice(self) -> dict[Choice, OptimizerSettings]:
-        """Of choices that compute nothing again, which changes nothing."""
-        return {}
-
     def _settings(self, choice: Choice) -> OptimizerSettings:
         key = replace(choice, recompute="none")
-        if key not in self._settings_by_choice:
-            config, graph = with_choice(self.config, choice), self._captured(self.rows)[1].graph
-            self._settings_by_choice[key] = replace(settings_of(config, graph, self.device), factory=self._factory)
-        return self._settings_by_choice[key]
+        if key not in self.settings_by_choice:
+            config, graph = with_choice(self.config, choice), self.captured(self.rows)[1].graph
+            self.settings_by_choice[key] = replace(settings_of(config, graph, self.device), factory=self._factory)
+        return self.settings_by_choice[key]
 
     @cached_property
-    def _open(self) -> Request:
-        """What is asked before anything is decided."""
+    def _open_request(self) -> Request:
+        """The request before anything is decided."""
         return request_of(self.config, self.ranks)
 
     def _request(self, choice: Choice, modules: Sequence[str] | None = None) -> Request:
-        again = wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute)
-        turns = pipelining.turns(self.config.train.accumulate, choice.stages, choice.micro_batches)
-        ranks, alone = self.ranks // choice.stages, choice.stages == 1
-        overlaps = alone and self._open.overlaps
-        return replace(self._open, world_size=ranks, stage=choice.zero, overlaps=overlaps, turns=turns, recompute=again)
+        return replace(
+            self._open_request,
+            world_size=self.ranks // choice.stages,
+            stage=choice.zero,
+            overlaps=choice.stages == 1 and self._open_request.overlaps,
+            turns=lowering.pipeline_slots(self.config.train.accumulate, choice.stages, choice.micro_batches),
+            recompute=wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute),
+        )
 
-    def _plan(self, choice: Choice, room: int | None) -> Plan:
-        """The best plan of a choice that keeps `room` bytes. Raises StrategyError."""
-        rows, request = self._rows(choice), self._request(choice)
-        key = rows, choice.stages
-        if key not in self._searches:
-            self._searches[key] = Searches(self._captured(rows)[1].graph, self.cluster)
-        return self._searches[key].plan(request, room)
+    def searched(self, choice: Choice) -> Searches:
+        """The searches that `choice` shares with those of as many rows and stages."""
+        rows = self._rows(choice)
+        if (rows, choice.stages) not in self.searches:
+            self.searches[rows, choice.stages] = Searches(self.captured(rows)[1].graph, self.cluster)
+        return self.searches[rows, choice.stages]
 
-    @cached_property
-    def _prices(self) -> dict[Choice, Price]:
-        """Of the fastest plans."""
-        return {}
+    def best_plan(self, choice: Choice, budget: int | None) -> Plan:
+        """The best plan of a choice within `budget` bytes of the search. Raises StrategyError."""
+        return self.searched(choice).plan(self._request(choice), budget)
 
-    def _price(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Price:
-        step, captured, tensors = self._captured(self._rows(choice))
+    def estimate(self, choice: Choice, plan: Plan, modules: Sequence[str] | None = None) -> Estimate:
+        """Of a plan of a choice that recomputes `modules`."""
+        objective, captured, tensors = self.captured(self._rows(choice))
         config = with_choice(self.config, choice, modules)
-        in_step = copies.of_step(config, step, tensors, captured.graph, plan)
-        return price_of(config, in_step, self._settings(choice), self.cluster, self.programs, self.traces)
+        in_step = lowering.training_step(config, objective, tensors, captured.graph, plan)
+        return estimate(config, in_step, self._settings(choice), self.cluster, self.programs, self.traces)
 
-    def _fastest(self, choice: Choice) -> Price:
-        """The price of a choice's fastest plan."""
-        if choice not in self._prices:
-            self._prices[choice] = self._price(choice, self._plan(choice, None))
-        return self._prices[choice]
+    def fastest(self, choice: Choice) -> Estimate:
+        """Of a choice's fastest plan, whatever memory it needs."""
+        if choice not in self.estimates:
+            self.estimates[choice] = self.estimate(choice, self.best_plan(choice, None))
+        return self.estimates[choice]
 
-    @cached_property
-    def _progress(self) -> Progress:
-        return Progress(self.say, len(self.bounds))
+    def _evaluate_aloud(self) -> Callable[[Choice], Iterator[Priced]]:
+        """`evaluate`, with a line of progress every few seconds."""
+        count, reported = 0, time.monotonic()
 
-    def _aloud(self, choice: Choice) -> Iterator[Priced]:
-        """`look`, and tell what is looked at where that takes long."""
-        self._progress.looked += 1
-        for one in self.look(choice):
-            self._progress.tell(choice)
-            yield one
+        def evaluate(choice: Choice) -> Iterator[Priced]:
+            nonlocal count, reported
+            count += 1
+            for priced in self.evaluate(choice):
+                if time.monotonic() - reported > EVERY:
+                    self.say(f"deciding: {count} of {len(self.bounds)} choices evaluated; now {choice}")
+                    reported = time.monotonic()
+                yield priced
 
-    def look(self, choice: Choice) -> Iterator[Priced]:
-        """What a choice takes, as `decide` asks for it: no less than choices with the same plan and no ZeRO, or nothing
-        computed again; then its plans, first the fastest, in as few layers again as keep the limit or in all, then
-        those for less room, each without and then with its bytes. Raises StrategyError where there is none."""
-        plan, floor = self._plan(choice, None), 0
+        return evaluate
+
+    def evaluate(self, choice: Choice) -> Iterator[Priced]:
+        """What a choice costs, ever more exactly, as `decide` asks for it.
+
+        First lower bounds, from choices with the same plan but without ZeRO or recompute. Then plans, each without and
+        then with its bytes: the fastest, with as few recomputed layers as keep the limit or with all, then those found
+        for less memory. Raises StrategyError where there is none.
+        """
+        plan, floor = self.best_plan(choice, None), 0
         stored = replace(choice, recompute="none")
         if (plain := replace(stored, zero=0)) in self.bounds and choice.zero:
-            yield Priced(plan, self._fastest(plain).with_zero(self._settings(choice)), None)
+            yield Priced(plan, self.fastest(plain).seconds_with_zero(self._settings(choice)), None)
         if stored in self.bounds and stored != choice:
-            floor = max(self._sizes(stored).bare)
+            floor = max(self.memory_bounds(stored).recomputed)
             if floor <= self.limit:
-                yield Priced(plan, self._fastest(stored).seconds, None)
-                yield from self._in_few(choice, plan)
-            yield Priced(plan, self._fastest(stored).again(plan.recompute), None)
-        price = self._fastest(choice)
-        if not price.counted:
+                yield Priced(plan, self.fastest(stored).seconds, None)
+                yield from self._recomputing_few(choice, plan)
+            yield Priced(plan, self.fastest(stored).seconds_with_recompute(plan.recompute), None)
+        price = self.fastest(choice)
+        if not price.is_traced:
             yield Priced(plan, price.seconds, None)
-        floor = max(floor, *self._sizes(choice).least)
-        yield Priced(plan, price.seconds, floor if floor > self.limit else price.within(self.limit))
+        floor = max(floor, *self.memory_bounds(choice).least)
+        yield Priced(plan, price.seconds, floor if floor > self.limit else price.peak_within(self.limit))
         if "bytes" in plan.search:
-            yield from self._narrower(choice, plan)
+            yield from self._within_less(choice, plan)
 
-    def _sizes(self, choice: Choice) -> Sizes:
-        """What is known of the bytes of a choice's fastest plan without a trace for it. Stages of ZeRO have the same
-        plan, and the same forward but where its parameters are gathered."""
-        known = (self._prices.get(replace(choice, zero=stage)) for stage in ZERO[:3])
-        return self._fastest(choice).told(next((one for one in known if one is not None and one.counted), None))
+    def memory_bounds(self, choice: Choice) -> MemoryBounds:
+        """What is known of the bytes of a choice's fastest plan without a trace of it. ZeRO stages share that plan, and
+        its forward unless parameters are gathered there."""
+        known = (self.estimates.get(replace(choice, zero=stage)) for stage in ZERO[:3])
+        similar = next((one for one in known if one is not None and one.is_traced), None)
+        return self.fastest(choice).bounds(similar)
 
-    def _narrower(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
-        """Plans for less room than the fastest one, `plan`; the last one keeps the limit, if one does. Between it and
-        what is too large others are tried first. What is surely too large is not traced."""
-        rooms = self._rooms.setdefault((choice.stages, choice.zero), Rooms(self.limit, 1 / choice.stages))
-        likely = self._sizes(choice).likely or self._fastest(choice).likely
-        seen, best, beyond = [(plan.search["bytes"], max(likely))], None, self._fastest(choice).seconds
-        for _ in range(NARROWER):
-            if best is not None and best.seconds <= (1 + WORTH) * beyond:
+    def _within_less(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
+        """Plans found for less memory than `plan`, the fastest, needs; the last one keeps the limit, if one does. After
+        one that does, others between it and those that are too large are tried. What is surely too large is not
+        traced."""
+        budgets = self.budgets.setdefault((choice.stages, choice.zero), SearchBudget(self.limit, 1 / choice.stages))
+        likely = self.memory_bounds(choice).likely or self.fastest(choice).likely
+        seen, best, too_large = [(plan.search["bytes"], max(likely))], None, self.fastest(choice).seconds
+        for _ in range(SMALLER_PLANS):
+            if best is not None and best.seconds <= (1 + WORTH) * too_large:
                 break
-            room = rooms.next(seen)
             try:
-                found = self._small(choice, room, seen)
+                smaller = self.smaller_plan(choice, budgets.next(seen), seen)
             except StrategyError:
-                break  # no other plan is small enough: what was found is told
-            if found is None or found.search["bytes"] in dict(seen):
+                break  # no other plan is small enough
+            if smaller is None or smaller.search["bytes"] in dict(seen):
                 break
-            price = self._price(choice, found)
+            price = self.estimate(choice, smaller)
             if best is None:
-                yield Priced(found, price.seconds, None)
+                yield Priced(smaller, price.seconds, None)
             elif price.seconds >= best.seconds:
                 break
-            least = max(price.told(None).least)
-            size = price.within(self.limit) if least <= self.limit else least
-            seen.append((found.search["bytes"], size if least <= self.limit else max(price.likely)))
+            lower = max(price.bounds(None).least)
+            size = price.peak_within(self.limit) if lower <= self.limit else lower
+            seen.append((smaller.search["bytes"], size if lower <= self.limit else max(price.likely)))
             if size <= self.limit:
-                best = Priced(found, price.seconds, size)
+                best = Priced(smaller, price.seconds, size)
             else:
-                beyond = max(beyond, price.seconds)
+                too_large = max(too_large, price.seconds)
                 if best is None:
-                    yield Priced(found, price.seconds, size)
+                    yield Priced(smaller, price.seconds, size)
         if best is not None:
             yield best
 
-    def _small(self, choice: Choice, room: int | None, seen: Sequence[tuple[float, int]]) -> Plan | None:
-        """The best plan for `room`, or if that is too little the one that keeps least of all; None where nothing is
-        left to try. Raises StrategyError."""
-        if room is None and min(seen)[1] <= self.limit:
+    def smaller_plan(self, choice: Choice, budget: int | None, seen: Sequence[tuple[float, int]]) -> Plan | None:
+        """The best plan within `budget`, or if that is too little the smallest of all; None where nothing is left to
+        try. Raises StrategyError."""
+        if budget is None and min(seen)[1] <= self.limit:
             return None  # near the limit
         try:
-            return self._plan(choice, 1 if room is None else room)
+            return self.best_plan(choice, 1 if budget is None else budget)
         except TooLarge as refused:
-            return self._plan(choice, math.ceil(refused.smallest))
+            return self.best_plan(choice, math.ceil(refused.smallest))
 
-    @cached_property
-    def _rooms(self) -> dict[tuple[int, int], Rooms]:
-        """By stages and stage of ZeRO."""
-        return {}
-
-    def _in_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
-        """`plan`, which computes again in all modules that may be, with as few of them as keep the limit; nothing where
-        that takes none or all of them."""
+    def _recomputing_few(self, choice: Choice, plan: Plan) -> Iterator[Priced]:
+        """`plan`, which recomputes all modules that it may, with as few of them as keep the limit; nothing where that
+        takes none or all of them."""
         wanted, stored = plan.recompute, replace(choice, recompute="none")
-        none = self._fastest(stored)
-        every = none.layers(wanted)
+        none = self.fastest(stored)
+        layers = none.layers(wanted)
         if wanted is None or len(wanted.modules) < 2:
             return
 
-        def told(least: Sequence[int]) -> Priced:
-            """What it takes where all of them need the least bytes; of none, what is known by now."""
-            first = Fewest(self.limit, every, self._sizes(stored).least, least, sure=True)
-            return Priced(plan, none.again(replace(wanted, modules=tuple(first.at_least))), None)
+        def bound(every: Sequence[int]) -> Priced:
+            """A lower bound, where groups that recompute every layer need at least these bytes."""
+            first = FewestLayers(self.limit, layers, self.memory_bounds(stored).least, every, measured=True)
+            modules = tuple(first.lower_bound)
+            return Priced(plan, none.seconds_with_recompute(replace(wanted, modules=modules)), None)
 
-        if max(self._sizes(stored).least) > self.limit:  # before anybody knows how much is computed again
-            yield told(self._sizes(stored).bare)
-        if max(self._sizes(choice).least) > self.limit:
+        if max(self.memory_bounds(stored).least) > self.limit:  # before it is known what recompute saves
+            yield bound(self.memory_bounds(stored).recomputed)
+        if max(self.memory_bounds(choice).least) > self.limit:
             return
-        if not self._sizes(stored).likely:
-            yield told(self._sizes(choice).least)
-        if max(most := self._sizes(stored).likely or none.sizes) <= self.limit:
+        if not self.memory_bounds(stored).likely:
+            yield bound(self.memory_bounds(choice).least)
+        without = self.memory_bounds(stored).likely or none.peaks
+        if max(without) <= self.limit:
             return
-        yield told(self._sizes(choice).least)
-        if max(least := self._sizes(choice).likely or self._fastest(choice).sizes) > self.limit:
+        yield bound(self.memory_bounds(choice).least)
+        every = self.memory_bounds(choice).likely or self.fastest(choice).peaks
+        if max(every) > self.limit:
             return
-        yield told(self._sizes(choice).least)
-        fewest, few = Fewest(self.limit, every, most, least, sure=none.counted), None
-        while (layers := fewest.next()) is not None and layers != {*wanted.modules}:
-            modules = tuple(name for name in wanted.modules if name in layers)
-            searches = self._searches[self._rows(choice), choice.stages]
-            again = searches.again(plan, self._request(choice, modules))
-            price = self._price(choice, again, modules)
-            few = Priced(again, price.seconds, price.bytes(), modules) if fewest.told(price.sizes) else None
-        if few is not None:
-            yield replace(few, bytes=None)
-            yield few
+        yield bound(self.memory_bounds(choice).least)
+        fewest = FewestLayers(self.limit, layers, without, every, measured=none.is_traced)
+        best: Priced | None = None
+        while (names := fewest.next()) is not None and names != {*wanted.modules}:
+            modules = tuple(name for name in wanted.modules if name in names)
+            partly = self.searched(choice).recomputing(plan, self._request(choice, modules))
+            price = self.estimate(choice, partly, modules)
+            best = Priced(partly, price.seconds, price.peak, modules) if fewest.update(price.peaks) else None
+        if best is not None:
+            yield replace(best, bytes=None)
+            yield best

@@ -1,6 +1,7 @@
-"""Where the plan of a run comes from: the file of `parallel.plan`, the plan cache, or the planner.
+"""The plan of a run: what is asked of the planner, and where the plan comes from: the file of `parallel.plan`, the plan
+cache, or a search.
 
-A file decides everything that a plan holds; of the config only the recompute it asks for comes on top.
+A file decides everything that a plan holds; only the recompute of the config is applied on top.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from runner import home
+from runner.build import optimizers
+from runner.config.recompute import Recompute
 from runner.config.schema import Config
+from runner.planning import lowering
 from runner.planning.stored import read_content
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
-from strategies.core.request import Request
+from strategies.core.request import NamedDims, NamedMatrix, Operand, OperatorStrategy, RecomputeRequest, Request
 from strategies.cost.cluster import Cluster
+from strategies.cost.step import MASTER
 from strategies.lowering.recompute import recomputed
 from strategies.planner import plan_cache
 from strategies.planner.plan_file import read_plan
@@ -28,6 +34,44 @@ from strategies.search.cheapest import StepPrice, priced_at
 
 EVERY = 10.0
 """Seconds between lines of progress."""
+
+
+def request_of(config: Config, world_size: int) -> Request:
+    """What the planner is asked for the `world_size` ranks of one pipeline group."""
+    parallel = config.parallel
+
+    def operand(form: Any) -> Operand:
+        return tuple(form) if isinstance(form, tuple) else NamedDims(form.layout, form.dims)
+
+    def side(forms: Any) -> tuple[Operand, ...] | None:
+        return None if forms is None else tuple(operand(form) for form in forms)
+
+    dataset, limit, need = parallel.dataset_strategy, parallel.memory_limit, optimizers.need_of(config.optimizer)
+    groups = lowering.pipeline_groups(config)
+    return Request(
+        parallel.mode,
+        world_size,
+        parallel.search,
+        tuple(parallel.mesh.items()) if parallel.mesh else None,
+        {path: OperatorStrategy(side(form.inputs), side(form.outputs)) for path, form in parallel.strategies.items()},
+        {name: NamedMatrix(matrix.device_matrix, matrix.axes) for name, matrix in parallel.layouts.items()},
+        parallel.set_data_parallel,
+        dataset if isinstance(dataset, str) else side(dataset) or (),
+        wanted_recompute(parallel.recompute),
+        stage=parallel.zero.known,
+        states=need.kept / MASTER,
+        moved=need.moved,
+        overlaps=lowering.overlaps_backward(config) and not parallel.pipeline.known,
+        turns=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
+        memory_limit=None if limit is None else limit * groups,  # a rank has the part of its own stages
+    )
+
+
+def wanted_recompute(section: Recompute) -> RecomputeRequest | None:
+    """The request for recompute; None for `auto`, which needs a plan first."""
+    if section.operators == "none" or section.operators == "auto":
+        return None
+    return RecomputeRequest(section.operators, section.modules, section.communication, section.slice_inputs)
 
 
 def planned(
@@ -47,43 +91,44 @@ def planned(
     if config.parallel.plan is not None:
         return _from_file(Path(config.parallel.plan), graph, request)
     folder = cache_folder(config.parallel.plan_cache, say)
-    if folder is None:
-        with telling(say, graph, request):
-            return make_plan(graph, request, cluster, price)
-    key = plan_cache.key_of(graph, request, cluster, _priced_by(config))
-    if (found := plan_cache.load(folder, key, say)) is not None:
-        return _loaded(found, "the plan cache")
-    with telling(say, graph, request):
+    key = "" if folder is None else plan_cache.key_of(graph, request, cluster, _priced_by(config))
+    if folder is not None and (cached := plan_cache.load(folder, key, say)) is not None:
+        return _loaded(cached, "the plan cache")
+    with search_progress(say, graph, request):
         plan = make_plan(graph, request, cluster, price)
-    plan_cache.store(folder, key, plan, say)
+    if folder is not None:
+        plan_cache.store(folder, key, plan, say)
     return plan
 
 
 def _priced_by(config: Config) -> tuple[object, ...]:
-    """What the seconds of a plan's step follow from beside graph, request and cluster."""
+    """What the seconds of a step depend on beside graph, request and cluster."""
     parallel, train = config.parallel, config.train
-    ways = parallel.comm_fusion, parallel.comm_overlap, parallel.comm_async, parallel.copies, parallel.reduce_precision
+    collectives = parallel.comm_fusion, parallel.comm_overlap, parallel.comm_async, parallel.copies
     step = train.accumulate, train.compile, train.precision, train.random
-    return *ways, parallel.zero, parallel.pipeline, parallel.place, config.optimizer, *step, config.data.batch_size
+    return (
+        *(*collectives, parallel.reduce_precision, parallel.zero, parallel.pipeline, parallel.place, config.optimizer),
+        *(*step, config.data.batch_size),
+    )
 
 
 @contextmanager
-def telling(say: Callable[[str], None], graph: OperatorGraph, request: Request) -> Iterator[None]:
-    """Says every few seconds how long a search takes already."""
+def search_progress(say: Callable[[str], None], graph: OperatorGraph, request: Request) -> Iterator[None]:
+    """Report every few seconds how long the search has taken so far."""
     done, started = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def report() -> None:
         while not done.wait(EVERY):
             seconds = time.monotonic() - started
             say(f"searching: {len(graph.operators)} operators on {request.world_size} ranks, {seconds:.0f} s so far")
 
-    teller = threading.Thread(target=tell, name="searching", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=report, name="searching", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        teller.join()
+        thread.join()
 
 
 def cache_folder(wanted: str | None, say: Callable[[str], None]) -> Path | None:

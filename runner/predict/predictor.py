@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import torch
 
-from runner.data.prediction_rows import dataset
 from runner.launch.orders import RankContext
+from runner.planning.datasets import prediction_data
 from runner.planning.prepare import Prepared
 from runner.predict.files import Predictions
 from runner.predict.weights import check, fill, open_checkpoint
@@ -34,7 +34,7 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
     random.seed(config.train.seed)
     numpy.random.seed(config.train.seed % 2**32)
     torch.manual_seed(config.train.seed)
-    rows, collate = dataset(config)
+    rows, collate = prediction_data(config)
     agree({"the number of rows to predict": str(len(rows))}, "Every rank must read the same data.")
     running = execution(prepared, rank, folder, gather_axes)
     step = None

@@ -11,10 +11,10 @@ from typing import Any
 
 from runner import home
 from runner.errors import ConfigError
-from runner.planning import pipeline as pipelining
+from runner.planning import lowering
 from runner.planning.clusters import cluster_of
-from runner.planning.memory_limit import settings_of
-from runner.planning.prepare import Prepared, lowered, options_of
+from runner.planning.estimate import settings_of
+from runner.planning.prepare import Prepared
 from runner.report import search_summary as search_lines
 from runner.report.decision_table import in_modules
 from runner.report.layer_table import shown_bytes
@@ -38,8 +38,10 @@ def programs_of(prepared: Prepared) -> list[Program]:
     """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
     assert prepared.step is not None
     if prepared.stages:
-        return list(pipelining.programs_of(prepared.config, prepared.stages, options_of(prepared.config)))
-    return [lowered(prepared.config, *prepared.step)]
+        return list(
+            lowering.pipeline_programs(prepared.config, prepared.stages, lowering.training_options(prepared.config))
+        )
+    return [lowering.training_program(prepared.config, *prepared.step)]
 
 
 def _part(prepared: Prepared, number: int) -> tuple[OperatorGraph, Plan]:
@@ -63,7 +65,7 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
             prepared.plan,
             prepared.stages,
             programs,
-            pipelining.schedule_of(prepared.config),
+            lowering.schedule_of(prepared.config),
             settings=settings,
             cluster=cluster,
         )
@@ -101,7 +103,7 @@ def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> N
         folder = place / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
         group, local = divmod(rank, prepared.plan.mesh.size)
-        for number in range(group, len(programs), pipelining.groups_of(prepared.config)):
+        for number in range(group, len(programs), lowering.pipeline_groups(prepared.config)):
             graph, plan = _part(prepared, number)
             first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
             name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from runner.errors import ConfigError
-from runner.planning.pipeline import groups_of
+from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
 from strategies.core.addressing import addresses
 from strategies.core.errors import closest
@@ -75,7 +75,7 @@ def _tensors(graph: OperatorGraph, plan: Plan, stage: int | None) -> Iterator[_T
 def _table(prepared: Prepared, tensor: _Tensor) -> Iterator[str]:
     assert prepared.plan is not None
     mesh, shape = prepared.plan.mesh, tensor.spec.shape
-    first = 0 if tensor.stage is None else tensor.stage % groups_of(prepared.config) * mesh.size
+    first = 0 if tensor.stage is None else tensor.stage % pipeline_groups(prepared.config) * mesh.size
     held = "" if tensor.stage is None else f", stage {tensor.stage}"
     yield f"{tensor.name} {list(shape)} {tensor.spec.dtype}, {tensor.kind}{held}"
     partial = " ".join(mesh.sorted(tensor.layout.partial)) or "-"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.errors import ConfigError
-from runner.planning.prepare import Prepared, request_of
+from runner.planning.prepare import Prepared
+from runner.planning.sources import request_of
 from runner.training.reference import ExactRandom
 from strategies import collectives
 from strategies.capture import Objective, loss_in

@@ -23,7 +23,8 @@ from runner.build.scores import Scores, scores
 from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
-from runner.planning.prepare import Prepared, evaluation_rows
+from runner.planning.datasets import evaluation_rows
+from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
 from runner.training.execution import Execution, whole
 from strategies.core.graph import Source

@@ -20,16 +20,8 @@ from torch.fx import GraphModule
 from runner.build.modules import objective
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
-from runner.planning import pipeline as pipelining
-from runner.planning.prepare import (
-    WEIGHTS,
-    Prepared,
-    evaluation_options,
-    lowered,
-    lowered_evaluation,
-    options_of,
-    short_lower,
-)
+from runner.planning import lowering
+from runner.planning.prepare import WEIGHTS, Prepared
 from runner.training import eager
 from strategies import collectives
 from strategies.core.graph import OperatorGraph, Source
@@ -95,17 +87,18 @@ def execution(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -
 
 def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> Execution:
     assert prepared.step is not None
-    program = lowered(prepared.config, *prepared.step)
+    program = lowering.training_program(prepared.config, *prepared.step)
     evaluations = {
-        rows: lowered_evaluation(prepared.config, one.graph, one.plan) for rows, one in prepared.evaluations.items()
+        rows: lowering.evaluation_program(prepared.config, one.graph, one.plan)
+        for rows, one in prepared.evaluations.items()
     }
     used = [*_axes_used(program), program.loss_axes, *axes(program)]
     for evaluation in evaluations.values():
         used += _axes_used(evaluation)
     short, own_short = prepared.short, None
     if short is not None and short.graph is not None and short.plan is not None:
-        opened = short_lower({id(short.graph): program.reductions})
-        own_short = lowered(prepared.config, short.graph, short.plan, opened)
+        opened = lowering.with_reductions({id(short.graph): program.reductions})
+        own_short = lowering.training_program(prepared.config, short.graph, short.plan, opened)
         used += [*_axes_used(own_short), own_short.loss_axes]
     communicator = Communicator(program.mesh, rank.rank, used)
     tensors = weights.read_slices(folder / WEIGHTS, program, rank.rank, rank.device)
@@ -163,12 +156,12 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     """The stages of a pipeline that this rank runs: ranks of the first group come first."""
     assert prepared.plan is not None
     config, compile_ = prepared.config, prepared.config.train.compile
-    count, size = pipelining.groups_of(config), prepared.plan.mesh.size
+    count, size = lowering.pipeline_groups(config), prepared.plan.mesh.size
     number, local = divmod(rank.rank, size)
     mine = range(number, len(prepared.stages), count)
-    programs = pipelining.programs_of(config, prepared.stages, options_of(config))
+    programs = lowering.pipeline_programs(config, prepared.stages, lowering.training_options(config))
     tried = {
-        rows: pipelining.programs_of(config, one.stages, evaluation_options(config))
+        rows: lowering.pipeline_programs(config, one.stages, lowering.evaluation_options(config))
         for rows, one in prepared.evaluations.items()
     }
     held = [range(group, len(prepared.stages), count) for group in range(count)]
@@ -180,8 +173,10 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         used += [names for one in evaluation for names in _axes_used(one)]
     short = () if prepared.short is None else prepared.short.stages
     pairs = zip(short, programs, strict=False)
-    opened = short_lower({id(stage.graph): own.reductions for stage, own in pairs})
-    short_programs = pipelining.programs_of(config, short, options_of(config), opened) if short else ()
+    opened = lowering.with_reductions({id(stage.graph): own.reductions for stage, own in pairs})
+    short_programs = (
+        lowering.pipeline_programs(config, short, lowering.training_options(config), opened) if short else ()
+    )
     for one in short_programs:
         used += [*_axes_used(one), one.loss_axes]
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
@@ -207,7 +202,7 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
     recorder.explain({operator.name: operator.where for k in mine for operator in prepared.stages[k].graph.operators})
     modules = [module for _, module in units]
     peers = Peers([prepared.stages[k] for k in mine], communicator, circle=len(prepared.stages) > count)
-    actions = pipelining.schedule_of(config)[number]
+    actions = lowering.schedule_of(config)[number]
     short_units = [unit(short[k], short_programs[k], True, False)[0] for k in mine] if short else []
     runner = StageRunner(peers, [one for one, _ in units], actions, config.parts, rank.device, evaluations, short_units)
     blocks = _blocks(program, local)[: len(prepared.names)]  # the batch comes before what earlier stages send

@@ -30,8 +30,9 @@ from runner.launch import logs
 from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, told
 from runner.launch.stopping import begun
-from runner.planning import communication
-from runner.planning.prepare import WEIGHTS, Prepared, datasets, order_of
+from runner.planning import lowering
+from runner.planning.datasets import datasets, order_of
+from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
 from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
@@ -135,9 +136,9 @@ class Trainer:
             precision="fp32" if config.train.precision == "bf16_autocast" else config.train.precision,
             evaluation=evaluation if len(evaluation) else None,
             short=None if self.execution.short is None else self.execution.short.module,
-            zero_options=communication.zero_options(config),
-            cut=communication.cut(config),
-            overlap=communication.overlapped(config) and self.execution.runner is None,
+            zero_options=lowering.deepspeed_options(config),
+            cut=lowering.bucket_cut(config),
+            overlap=lowering.overlaps_backward(config) and self.execution.runner is None,
             offload=self.offload,
             peers=None if self.execution.runner is None else self.execution.runner.peers,
             loss_scale=config.train.loss_scale,

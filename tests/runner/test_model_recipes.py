@@ -17,7 +17,8 @@ from runner.cli import recipes
 from runner.config import load as config
 from runner.config.origins import Origins
 from runner.data.loader import flatten_batch, whole_batch
-from runner.planning.prepare import datasets, request_of
+from runner.planning.datasets import datasets
+from runner.planning.sources import request_of
 from strategies.capture import capture, loss_in
 from strategies.core.program import LoweringOptions, Program
 from strategies.core.steps import LOCAL

@@ -7,9 +7,10 @@ import torch
 from composing import compose_config
 
 from runner.build.modules import captured_from_shapes, objective
+from runner.build.precision import cast
 from runner.data.loader import flatten_batch, whole_batch
 from runner.errors import ConfigError
-from runner.planning.prepare import cast, datasets
+from runner.planning.datasets import datasets
 from strategies.capture import capture
 from strategies.core.errors import StrategyError
 

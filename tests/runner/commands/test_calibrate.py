@@ -15,8 +15,7 @@ from torch import nn
 from runner import launch
 from runner.commands import calibrate
 from runner.planning import calibration, clusters
-from runner.planning.calibration import KINDS, Bench, Measured, Timer
-from runner.planning.sample_layers import CALLS, VIEWS, SampleLayers
+from runner.planning.calibration import CALLS, KINDS, VIEWS, Bench, Measured, SampleLayers, Timer
 from strategies.capture import Objective, capture
 from strategies.core.mesh import Mesh
 from strategies.cost.calibration_fit import Error, Fit, Product, fit

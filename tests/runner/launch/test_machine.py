@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import machine
+from runner.planning import capacity as machine
 
 MIB = 2**20
 HOST = {

@@ -10,8 +10,8 @@ from composing import compose_config
 from small import MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.launch import machine
 from runner.launch.startup import EVERY, MANY, Starting
+from runner.planning import capacity as machine
 from runner.planning.joint import prepare_decided
 from strategies.runtime.flight_recorder import BEGUN, CELLS
 

@@ -10,7 +10,7 @@ from runner.config import load as config
 from runner.config.origins import Origins
 from runner.errors import ConfigError
 from runner.planning import clusters
-from runner.planning.devices import device_of
+from runner.planning.clusters import device_of
 
 MINIMAL = ("model.target=a.B", "data.target=a.C", "train.steps=1", "parallel=data_parallel")
 CONF = Path(config.__file__).parents[2] / "conf" / "cluster"

@@ -10,12 +10,11 @@ from composing import compose_config
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError
-from runner.planning.joint import Deciding
-from runner.planning.joint_choice import with_choice
-from runner.planning.prepare import request_of
-from runner.planning.programs import Programs
+from runner.planning.estimate import Programs
+from runner.planning.joint import JointDecision, with_choice
+from runner.planning.sources import request_of
 from strategies.core.errors import StrategyError, TooLarge
-from strategies.core.program import LoweringOptions
+from strategies.core.program import Options
 from strategies.lowering.lowering import lower
 from strategies.search.joint import Choice
 
@@ -34,18 +33,18 @@ AUTO = (*STACK, "parallel=auto", "parallel.search=dynamic_programming", *OPEN)
 @pytest.fixture(scope="module")
 def stacked():
     """The open decision of a small stack, and every choice with its price; what is told before is no more."""
-    deciding = Deciding(compose_config(*DATA, "parallel.plan_cache=null"), print)
+    deciding = JointDecision(compose_config(*DATA, "parallel.plan_cache=null"), print)
     found = {}
     for choice in deciding.bounds:
-        *before, found[choice] = told = list(deciding.look(choice))
+        *before, found[choice] = told = list(deciding.evaluate(choice))
         assert [one.seconds for one in told] == sorted(one.seconds for one in told)
         assert [one.bytes is None for one in told] == [True] * len(before) + [False]
         assert len(before) >= (choice.zero > 0) + (choice.recompute != "none")
     return deciding, found
 
 
-def with_limit(limit: int) -> Deciding:
-    return Deciding(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
+def with_limit(limit: int) -> JointDecision:
+    return JointDecision(compose_config(*DATA, "parallel.plan_cache=null", f"parallel.memory_limit={limit}"), print)
 
 
 def test_bounds_are_below_every_price(stacked):
@@ -80,7 +79,7 @@ def test_the_decision_is_that_of_brute_force_at_every_limit(stacked):
 )
 def test_what_memory_asks_for_is_decided(words, decided):
     config = compose_config(*GPT, *words, "parallel.plan_cache=null")
-    found = Deciding(config, print).plan().search["decided"]
+    found = JointDecision(config, print).plan().search["decided"]
     assert found[decided[0]] == decided[1]
 
 
@@ -102,11 +101,11 @@ STAGED = ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4")
 def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
     """Held to all numbers of layers of every group of ranks, one by one."""
     words = (*DEEP, *words, "parallel.recompute=auto", "parallel.plan_cache=null")
-    free = Deciding(compose_config(*words), print)
-    every = {one: free._fastest(one) for one in free.bounds if one.recompute == "full"}
+    free = JointDecision(compose_config(*words), print)
+    every = {one: free.fastest(one) for one in free.bounds if one.recompute == "full"}
     choice = min(every, key=lambda one: (every[one].seconds, one))
-    none, full = free._fastest(replace(choice, recompute="none")).bytes(), every[choice].bytes()
-    plan = free._plan(choice, None)
+    none, full = free.fastest(replace(choice, recompute="none")).peak, every[choice].peak
+    plan = free.best_plan(choice, None)
     layers = every[choice].layers(plan.recompute)
     sizes = {}
     for counts in product(*(range(1 + len(one)) for one in layers)):
@@ -114,25 +113,25 @@ def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
         if not modules:
             continue
         request = request_of(with_choice(free.config, choice, modules), free.ranks // choice.stages)
-        few = free._searches[free._rows(choice), choice.stages].again(plan, request)
-        sizes[modules] = free._price(choice, few, modules).bytes()
+        few = free.searched(choice).recomputing(plan, request)
+        sizes[modules] = free.estimate(choice, few, modules).peak
     assert max(map(len, sizes)) == 6
     for share in (0.3, 0.7):
         limit = int(full + share * (none - full))
-        one = Deciding(compose_config(*words, f"parallel.memory_limit={limit}"), print)
-        found = [priced for priced in one.look(choice) if priced.bytes is not None and priced.bytes <= limit]
+        one = JointDecision(compose_config(*words, f"parallel.memory_limit={limit}"), print)
+        found = [priced for priced in one.evaluate(choice) if priced.bytes is not None and priced.bytes <= limit]
         assert len(found[0].modules) == min(len(modules) for modules in sizes if sizes[modules] <= limit)
         assert sizes[found[0].modules] == found[0].bytes
         assert found[0].plan.recompute.modules == found[0].modules
 
 
 def test_a_decision_that_takes_long_tells_how_far_it_is(monkeypatch):
-    monkeypatch.setattr("runner.planning.progress.EVERY", 0.0)
+    monkeypatch.setattr("runner.planning.joint.EVERY", 0.0)
     said = []
     one = replace(with_limit(2**30), say=said.append)
     count = one.plan().search["decided"]["tried"]
     lines = [line for line in said if line.startswith("deciding: ")]
-    assert lines[0].startswith(f"deciding: 1 of {len(one.bounds)} choices looked at; now ")
+    assert lines[0].startswith(f"deciding: 1 of {len(one.bounds)} choices evaluated; now ")
     assert lines[-1].startswith(f"deciding: {count} of ")
 
 
@@ -218,25 +217,25 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
 )
 def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
     words = (*DEEP, "world_size=4", OPEN[0], *words, "parallel.recompute=auto", "parallel.plan_cache=null")
-    one = Deciding(compose_config(*words, f"parallel.search={search}"), print)
-    before = {choice: one._sizes(choice) for choice in one.bounds}
+    one = JointDecision(compose_config(*words, f"parallel.search={search}"), print)
+    before = {choice: one.memory_bounds(choice) for choice in one.bounds}
     assert all(told.likely is None for told in before.values())
     for choice in one.bounds:
         if not choice.zero:
-            one._fastest(choice).bytes()
-    behind = {choice: one._sizes(choice) for choice in one.bounds}
-    sizes = {choice: one._fastest(choice).sizes for choice in one.bounds}
+            assert one.fastest(choice).peak
+    behind = {choice: one.memory_bounds(choice) for choice in one.bounds}
+    sizes = {choice: one.fastest(choice).peaks for choice in one.bounds}
     assert len({choice.zero for choice in one.bounds}) >= 2
     for choice, true in sizes.items():
         none = sizes[replace(choice, recompute="none")]
         for told in (before[choice], behind[choice]):
-            assert all(a <= b <= c for a, b, c in zip(told.bare, told.least, true, strict=True))
-            assert choice.recompute != "none" or all(a <= b for a, b in zip(told.bare, none, strict=True))
+            assert all(a <= b <= c for a, b, c in zip(told.recomputed, told.least, true, strict=True))
+            assert choice.recompute != "none" or all(a <= b for a, b in zip(told.recomputed, none, strict=True))
         assert behind[choice].likely == pytest.approx(true, rel=0.2)
         assert all(a <= b for a, b in zip(before[choice].least, behind[choice].least, strict=True))
-        price = one._fastest(choice)
+        price = one.fastest(choice)
         assert price.likely == pytest.approx(true, rel=0.35)
-        assert price.within(2**40) == max(true) and price.within(max(true) - 1) > max(true) - 1
+        assert price.peak_within(2**40) == max(true) and price.peak_within(max(true) - 1) > max(true) - 1
 
 
 @pytest.mark.parametrize(
@@ -254,42 +253,42 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
 )
 def test_what_is_known_of_bytes_holds_whatever_a_step_does(words):
     words = (*DEEP, "world_size=4", OPEN[0], OPEN[2], *words, "parallel.memory_limit=1GB", "parallel.plan_cache=null")
-    one = Deciding(compose_config(*words), print)
+    one = JointDecision(compose_config(*words), print)
     for choice in one.bounds:
         try:
-            price = one._fastest(choice)
+            price = one.fastest(choice)
         except ConfigError:
             continue  # a stage that does not go with what is asked for
-        told = replace(price, known={}).told(None)
-        assert all(a <= b <= c for a, b, c in zip(told.bare, told.least, price.sizes, strict=True))
-    assert len(one._prices) >= 6
+        told = replace(price, traced={}).bounds(None)
+        assert all(a <= b <= c for a, b, c in zip(told.recomputed, told.least, price.peaks, strict=True))
+    assert len(one.estimates) >= 6
 
 
 def test_where_too_little_room_is_guessed_the_plan_that_keeps_least_is_tried():
     words = (*AUTO, "world_size=4", "parallel.plan_cache=null")
-    one = Deciding(compose_config(*words), print)
+    one = JointDecision(compose_config(*words), print)
     choice = Choice(1, 0, 1, "none")
-    free = one._plan(choice, None).search["bytes"]
+    free = one.best_plan(choice, None).search["bytes"]
     with pytest.raises(TooLarge) as refused:
-        one._plan(choice, 1)
+        one.best_plan(choice, 1)
     least = refused.value.smallest
     assert least < free
     for room in (1, int(least) - 1, None):
-        assert one._small(choice, room, [(free, 2**40)]).search["bytes"] == pytest.approx(least)
-    assert one._small(choice, int(free) + 1, [(free, 2**40)]).search["bytes"] == free
-    one = Deciding(compose_config(*words, "parallel.memory_limit=1GB"), print)
-    assert one._small(choice, None, [(free, 2**20)]) is None  # near the limit
+        assert one.smaller_plan(choice, room, [(free, 2**40)]).search["bytes"] == pytest.approx(least)
+    assert one.smaller_plan(choice, int(free) + 1, [(free, 2**40)]).search["bytes"] == free
+    one = JointDecision(compose_config(*words, "parallel.memory_limit=1GB"), print)
+    assert one.smaller_plan(choice, None, [(free, 2**20)]) is None  # near the limit
 
 
 def test_plans_that_compute_other_things_again_are_lowered_once():
     """What comes of it is what each would be lowered to."""
-    one = Deciding(compose_config(*DEEP, "world_size=2", *OPEN, "parallel.plan_cache=null"), print)
-    graph, made = one._captured(one.rows)[1].graph, Programs()
-    plans = [one._plan(Choice(1, 0, 1, again), None) for again in ("none", "selective", "full")]
+    one = JointDecision(compose_config(*DEEP, "world_size=2", *OPEN, "parallel.plan_cache=null"), print)
+    graph, made = one.captured(one.rows)[1].graph, Programs()
+    plans = [one.best_plan(Choice(1, 0, 1, again), None) for again in ("none", "selective", "full")]
     assert len({plan.recompute for plan in plans}) == 3
     for plan in plans:
-        for options in (LoweringOptions(partial_loss=True), LoweringOptions(partial_loss=True, sharded_optimizer=True)):
+        for options in (Options(partial_loss=True), Options(partial_loss=True, sharded_optimizer=True)):
             assert made(graph, plan, options) == lower(graph, plan, options)
-    assert len(made.done) == 2
+    assert len(made.programs) == 2
     sliced = replace(plans[2], recompute=replace(plans[2].recompute, slices_inputs=True))
-    assert made(graph, sliced, LoweringOptions()) == lower(graph, sliced, LoweringOptions()) and len(made.done) == 2
+    assert made(graph, sliced, Options()) == lower(graph, sliced, Options()) and len(made.programs) == 2

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.planning.limit_search import CLOSE, FLATTEST, USUAL, Rooms
+from runner.planning.memory_limit import CLOSE, FLATTEST, USUAL, SearchBudget
 
 LIMIT = 60
 RANKS: dict[str, Callable[[float], float]] = {
@@ -19,7 +19,7 @@ RANKS: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
 def test_few_rooms_lead_to_a_plan_that_keeps_the_limit_and_no_much_less(rank):
-    rooms, seen = Rooms(LIMIT, 1.0), [(100.0, round(rank(100)))]
+    rooms, seen = SearchBudget(LIMIT, 1.0), [(100.0, round(rank(100)))]
     while (room := rooms.next(seen)) is not None:
         assert room not in dict(seen)
         seen.append((float(room), round(rank(room))))
@@ -29,7 +29,7 @@ def test_few_rooms_lead_to_a_plan_that_keeps_the_limit_and_no_much_less(rank):
 
 
 def test_what_plans_have_told_is_known_of_the_next_choice():
-    rooms = Rooms(LIMIT, 0.5)
+    rooms = SearchBudget(LIMIT, 0.5)
     assert rooms.slope == USUAL * 0.5
     assert rooms.next([(200.0, 90)]) == int(200 - 30 / (USUAL * 0.5))
     rooms.next([(200.0, 90), (160.0, 78)])
@@ -40,7 +40,7 @@ def test_what_plans_have_told_is_known_of_the_next_choice():
 
 
 def test_there_is_no_room_below_nothing_nor_beside_what_is_near_the_limit():
-    assert Rooms(LIMIT, 1.0).next([(20.0, 90)]) is None
-    assert Rooms(LIMIT, 1.0).next([(100.0, 90), (50.0, 59)]) is None
-    assert Rooms(LIMIT, 1.0).next([(100.0, 90), (50.0, 50)]) == 62
-    assert Rooms(LIMIT, 1.0).next([(100.0, 60)]) is None
+    assert SearchBudget(LIMIT, 1.0).next([(20.0, 90)]) is None
+    assert SearchBudget(LIMIT, 1.0).next([(100.0, 90), (50.0, 59)]) is None
+    assert SearchBudget(LIMIT, 1.0).next([(100.0, 90), (50.0, 50)]) == 62
+    assert SearchBudget(LIMIT, 1.0).next([(100.0, 60)]) is None

@@ -14,7 +14,8 @@ from runner.errors import ConfigError
 from runner.planning import joint as deciding
 from runner.planning import prepare as preparing
 from runner.planning.joint import prepare_decided
-from runner.planning.prepare import prepare, request_of
+from runner.planning.prepare import prepare
+from runner.planning.sources import request_of
 from strategies.core.errors import StrategyError
 
 

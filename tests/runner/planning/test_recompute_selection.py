@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from runner.planning.fewest_recomputed import Fewest
+from runner.planning.memory_limit import FewestLayers
 
 LIMIT = 60
 
 
-def found(sizes: Sequence[Sequence[int]], sure: bool = True, guess: float = 1.0) -> tuple[list[int], int]:
+def found(sizes: Sequence[Sequence[int]], measured: bool = True, guess: float = 1.0) -> tuple[list[int], int]:
     """Of groups with these bytes by layers that are computed again: how many are, and how many numbers were tried."""
     every = [tuple(f"{group}.{layer}" for layer in range(len(one) - 1)) for group, one in enumerate(sizes)]
     most = [round(guess * one[0]) for one in sizes]
-    fewest = Fewest(LIMIT, every, most, [one[-1] for one in sizes], sure=sure)
+    fewest = FewestLayers(LIMIT, every, most, [one[-1] for one in sizes], measured=measured)
     counts, tried, enough = [-1], 0, False
     while (layers := fewest.next()) is not None:
         counts, tried = [sum(name in layers for name in one) for one in every], tried + 1
-        enough = fewest.told([one[count] for one, count in zip(sizes, counts, strict=True)])
+        enough = fewest.update([one[count] for one, count in zip(sizes, counts, strict=True)])
     assert enough
     return counts, tried
 
@@ -41,8 +41,8 @@ def falling(most: int, by: int, layers: int, bent: int = 0) -> list[int]:
 )
 def test_every_group_computes_as_few_again_as_it_needs(sizes):
     fewest = [next(count for count, size in enumerate(one) if size <= LIMIT) for one in sizes]
-    for sure, guess in ((True, 1.0), (False, 0.9), (False, 1.1)):
-        counts, tried = found(sizes, sure, guess)
+    for measured, guess in ((True, 1.0), (False, 0.9), (False, 1.1)):
+        counts, tried = found(sizes, measured, guess)
         assert counts == fewest
         assert tried <= 7
 
@@ -50,26 +50,26 @@ def test_every_group_computes_as_few_again_as_it_needs(sizes):
 def test_what_is_surely_among_them_is_no_more_than_is_found():
     sizes = [falling(100, 5, 16), falling(80, 5, 16), falling(50, 5, 16)]
     every = [tuple(f"{group}.{layer}" for layer in range(16)) for group in range(3)]
-    first = Fewest(LIMIT, every, [100, 80, 50], [one[-1] for one in sizes], sure=True)
+    first = FewestLayers(LIMIT, every, [100, 80, 50], [one[-1] for one in sizes], measured=True)
     counts, _ = found(sizes)
-    own = [sum(name in first.at_least for name in one) for one in every]
+    own = [sum(name in first.lower_bound for name in one) for one in every]
     assert own == [7, 3, 0] and counts == [8, 4, 0]
 
 
 def test_a_layer_of_two_groups_leaves_none_too_small():
     """One group computes again what the other one takes for its own: it is told more than it expected."""
-    fewest = Fewest(LIMIT, [("a", "b"), ("b", "c")], [70, 50], [50, 40], sure=True)
+    fewest = FewestLayers(LIMIT, [("a", "b"), ("b", "c")], [70, 50], [50, 40], measured=True)
     layers = fewest.next()
     assert layers == {"a"}
-    assert not fewest.told([58, 61])
+    assert not fewest.update([58, 61])
     assert fewest.next() == {"a", "b"}
-    assert fewest.told([50, 55]) and fewest.next() is None
+    assert fewest.update([50, 55]) and fewest.next() is None
 
 
 def test_nothing_is_found_where_all_layers_are_too_few():
-    fewest = Fewest(LIMIT, [("a", "b")], [90], [60], sure=True)
+    fewest = FewestLayers(LIMIT, [("a", "b")], [90], [60], measured=True)
     seen = []
     while (layers := fewest.next()) is not None:
         seen.append(len(layers))
-        assert not fewest.told([80])
+        assert not fewest.update([80])
     assert seen == [1, 2]

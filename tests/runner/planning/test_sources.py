@@ -21,7 +21,7 @@ def test_a_long_search_tells_how_long_it_takes_and_leaves_no_thread(monkeypatch,
     said: list[str] = []
     before = threading.active_count()
     try:
-        with sources.telling(said.append, GRAPH, REQUEST):
+        with sources.search_progress(said.append, GRAPH, REQUEST):
             deadline = time.monotonic() + 10
             while len(said) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -35,6 +35,6 @@ def test_a_long_search_tells_how_long_it_takes_and_leaves_no_thread(monkeypatch,
 
 def test_a_short_search_says_nothing():
     said: list[str] = []
-    with sources.telling(said.append, GRAPH, REQUEST):
+    with sources.search_progress(said.append, GRAPH, REQUEST):
         pass
     assert said == []

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from composing import compose_config
 
-from runner.planning.joint import Deciding
-from runner.planning.prepare import request_of
+from runner.planning.joint import JointDecision
+from runner.planning.sources import request_of
 from strategies.core.graph import OperatorGraph
 from strategies.core.program import LoweringOptions
 from strategies.core.request import RecomputeRequest
@@ -29,8 +29,8 @@ def made(request):
     found = []
     for words in ((), ("parallel=auto", "parallel.search=dynamic_programming")):
         config = compose_config(f"+recipe={request.param}", *words, "parallel.plan_cache=null")
-        one = Deciding(config, print)
-        graph = one._captured(one.rows)[1].graph
+        one = JointDecision(config, print)
+        graph = one.captured(one.rows)[1].graph
         found.append((graph, make_plan(graph, replace(request_of(config, one.ranks), recompute=None))))
     return found
 
@@ -51,8 +51,8 @@ def test_it_is_never_too_much(made, again):
 
 
 def test_it_is_most_of_what_a_transformer_stores():
-    one = Deciding(compose_config("+recipe=llama"), print)
-    graph = one._captured(one.rows)[1].graph
+    one = JointDecision(compose_config("+recipe=llama"), print)
+    graph = one.captured(one.rows)[1].graph
     plan = make_plan(graph, request_of(one.config, one.ranks))
     rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
     for again in (None, "selective", "full"):

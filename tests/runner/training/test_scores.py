@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.build.scores import accuracy, scores, tried
+from runner.build.scores import accuracy, scores, try_evaluation
 from runner.errors import ConfigError
 from strategies.capture import Objective
 
@@ -25,7 +25,7 @@ class Counting(nn.Module):
 def test_trying_an_evaluation_leaves_the_model_as_it_was() -> None:
     step = Objective(Counting(), nn.CrossEntropyLoss(), ("0", "1"), ("1",))
     batch = {"0": torch.randn(2, 4), "1": torch.tensor([0, 2])}
-    tried(step, batch, scores("accuracy", step.loss))
+    try_evaluation(step, batch, scores("accuracy", step.loss))
     assert step.training and step.model.calls == 0
 
 
