@@ -26,6 +26,7 @@ from strategies.rules.attention import attention_block
 from strategies.rules.random import dropout_block, in_row_major, seeding
 from strategies.rules.recurrent import BLOCK, NETWORKS, drops, recurrent_block
 from strategies.rules.sampling import rrelu_block
+from strategies.rules.traits import traits
 
 Function = Callable[..., Any]
 DROPOUTS = frozenset({functional.dropout, torch.dropout})
@@ -33,8 +34,6 @@ COMPOSED = frozenset({functional.gumbel_softmax})
 """Functions that draw once, through an operator of another name."""
 SWITCHED = frozenset("dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout rrelu".split())
 """Names of functions that draw only in training (`training` or `train`), and dropouts only if `p` is not 0."""
-FILLS = frozenset("bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split())
-"""Functions that write numbers into a tensor, whatever it holds."""
 
 
 @cache
@@ -105,7 +104,7 @@ class ExactRandom(TorchFunctionMode):
             found = self._seeded(func, name, *rewrite((tuple(args), kwargs), _as_single))
             return args[0].copy_(found) if name.endswith("_") else rewrite(found, _as_double)
         with seeding(self.key, self._next()):
-            if name in FILLS and not args[0].is_contiguous():
+            if name.endswith("_") and traits(name[:-1]).fills and not args[0].is_contiguous():
                 filled: Tensor = args[0]
                 return filled.copy_(
                     func(torch.empty_like(filled).contiguous(), *in_row_major(tuple(args[1:])), **kwargs)

@@ -10,12 +10,9 @@ from torch import fx
 
 from strategies.capture.nodes import at, call, op_of
 from strategies.core.errors import StrategyError
+from strategies.rules.traits import traits
 
 aten = torch.ops.aten
-PERMUTATIONS = frozenset(
-    "transpose permute t movedim moveaxis swapaxes swapdims numpy_T matrix_H mT mH adjoint".split()
-)
-PIECES = frozenset("split split_with_sizes chunk tensor_split hsplit vsplit dsplit unsafe_split unsafe_chunk".split())
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes by which the dims of a permuted tensor are recognised."""
 
@@ -43,13 +40,14 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
         return make(aten.diagonal_scatter.default, whole, value, *args, **kwargs)
     if op == "unbind":
         return make(aten.select_scatter.default, whole, value, args[0] if args else kwargs.get("dim", 0), piece)
-    if op in PIECES:
+    kind = traits(op).result
+    if kind == "split":
         return _piece(view, piece, whole, value, make)
     if op == "view_as_real":
         return make(aten.view_as_complex.default, value)
     if op == "view_as_complex":
         return make(aten.view_as_real.default, value)
-    if op in PERMUTATIONS:
+    if kind == "permutation":
         labels = torch.empty(PRIMES[: len(shape)], device="meta")
         order = [PRIMES.index(size) for size in target(labels, *args, **kwargs).shape]
         return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
@@ -61,15 +59,9 @@ def put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, piece: Any, whole:
     if op == "narrow":
         dim, start, length = args
         return make(aten.slice_scatter.default, whole, value, dim, start, start + length)
-    if own.numel() == shape.numel() and not bits and op in RESHAPES:
+    if own.numel() == shape.numel() and not bits and kind in ("reshape", "expansion"):
         return make(aten.reshape.default, value, list(shape))
     raise StrategyError("MW903", f"{op_of(writer)}{at(writer)} writes in place through {op}, which cannot be captured.")
-
-
-RESHAPES = frozenset(
-    "view reshape _unsafe_view _reshape_alias flatten unflatten unsqueeze squeeze view_as expand expand_as ravel "
-    "atleast_1d atleast_2d atleast_3d".split()
-)
 
 
 def _piece(view: fx.Node, piece: int, whole: fx.Node, value: fx.Node, make: Callable[..., fx.Node]) -> fx.Node:

@@ -23,7 +23,6 @@ from strategies.rules.arguments import named
 
 FUNCTIONAL = ("torch._functorch", "torch._C._functorch")
 """Where what torch.func does lives."""
-LOOKUPS = frozenset({"embedding", "embedding_bag"})
 HOOK = (
     "which would never be called: the ranks run operators of their own, not this module. Remove it, or write what it "
     "does as operators of the forward, e.g. h = h / 2 + (h / 2).detach() to halve a gradient."
@@ -69,13 +68,14 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
                 f"The model's forward calls torch.vmap or torch.func{at(node)}, which is not captured; write it with "
                 "operators on the whole batch.",
             )
-        if training and node.op == "call_function" and op_of(node) in LOOKUPS:
-            if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):
-                raise StrategyError(
-                    "MW906",
-                    f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
-                    "dense optimizer).",
-                )
+        if not training or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if named(str(node.target), node.args, dict(node.kwargs)).get("sparse"):
+            raise StrategyError(
+                "MW906",
+                f"{op_of(node)}{at(node)} has sparse=True, but gradients are dense here; leave it out (and take a "
+                "dense optimizer).",
+            )
 
 
 @contextmanager

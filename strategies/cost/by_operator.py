@@ -18,11 +18,12 @@ from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds, path_seconds
-from strategies.cost.roofline import VIEWS, operator_work, shares
+from strategies.cost.roofline import operator_work, shares
 from strategies.cost.step import repeated, step_cost
 from strategies.optimizer.buckets import LARGEST
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
+from strategies.rules.traits import traits
 
 GRADIENTS = {
     0: (ALL_REDUCE,),
@@ -96,7 +97,7 @@ def operator_costs(
         dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
         twice = plan.recompute is not None and repeated(operator, plan.recompute)
         again = work.forward if twice else 0.0
-        begun = cluster.view if operator.op in VIEWS else cluster.launch
+        begun = cluster.view if traits(operator.op).view else cluster.launch
         costs[operator.name] = OperatorCost(
             accumulate * work.forward,
             accumulate * (work.backward + again),

@@ -16,22 +16,7 @@ from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Dims, Sharding
-
-VIEWS = frozenset(
-    "_unsafe_view alias broadcast_tensors broadcast_to chunk detach diagonal dsplit expand expand_as flatten getitem "
-    "hsplit linalg_diagonal movedim narrow permute ravel real imag reshape reshape_as select slice split "
-    "split_with_sizes squeeze swapaxes swapdims t transpose unbind unflatten unfold unsqueeze view view_as "
-    "view_as_complex view_as_real vsplit".split()
-)
-"""Operators that show the same elements in another shape and move nothing."""
-LINEAR = frozenset(
-    "add cat concat concatenate constant_pad_nd mean neg pad repeat roll rsub scatter_add select_scatter slice_scatter "
-    "stack sub sum tile".split()
-)
-"""Operators whose gradients need no operand."""
-ATTENTION = "scaled_dot_product_attention"
-ATTENTION_BACKWARD = 2.5
-"""Five products in backward, the scores once more among them, for two in forward."""
+from strategies.rules.traits import traits
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ def roofline(
     """The three seconds of `Work` where a rank has so much of every factor (1 where it is not told): numbers, or arrays
     of as many strategies; `larger` takes the larger one of each two."""
     learns = [ref in graph.trained for ref in operator.operands]
-    if operator.op in VIEWS:
+    if traits(operator.op).view:
         return cluster.view, cluster.view * any(learns), cluster.view * (1 + any(learns))
     flops: Any = sharding.flops
     for part in share.values():
@@ -94,7 +79,7 @@ def roofline(
     if not any(learns):
         return forward, 0.0, cluster.launch
     own = sum(size for size, learn in zip(operands, learns, strict=True) if learn)
-    moved = results + own + (0.0 if operator.op in LINEAR else sum(operands))
+    moved = results + own + (sum(operands) if traits(operator.op).rereads else 0.0)
     calls, ratio = backward_work(sharding, operator, learns)
     backward = calls * cluster.launch + larger(ratio * flops / peak, moved / bandwidth)
     return forward, backward, (1 + calls) * cluster.launch
@@ -103,8 +88,9 @@ def roofline(
 def backward_work(sharding: Sharding, operator: Operator, learns: list[bool]) -> tuple[int, float]:
     """How many calls backward makes, and its flops relative to forward's: a product per factor of a product that
     learns."""
-    if operator.op == ATTENTION:
-        return 1, ATTENTION_BACKWARD
+    fused = traits(operator.op).backward_products
+    if fused is not None:
+        return 1, fused
     products = sum(
         learn and any(factor in sharding.sums for factor in dims)
         for learn, dims in zip(learns, sharding.operands, strict=True)

@@ -26,14 +26,8 @@ from strategies.lowering.lowering import lower
 from strategies.rules import rule_of
 from strategies.rules.random import draws
 from strategies.rules.registry import RULES
+from strategies.rules.traits import traits
 
-SIZED = frozenset(
-    "broadcast_to chunk expand flatten narrow repeat reshape slice split split_with_sizes unflatten unsafe_split "
-    "view _unsafe_view".split()
-)
-"""Operators among whose arguments are sizes of their result, which are others for a copy."""
-EXACT = frozenset({"dropout", "scaled_dot_product_attention"})
-"""Random operators that can draw for the rows of a copy what one device draws for them."""
 LARGEST = 0.25
 """The share of the work that may be left to the whole batch."""
 
@@ -133,7 +127,7 @@ class _Copying:
         )
         if others or not passes or factor in sharding.sums or not sharding.fits(factor, self.count):
             return False
-        if operator.op not in SIZED and (operator.args, operator.kwargs) != (small.args, small.kwargs):
+        if not traits(operator.op).sized and (operator.args, operator.kwargs) != (small.args, small.kwargs):
             return False
         return not self._looks_around(operator, factor)
 
@@ -176,7 +170,7 @@ class _Copying:
                 "parallel.copies=1, or an operator that treats every row by itself.",
             )
         for operator in self.graph.operators if self.exact else ():
-            if Ref(operator.id) in self.moving and draws(operator) and operator.op not in EXACT:
+            if Ref(operator.id) in self.moving and draws(operator) and not traits(operator.op).draws_rows:
                 raise StrategyError(
                     "MW440",
                     f"parallel.copies = {self.count} and train.random = 'exact' do not go together for "
@@ -246,7 +240,7 @@ class _Building:
             )
         dim = next(self.judged.dims[Ref(operator.id, i)] for i in range(len(operator.results)))
         share = BatchSlice(number, self.count, dim, self.rows, operator.id, operator.name)
-        given = small if operator.op in SIZED else operator
+        given = small if traits(operator.op).sized else operator
         new = lambda leaf: self._own(leaf, number) if isinstance(leaf, Ref) else leaf  # noqa: E731
         made = replace(
             operator,

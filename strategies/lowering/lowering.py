@@ -25,9 +25,7 @@ from strategies.lowering.emitter import Emitter
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
 from strategies.rules.random import draws
-
-SUMMING = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d sum mean".split())
-"""Operators whose slices add up many numbers each. Where slices only fill in each other's zeros nothing is rounded."""
+from strategies.rules.traits import traits
 
 
 def lower(
@@ -207,7 +205,7 @@ class _Lowering:
         """Whether an operator computes in fp32 because ranks add up its results."""
         return (
             self.options.wide_sums
-            and operator.op in SUMMING
+            and traits(operator.op).sums
             and any(self.mesh.product(layout.partial) > 1 for layout in natural)
             and all(wide(spec.dtype) != spec.dtype for spec in operator.results)
             and not any(isinstance(value, torch.dtype) for value in (*operator.args, *operator.keywords.values()))

@@ -1,4 +1,4 @@
-"""The bytes that a rank stores for backward at least: told from operators' names and layouts alone.
+"""The bytes that a rank stores for backward at least: from operators' traits and layouts alone.
 
 Invariant: never more than a trace counts. What operators surely save is counted once, in the smallest of the layouts in
 which it is handed on and used; of modules that are computed again, what comes in, and of what is kept what is saved.
@@ -15,19 +15,14 @@ from functools import cached_property
 from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
-from strategies.cost.roofline import VIEWS
-from strategies.memory.saved import PRODUCTS
+from strategies.memory.saved import saves_operand
 from strategies.rules import rule_of
-
-SAVING = PRODUCTS | {"gelu", "layer_norm", "rms_norm", "scaled_dot_product_attention", "silu"}
-"""Operators whose gradients need their operands."""
-THROUGH = VIEWS | {"clone", "contiguous", "copy", "dropout", "to", "type_as"}
-"""Operators that may return what they were given."""
+from strategies.rules.traits import traits
 
 
 @dataclass(frozen=True)
 class _Use:
-    """By an operator that does more than to show a value; `saves`: autograd surely saves it there."""
+    """By an operator that does more than return a value; `saves`: autograd surely saves it there."""
 
     user: Operator
     position: int
@@ -44,7 +39,7 @@ def least_stored(graph: OperatorGraph, plan: Plan) -> int:
         _uses[id(graph)] = {
             Ref(operator.id, index): tuple(_used(graph, Ref(operator.id, index)))
             for operator in graph.operators
-            if operator.op not in THROUGH
+            if traits(operator.op).result == "new"
             for index in range(len(operator.results))
         }
         weakref.finalize(graph, _uses.pop, id(graph), None)
@@ -53,7 +48,7 @@ def least_stored(graph: OperatorGraph, plan: Plan) -> int:
 
 def _used(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
     for user, position in graph.users[ref]:
-        if user.op in THROUGH:
+        if traits(user.op).result != "new":
             for index in range(len(user.results)):
                 yield from _used(graph, Ref(user.id, index))
         else:
@@ -61,10 +56,7 @@ def _used(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
 
 
 def _saves(graph: OperatorGraph, user: Operator, position: int) -> bool:
-    if user.op not in SAVING or user.id not in graph.returning:
-        return False
-    others = (ref for at, ref in enumerate(user.operands) if at != position)
-    return user.op not in PRODUCTS or any(ref in graph.trained for ref in others)
+    return traits(user.op).certain and user.id in graph.returning and saves_operand(graph, user, position)
 
 
 @dataclass(frozen=True)

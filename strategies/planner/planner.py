@@ -22,8 +22,9 @@ from strategies.lowering.recompute import recomputed
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
+from strategies.rules.traits import traits
 from strategies.search.cheapest import Priced, StepPrice, certificate, cheapest, least_seconds, of_meshes
-from strategies.search.default_strategies import VIEWS, as_shown, batch_parallel, divisors, largest_fit
+from strategies.search.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.search.kept import plan_bytes
 from strategies.search.problem import Problem
 from strategies.search.repricing import propagated
@@ -397,7 +398,8 @@ class Planning:
             assignment = problem.fixed.get(operator.id)
             if assignment is None:
                 assignment = batch_parallel(problem, self.meshing, operator)
-                shown = self.graph.by_id[operator.operands[0].id] if operator.op in VIEWS else None
+                views = traits(operator.op).result in ("permutation", "reshape")
+                shown = self.graph.by_id[operator.operands[0].id] if views else None
                 if isinstance(shown, Operator):
                     have = problem.result_layout(operator.operands[0], found[shown.id])
                     assignment = as_shown(problem, operator, have, assignment)

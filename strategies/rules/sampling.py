@@ -21,14 +21,9 @@ from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.random import in_row_major, mix, seeding, uniform
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
+from strategies.rules.traits import TRAITS, traits
 
-FILLING = frozenset(
-    """
-    rand_like randn_like randint_like bernoulli normal normal_functional uniform exponential cauchy geometric log_normal
-    random
-    """.split()
-)
-"""Operators that return numbers in the shape of their operands."""
+FILLING = sorted(name for name, row in TRAITS.items() if row.fills)
 Block = tuple[Sequence[int], Sequence[Any]]
 """The global shape of a tensor, and where the rank's block begins in it."""
 
@@ -104,7 +99,7 @@ def _draw(operator: Operator, local: Local, *, dims: Sequence[Dims], result: Dim
     """The operator on its slices (`fast`), or the block of the whole draw. Slices of `shared` factors have the same
     numbers."""
     given = local.args
-    if operator.op in FILLING:  # numbers have no gradient, and some of these operators refuse to be asked for one
+    if traits(operator.op).fills:  # numbers have no gradient, and some of these operators refuse to be asked for one
         given = tuple(local.call("aten.detach.default", arg) if isinstance(arg, Ref) else arg for arg in given)
     if not local.exact:
         factors = tuple(name for name in result if name is not None and name not in shared)
@@ -141,7 +136,7 @@ def _sized(operator: Operator, local: Local) -> Ref:
     return local.call("local.seeded_slice", operator.target, local.key, local.ordinal, where, *given, **more)
 
 
-@rule("rand", "randn", "randint", "native_dropout", *sorted(FILLING))
+@rule("rand", "randn", "randint", "native_dropout", *FILLING)
 def elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """Numbers of a given size, or like (and perhaps by) operands that broadcast: every dim passes."""
     shape = operator.results[0].shape

@@ -10,14 +10,6 @@ from strategies.resharding.path import path_elements, resharding_path
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
 
-VIEWS = frozenset(
-    """
-_unsafe_view flatten mT moveaxis movedim numpy_T permute reshape squeeze swapaxes swapdims t transpose unflatten
-unsqueeze view
-""".split()
-)
-"""Operators that show the elements of their first operand in another shape."""
-
 
 def divisors(number: int) -> list[int]:
     """Every divisor, smallest first."""

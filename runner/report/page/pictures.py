@@ -14,7 +14,7 @@ from runner.report.page.markup import Markup, element, joined
 from runner.report.page.shell import drawing
 from runner.report.page.style import COLOURS
 from strategies.core.steps import LOCAL
-from strategies.cost.roofline import VIEWS
+from strategies.rules.traits import traits
 
 BAR = 960
 CELL, GAP, MOST = 30, 10, 8
@@ -87,7 +87,7 @@ def layer_picture(kind: Kind, axes: Sequence[str]) -> Markup:
     """The operators of one layer, in the order of their depth. An edge over which something is sent is marked; its
     collectives are its tooltip. Operators that only show elements in another shape are drawn where they send."""
     rows = kind.rows()
-    drawn = [row for row in rows if row.telling or row.first["op"] not in VIEWS]
+    drawn = [row for row in rows if row.telling or not traits(row.first["op"]).view]
     if len(drawn) > LARGEST:
         drawn = [row for row in rows if row.telling]
     by_name = {row.first["name"]: row for row in rows}
