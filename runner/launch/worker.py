@@ -43,13 +43,13 @@ def work(orders: Orders) -> Any:
 
 def _announce(orders: Orders) -> None:
     """Set the variables by which libraries recognise a rank."""
-    recorder = str(orders.local_world_size)
+    local_size = str(orders.local_world_size)
     os.environ.update(
         RANK=str(orders.rank),
         LOCAL_RANK=str(orders.local_rank),
         WORLD_SIZE=str(orders.world_size),
-        LOCAL_WORLD_SIZE=recorder,
-        LOCAL_SIZE=recorder,
+        LOCAL_WORLD_SIZE=local_size,
+        LOCAL_SIZE=local_size,
         MASTER_ADDR=orders.address,
         MASTER_PORT=str(orders.port),
     )
