@@ -170,7 +170,7 @@ class Built:
             for source, whole in zip(inputs, task.batch, strict=True)
         ]
         module = build(program, tensors, communicator, "cpu")
-        groups = [{"names": list(program.learns)}]
+        groups = [{"names": list(program.trainable_names)}]
         self.updates = make_updates(task.stage, module, program, communicator, factory, groups, overlap=True)
 
     def step(self) -> float:

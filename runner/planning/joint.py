@@ -154,13 +154,13 @@ class _Search:
             return self.plan is not None and self.request.memory_limit is None
         more = self.request.memory_limit is None or request.memory_limit <= self.request.memory_limit
         needed = self.plan.search.get("bytes", math.inf)
-        return more and request.stage == self.request.stage and needed <= request.memory_limit
+        return more and request.zero_stage == self.request.zero_stage and needed <= request.memory_limit
 
     def refuses(self, request: Request) -> bool:
         """Only a limit makes a search fail at one stage and not at others."""
         if request.memory_limit is None or self.request.memory_limit is None:
             return self.request.memory_limit is None
-        return request.stage <= self.request.stage and request.memory_limit <= self.request.memory_limit
+        return request.zero_stage <= self.request.zero_stage and request.memory_limit <= self.request.memory_limit
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ class Searches:
             for one in self.done:
                 if one.error is not None and one.refuses(plain):
                     raise one.error
-            search = self._search(replace(plain, stage=0) if budget is None else plain)
+            search = self._search(replace(plain, zero_stage=0) if budget is None else plain)
         plan = search.plan
         assert plan is not None
-        if "bytes" in plan.search and search.request.stage != plain.stage:
-            plan = replace(plan, search={**plan.search, "bytes": self._bytes(search, plain.stage)})
+        if "bytes" in plan.search and search.request.zero_stage != plain.zero_stage:
+            plan = replace(plan, search={**plan.search, "bytes": self._bytes(search, plain.zero_stage)})
         return self.recomputing(plan, request)
 
     def recomputing(self, plan: Plan, request: Request) -> Plan:
@@ -211,7 +211,7 @@ class Searches:
         try:
             if not self.planning:
                 self.planning.append(Planning(self.graph, request, self.cluster))
-            search = _Search(request, self.planning[0].plan(request.stage, request.memory_limit), None)
+            search = _Search(request, self.planning[0].plan(request.zero_stage, request.memory_limit), None)
         except StrategyError as error:
             self.done.append(_Search(request, None, error))
             raise
@@ -225,7 +225,9 @@ class Searches:
         if stage not in search.sizes:
             planned = {operator.id: plan.operators[operator.name] for operator in self.graph.operators}
             outputs = {id: one.outputs for id, one in planned.items() if one.outputs is not None}
-            problem = Problem(self.graph, plan.mesh, self.rules, {}, {}, outputs, stage, search.request.states)
+            problem = Problem(
+                self.graph, plan.mesh, self.rules, {}, {}, outputs, stage, search.request.optimizer_state_factor
+            )
             search.sizes[stage] = plan_bytes(problem, {id: one.assignment for id, one in planned.items()})
         return search.sizes[stage]
 
@@ -416,9 +418,9 @@ class JointDecision:
         return replace(
             self._open_request,
             world_size=self.ranks // choice.stages,
-            stage=choice.zero,
-            overlaps=choice.stages == 1 and self._open_request.overlaps,
-            turns=lowering.pipeline_slots(self.config.train.accumulate, choice.stages, choice.micro_batches),
+            zero_stage=choice.zero,
+            overlap_gradients=choice.stages == 1 and self._open_request.overlap_gradients,
+            micro_batches=lowering.pipeline_slots(self.config.train.accumulate, choice.stages, choice.micro_batches),
             recompute=wanted_recompute(with_choice(self.config, choice, modules).parallel.recompute),
         )
 

@@ -58,11 +58,11 @@ def request_of(config: Config, world_size: int) -> Request:
         parallel.set_data_parallel,
         dataset if isinstance(dataset, str) else side(dataset) or (),
         wanted_recompute(parallel.recompute),
-        stage=parallel.zero.known,
-        states=need.kept / MASTER,
-        moved=need.moved,
-        overlaps=lowering.overlaps_backward(config) and not parallel.pipeline.known,
-        turns=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
+        zero_stage=parallel.zero.known,
+        optimizer_state_factor=need.kept / MASTER,
+        optimizer_bytes=need.moved,
+        overlap_gradients=lowering.overlaps_backward(config) and not parallel.pipeline.known,
+        micro_batches=lowering.pipeline_slots(config.train.accumulate, groups, parallel.pipeline.parts),
         memory_limit=None if limit is None else limit * groups,  # a rank has the part of its own stages
     )
 

@@ -118,7 +118,7 @@ def _copies(prepared: Prepared) -> dict[str, Any]:
     """How many copies of the batch a step has, how many operators work on each, and which see the whole batch."""
     assert prepared.graph is not None and prepared.step is not None
     graph = prepared.step[0]
-    shares = [operator.share for operator in graph.operators if operator.share is not None]
+    shares = [operator.batch_slice for operator in graph.operators if operator.batch_slice is not None]
     if not shares:
         return {"count": 1}
     apart = {share.name for share in shares}

@@ -108,8 +108,8 @@ class Operator:
     multiple: bool
     source: str
     path: tuple[str, ...]
-    share: BatchSlice | None = None
-    """Where the batch has several copies: which one this operator works on."""
+    batch_slice: BatchSlice | None = None
+    """The slice of the batch that this operator computes, where the batch is split."""
 
     @cached_property
     def operands(self) -> tuple[Ref, ...]:

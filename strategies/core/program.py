@@ -172,8 +172,8 @@ class Program:
     parameter's gradient must still be added after backward, by name; `loss_axes` those over which the returned loss
     must still be added; `updates` the slice that is written into each written buffer, by the buffer's id, when all
     instructions are done. `recompute` says which modules are run again in backward; `replicas` over which axes ranks
-    hold the same of a value, for the values whose stored copies are to be sliced; `copies` gives, for operators that
-    are there once per copy of the batch, the operator's name in the model and the number of the copy, by name."""
+    hold the same of a value, for the values whose stored copies are to be sliced; `batch_splits` gives, for operators
+    that run once per slice of the batch, the operator's name in the model and the index of the slice, by name."""
 
     mesh: Mesh
     sources: tuple[Source, ...]
@@ -187,7 +187,7 @@ class Program:
     updates: tuple[tuple[str, Ref], ...] = ()
     recompute: Recompute | None = None
     replicas: Mapping[Ref, tuple[str, ...]] = field(default_factory=dict)
-    copies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    batch_splits: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
@@ -206,7 +206,7 @@ class Program:
                 yield step.of
 
     @cached_property
-    def learns(self) -> tuple[str, ...]:
+    def trainable_names(self) -> tuple[str, ...]:
         """The trainable parameters on which the loss depends, in the model's order. The others have no gradient, and so
         no optimizer touches them, whatever its weight decay (as in eager torch)."""
         reached = {ref.id for ref in self.outputs}

@@ -69,12 +69,18 @@ class RecomputeRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """`strategies` by path (globs per segment), later entries before earlier ones, exact paths before globs. What a
-    search prices beside the plan: the ZeRO `stage`, the optimizer's `states` per parameter element and the bytes that
-    it has `moved` for one, whether backward hides adding gradients as far as a machine can (`overlaps`), how many
-    `turns` of a micro-batch a step takes (those for which a pipeline fills up among them), and `memory_limit`, bytes
-    per rank.
-    Without `runner_up`, an exact search of an open mesh ends with the best plan."""
+    """What a plan must satisfy, and the settings of a step on which its cost and memory depend.
+
+    Attributes:
+        strategies: by path (globs per segment), later entries before earlier ones, exact paths before globs.
+        zero_stage: 0 to 3.
+        optimizer_state_factor: optimizer states per parameter element.
+        optimizer_bytes: bytes that the optimizer step reads and writes per parameter element.
+        overlap_gradients: backward hides the gradient reduction as far as the machine can.
+        micro_batches: of a step; those for which a pipeline fills up among them.
+        memory_limit: bytes per rank.
+        runner_up: an exact search of an open mesh also returns the second best plan.
+    """
 
     mode: Mode
     world_size: int
@@ -85,11 +91,11 @@ class Request:
     set_data_parallel: tuple[str, ...] = ()
     dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[Operand, ...] = "data_parallel"
     recompute: RecomputeRequest | None = None
-    stage: int = 0
-    states: float = 2.0
-    moved: float = 28.0
-    overlaps: bool = True
-    turns: int = 1
+    zero_stage: int = 0
+    optimizer_state_factor: float = 2.0
+    optimizer_bytes: float = 28.0
+    overlap_gradients: bool = True
+    micro_batches: int = 1
     memory_limit: int | None = None
     runner_up: bool = True
 

@@ -207,7 +207,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
     """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
     gradient between parameters, buckets and flat tensors, and updates its part of them."""
     need = need_of(settings)
-    moved, count, names = 0.0, 0, set(program.learns)
+    moved, count, names = 0.0, 0, set(program.trainable_names)
     for source in parameters(program):
         if source.name in names:
             replicas = program.mesh.product(program.layouts[source.id].replica_axes(program.mesh))

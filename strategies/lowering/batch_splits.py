@@ -249,7 +249,7 @@ class _Building:
             args=rewrite(given.args, new),
             kwargs=rewrite(given.kwargs, new),
             results=small.results,
-            share=share,
+            batch_slice=share,
         )
         self._append(made, chosen, self._result_layouts(operator))
         for index in range(len(operator.results)):
@@ -271,7 +271,11 @@ class _Building:
         )
         recompute = self.plan.recompute
         if recompute is not None:
-            of = {operator.name: operator.share.name for operator in self.operators if operator.share is not None}
+            of = {
+                operator.name: operator.batch_slice.name
+                for operator in self.operators
+                if operator.batch_slice is not None
+            }
             kept = tuple(name for name in self.planned if of.get(name, name) in recompute.kept)
             recompute = replace(recompute, kept=kept)
         return BatchSplits(graph, replace(self.plan, operators=self.planned, recompute=recompute))
@@ -301,7 +305,9 @@ class _Building:
             if inner > 1:
                 flat = (*shape[:dim], self.rows * inner, *shape[dim + 1 :])
                 share = BatchSlice(number, self.count, dim, self.rows, "", about.name)
-                piece = self._call(replace(about, name=f"{about.name}~flat{number}", share=share), "view", piece, flat)
+                piece = self._call(
+                    replace(about, name=f"{about.name}~flat{number}", batch_slice=share), "view", piece, flat
+                )
             self.own[ref, number] = piece
 
     def _join(self, ref: Ref, operator: Operator, index: int) -> Ref:
@@ -314,7 +320,7 @@ class _Building:
             deep = (*shape[:dim], self.rows, inner, *shape[dim + 1 :])
             shares = [BatchSlice(n, self.count, dim, self.rows, operator.id, operator.name) for n in range(self.count)]
             pieces = [
-                self._call(replace(about, name=f"{about.name}~deep{n}", share=shares[n]), "view", piece, deep)
+                self._call(replace(about, name=f"{about.name}~deep{n}", batch_slice=shares[n]), "view", piece, deep)
                 for n, piece in enumerate(pieces)
             ]
         own = self.specs[pieces[0]].shape

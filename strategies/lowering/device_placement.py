@@ -33,7 +33,7 @@ def on_host(graph: OperatorGraph, globs: Collection[str], *, strict: bool = True
 
 
 def _in_model(operator: Operator) -> Operator:
-    return operator if operator.share is None else replace(operator, name=operator.share.name)
+    return operator if operator.batch_slice is None else replace(operator, name=operator.batch_slice.name)
 
 
 def place(program: Program, hosted: Collection[str]) -> Program:

@@ -46,7 +46,7 @@ def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
         placed[instruction.id] = position
         if not isinstance(instruction, Redistribute) or not _can_be_joined(instruction, sizes):
             continue
-        copy = program.copies.get(instruction.operator, ("", -1))[1]  # one may compute while another communicates
+        copy = program.batch_splits.get(instruction.operator, ("", -1))[1]  # one may compute while another communicates
         group = open_.get(kind := (copy, *_kind(instruction)))
         carried = _carried(instruction, program.mesh)
         if group is not None and placed.get(instruction.value.id, -1) < group.first:

@@ -144,7 +144,11 @@ class _Lowering:
             updates,
             self.plan.recompute,
             self._replicas(),
-            {o.name: (o.share.name, o.share.index) for o in self.graph.operators if o.share is not None},
+            {
+                o.name: (o.batch_slice.name, o.batch_slice.index)
+                for o in self.graph.operators
+                if o.batch_slice is not None
+            },
         )
 
     def _replicas(self) -> dict[Ref, tuple[str, ...]]:
@@ -235,7 +239,7 @@ class _Lowering:
         if isinstance(source, Source) and source.kind == "parameter":
             if not gradient:
                 return self._shared(operator, position, ref, wanted, None, (), name)
-            use = (ref, operator.id if operator.share is None else operator.share.of, position)
+            use = (ref, operator.id if operator.batch_slice is None else operator.batch_slice.of, position)
             if use not in self.uses:  # all copies of the batch share one
                 left = left_axes(have, returned, spec.shape, self.mesh)
                 back = resharding_path(returned, Layout(have.dims, left), spec.shape, self.mesh)
@@ -341,7 +345,7 @@ class _Lowering:
     def ordinal(self, operator: Operator) -> int:
         """The number of a random operator, the same whenever it is asked for; exact copies of one share it."""
         if operator.id not in self.ordinals:
-            drawn = operator.share.of if operator.share is not None and self.options.exact else operator.id
+            drawn = operator.batch_slice.of if operator.batch_slice is not None and self.options.exact else operator.id
             number = self.drawn.setdefault(drawn, len(self.drawn))
             self.ordinals[operator.id] = number if self.given is None else self.given[operator.id]
         return self.ordinals[operator.id]

@@ -101,10 +101,10 @@ class _Order:
                     anchors.insert(0, node)
             elif not isinstance(node, Wait):
                 anchors.append(node)
-        if self.program.copies:
+        if self.program.batch_splits:
             anchors = self._side_by_side(anchors)
         anchors = self._asked_for_early(anchors)
-        if self.program.copies:
+        if self.program.batch_splits:
             for node in anchors:
                 self._emit(node)
         else:
@@ -200,7 +200,7 @@ class _Order:
     def _side_by_side(self, anchors: Sequence[Instruction]) -> list[Instruction]:
         """The instructions of all copies by the time at which each would run alone; what belongs to no copy is emitted
         when it is needed, or at last."""
-        copies = self.program.copies
+        copies = self.program.batch_splits
         own: dict[int, list[Instruction]] = {number: [] for number in sorted({one for _, one in copies.values()})}
         for node in anchors:
             if node.operator in copies:

@@ -147,7 +147,7 @@ def _lengthened(
                 filled = 0
             filled += elements
         for a, b in zip(one.flushed, other.flushed, strict=True):
-            peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.learns))
+            peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.trainable_names))
             filled = 0
     gradients = grown(less.gradients, then.gradients)
     joined = whole.joined if settings.overlap and settings.stage == 0 else 0
@@ -174,12 +174,12 @@ class _Whole:
         tensors, need = local_tensors(program, "meta"), need_of(program, settings)
         held, groups = parameters_of(tensors), settings.groups_for(program)
         self.updates: Sharded | None = None
-        if settings.stage and program.learns:
+        if settings.stage and program.trainable_names:
             self.updates = sharded(program, held, groups_of(program, groups, settings.stage), need, settings)
         self.standing = standing(program, tensors, need, self.updates)
-        self.need, self.sizes = need, [held[name].numel() for name in program.learns]
+        self.need, self.sizes = need, [held[name].numel() for name in program.trainable_names]
         wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
-        self.added = sum(held[name].numel() * max(held[name].itemsize, wide) for name in program.learns)
+        self.added = sum(held[name].numel() * max(held[name].itemsize, wide) for name in program.trainable_names)
         sums = buckets(program, settings.cut) if settings.stage == 0 else ()
         self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
 

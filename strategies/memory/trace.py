@@ -205,7 +205,7 @@ def standing(program: Program, tensors: Mapping[str, Tensor], need: Need, update
     if isinstance(updates, Sharded):
         others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in held)
         return replace(updates.standing, parameters=updates.standing.parameters + others)
-    owned = [held[name] for name in program.learns]
+    owned = [held[name] for name in program.trainable_names]
     states = sum(int(one.numel() * need.kept) for one in owned)
     masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
     return Standing(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
@@ -266,7 +266,7 @@ class Trace:
         if isinstance(updates, Sharded):
             update = updates.during_update()
         else:
-            sizes = [self.held[name].numel() for name in self.program.learns]
+            sizes = [self.held[name].numel() for name in self.program.trainable_names]
             update = gradients + self.need.during(sizes)
         self.peaks["update"] = max(self.peaks["update"], update)
         disk = self.activations is not None and self.activations.disk is not None
@@ -308,7 +308,7 @@ class Trace:
     def _updates(self) -> BucketedUpdates | Sharded | None:
         """What takes the gradients, as far as memory asks; None where nothing learns."""
         program, settings = self.program, self.settings
-        if not program.learns:
+        if not program.trainable_names:
             return None
         groups = settings.groups_for(program)
         if settings.stage:

@@ -37,7 +37,7 @@ class Repeated:
 def repeated_part(program: Program) -> Repeated | None:
     """The longest stretch of instructions that repeat; None where there are too few, or where what is made inside is
     used later than in the next two repetitions."""
-    if program.copies or program.updates or any(getattr(one, "host", False) for one in program.instructions):
+    if program.batch_splits or program.updates or any(getattr(one, "host", False) for one in program.instructions):
         return None
     labels = _Labels(program)
     names = [labels.of(one) for one in program.instructions]
@@ -121,7 +121,7 @@ def form(program: Program, groups: Sequence[Mapping[str, Any]] = ()) -> Hashable
         tuple((places[id], values([ref])) for id, ref in program.updates),
         program.random,
         program.loss_axes,
-        tuple(program.copies.items()),
+        tuple(program.batch_splits.items()),
     )
 
 

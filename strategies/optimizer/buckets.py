@@ -40,7 +40,7 @@ def completed(program: Program) -> tuple[str, ...]:
         for ref in instruction.operands:
             first.setdefault(ref.id, position)
     place = {source.name: first.get(source.id, 0) for source in parameters(program)}
-    names = [name for name in reversed(program.learns) if program.reductions[name]]
+    names = [name for name in reversed(program.trainable_names) if program.reductions[name]]
     return tuple(sorted(names, key=lambda name: -place[name]))
 
 

@@ -72,10 +72,10 @@ class BucketedUpdates:
         self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
-            for name in program.learns
+            for name in program.trainable_names
             if self._parameters[name].element_size() < 4
         }
-        self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.learns}
+        self._owned = {name: self._masters.get(name, self._parameters[name]) for name in program.trainable_names}
         grouped = trainable_groups(program, groups)
         self._members = [names for names, _ in grouped]
         self._optimizer = optimizer_factory(

@@ -29,4 +29,4 @@ class OptimizerSettings:
 
     def groups_for(self, program: Program) -> Groups:
         """The groups of the optimizer, for this program."""
-        return [{"names": list(program.learns)}] if self.groups is None else self.groups
+        return [{"names": list(program.trainable_names)}] if self.groups is None else self.groups

@@ -148,7 +148,7 @@ def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], 
 
     Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.
     """
-    names = program.learns
+    names = program.trainable_names
     given = [name for group in groups for name in group["names"]]
     odd = [name for name in names if given.count(name) != 1]
     if odd:

@@ -43,7 +43,7 @@ def describe(
     where that is several copies of them."""
     by_operator: dict[str, list[tuple[Redistribute, int]]] = {}
     for redistribution in program.redistributions:
-        name, copy = program.copies.get(redistribution.operator, (redistribution.operator, 0))
+        name, copy = program.batch_splits.get(redistribution.operator, (redistribution.operator, 0))
         by_operator.setdefault(name, []).append((redistribution, copy))
     traced = trace(program, settings) if traced is None else traced
     sent = communication(program, settings, traced)
@@ -119,12 +119,13 @@ def model_operators(graph: OperatorGraph, plan: Plan) -> list[Operator]:
     return [
         operator
         for operator in graph.operators
-        if plan.operators[operator.name].origin != "copies" and (operator.share is None or not operator.share.index)
+        if plan.operators[operator.name].origin != "copies"
+        and (operator.batch_slice is None or not operator.batch_slice.index)
     ]
 
 
 def model_name(operator: Operator) -> str:
-    return operator.name if operator.share is None else operator.share.name
+    return operator.name if operator.batch_slice is None else operator.batch_slice.name
 
 
 def redistribution_entry(graph: OperatorGraph, plan: Plan, redistribution: Redistribute) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def make_plan(
     they find the cheapest by `price` is taken; without one their own sum of seconds decides. Raises StrategyError for
     strategies that do not fit the mode, the model, the mesh or one another."""
     planning = Planning(graph, request, cluster or one_level(request.world_size), price)
-    return planning.plan(request.stage, request.memory_limit, proven=True)
+    return planning.plan(request.zero_stage, request.memory_limit, proven=True)
 
 
 class Planning:
@@ -77,9 +77,14 @@ class Planning:
         }
         asked = self.request
         return replace(
-            bare, states=asked.states, moved=asked.moved, overlaps=asked.overlaps, turns=asked.turns,
-            fixed=fixed, outputs=outputs,
-        )  # fmt: skip
+            bare,
+            states=asked.optimizer_state_factor,
+            moved=asked.optimizer_bytes,
+            overlaps=asked.overlap_gradients,
+            turns=asked.micro_batches,
+            fixed=fixed,
+            outputs=outputs,
+        )
 
     def _at(self, stage: int) -> Problem:
         return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))

@@ -68,7 +68,7 @@ def of_rows(numbers: Tensor, rows: Rows | None) -> Tensor:
 
 def drawn_rows(operator: Operator, shape: Sequence[int]) -> tuple[tuple[int, ...], Rows | None]:
     """What an exact operator draws for its `shape`: the shape for all copies of the batch, and which rows are its."""
-    share = operator.share
+    share = operator.batch_slice
     if share is None:
         return tuple(shape), None
     whole = tuple(size * share.count if dim == share.dim else size for dim, size in enumerate(shape))

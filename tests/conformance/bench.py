@@ -115,10 +115,15 @@ class Bench:
         """The plan of the exact search, which decides the configured operators, too."""
         moved = need_of(SIMPLE).moved
         request = replace(
-            self.request, mode="auto", search="dynamic_programming", strategies={}, states=0.0, moved=moved
+            self.request,
+            mode="auto",
+            search="dynamic_programming",
+            strategies={},
+            optimizer_state_factor=0.0,
+            optimizer_bytes=moved,
         )
         price = StepPrice(self.seconds, Running(beside=False, joined=False, moved=moved))
-        return make_plan(self.graph, replace(request, overlaps=False), self.machine, price)
+        return make_plan(self.graph, replace(request, overlap_gradients=False), self.machine, price)
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

@@ -160,7 +160,7 @@ def layers_task(steps: int = 3, count: int = 8, width: int = 16, dtype: torch.dt
 
 def groups_of(program: Program) -> list[dict[str, Any]]:
     """Two torch groups, one of them with its own options."""
-    names = program.learns
+    names = program.trainable_names
     return [
         {"names": [name for name in names if not name.endswith("bias")]},
         {"names": [name for name in names if name.endswith("bias")], "lr": 0.05, "weight_decay": 0.0},

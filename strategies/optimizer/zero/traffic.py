@@ -44,7 +44,7 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
     """
     if stage == 0:
         return ()
-    learns = set(program.learns)
+    learns = set(program.trainable_names)
     named = (
         [[name for name in one["names"] if name in learns] for one in groups] if groups is not None else [list(learns)]
     )

@@ -105,7 +105,7 @@ class ZeroUpdates:
         for parameter in self._parameters.values():
             if not parameter.dim():  # which DeepSpeed cannot hold; see `reuse.scalars`
                 parameter.data = parameter.data.view(1)
-        self._learning, self._waiting = frozenset(program.learns), 0
+        self._learning, self._waiting = frozenset(program.trainable_names), 0
         check_parameters(self._parameters, self._learning, stage, precision)
         torch_groups = trainable_groups(program, groups)
         device = next(iter(self._parameters.values())).device

@@ -141,7 +141,7 @@ def grouped(program):
     """The learning parameters by replica group: they share a flat tensor."""
     layouts = {source.name: program.layouts[source.id] for source in program.sources}
     found = {}
-    for name in program.learns:
+    for name in program.trainable_names:
         found.setdefault(layouts[name].replica_axes(program.mesh), []).append(name)
     return list(found.values())
 
@@ -256,7 +256,7 @@ def fill(simulated, values, kind):
     }
     plain = simulated.updates.plain()
     counts = {"step": torch.tensor(7.0)} if kind == "AdamW" else {}
-    plain.scalars = {name: dict(counts) for name in simulated.program.learns}
+    plain.scalars = {name: dict(counts) for name in simulated.program.trainable_names}
     simulated.updates.begin(states, plain)
     for key, piece in simulated.views():
         piece.view.copy_(block_of(values[key], piece.block))
@@ -282,7 +282,7 @@ def check(simulated, kind, values, restored, stored):
             wanted += piece.view.numel() * getattr(torch, stored[key].dtype).itemsize
     assert restored.bytes_read == wanted
     if kind == "AdamW":
-        names = simulated.program.learns
+        names = simulated.program.trainable_names
         scalars = simulated.updates.plain().scalars
         assert {name: scalars[name]["step"].item() for name in names} == dict.fromkeys(names, 7.0)
     if isinstance(simulated.updates, Sharded):

@@ -123,8 +123,8 @@ def test_what_is_there_once_and_what_per_copy(model: Model, draw: Any) -> None:
     assert {"up~0", "up~1", "q~0", "softmax~1", "head~1"} <= set(names)
     assert {"places", "arange", "loss.cross_entropy_loss"} <= set(names)
     by_name = made.graph.by_name
-    assert by_name["up~1"].share is not None and by_name["up~1"].results[0].shape == (48, 16)
-    assert by_name["loss.cross_entropy_loss"].share is None
+    assert by_name["up~1"].batch_slice is not None and by_name["up~1"].results[0].shape == (48, 16)
+    assert by_name["loss.cross_entropy_loss"].batch_slice is None
 
 
 def whole(model: Model, draw: Any) -> Plan:
@@ -169,10 +169,12 @@ def test_one_copy_computes_while_another_communicates(model: Model, draw: Any) -
     starts = {one.id: place for place, one in enumerate(early.instructions) if isinstance(one, Start)}
     covered = 0
     for place, one in enumerate(early.instructions):
-        if isinstance(one, Wait) and one.operator in early.copies:
-            copy = early.copies[one.operator][1]
+        if isinstance(one, Wait) and one.operator in early.batch_splits:
+            copy = early.batch_splits[one.operator][1]
             between = early.instructions[starts[one.start] : place]
-            others = {early.copies.get(c.operator, ("", copy))[1] for c in between if isinstance(c, Compute)} - {copy}
+            others = {early.batch_splits.get(c.operator, ("", copy))[1] for c in between if isinstance(c, Compute)} - {
+                copy
+            }
             covered += bool(others)
     assert covered >= 6  # of four forward and four backward
 
@@ -308,4 +310,4 @@ def test_random_operators_that_cannot_be_exact(draw: Any) -> None:
     model = Model(net, nn.CrossEntropyLoss(), (torch.randn(ROWS, 4), torch.randint(0, 3, (ROWS,))))
     with pytest.raises(StrategyError, match=r"parallel.copies = 2 and train.random = 'exact' do not go together for 1"):
         copied(model, whole(model, draw), 2, exact=True)
-    assert copied(model, whole(model, draw), 2).graph.by_name["1~1"].share is not None
+    assert copied(model, whole(model, draw), 2).graph.by_name["1~1"].batch_slice is not None

@@ -64,7 +64,7 @@ class Step:
             Activations(torch.device("cpu"), settings.offload.larger_than).attach(
                 meant(self.module, settings.offload.modules), [*self.tensors.values()]
             )
-        groups = [{"names": list(program.learns)}]
+        groups = [{"names": list(program.trainable_names)}]
         self.updates = BucketedUpdates(
             self.module, program, communicator, settings.factory, groups, accumulate=settings.accumulate
         )

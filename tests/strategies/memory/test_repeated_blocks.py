@@ -182,8 +182,8 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
     )
     programs = stage_programs(stages, 4, LoweringOptions(partial_loss=True))
     plain = OptimizerSettings(0, torch.optim.AdamW, accumulate=4)
-    name = programs[2].learns[0]
-    others = [one for program in programs for one in program.learns if one != name]
+    name = programs[2].trainable_names[0]
+    others = [one for program in programs for one in program.trainable_names if one != name]
     apart = replace(plain, groups=[{"names": [name]}, {"names": others}])
     one_by_one = [trace_repeated(program, plain) for program in programs]
     traced, once = [], repeating.trace_repeated

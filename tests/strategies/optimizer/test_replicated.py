@@ -133,9 +133,11 @@ def test_a_norm_that_is_no_number_is_told(alone):
 def test_only_what_the_loss_depends_on_learns(alone):
     _, program, _ = alone
     assert "unused.weight" in program.reductions
-    assert set(program.learns) == set(program.reductions) - {"unused.weight", "unused.bias"}
+    assert set(program.trainable_names) == set(program.reductions) - {"unused.weight", "unused.bias"}
     assert "ln.bias" not in program.reductions
-    assert [name for name in program.parameter_order if name in program.learns] == list(program.learns)
+    assert [name for name in program.parameter_order if name in program.trainable_names] == list(
+        program.trainable_names
+    )
 
 
 def test_parameters_without_a_gradient_have_a_gradient_of_zeros(alone):
@@ -187,12 +189,12 @@ def test_buckets_hold_every_open_gradient_once_within_their_size(training):
     for size in (1, 300, 700, 10**6):
         found = buckets(program, BucketLimits(size))
         names = [name for bucket in found for name in bucket.names]
-        assert sorted(names) == sorted(name for name in program.learns if program.reductions[name])
+        assert sorted(names) == sorted(name for name in program.trainable_names if program.reductions[name])
         for bucket in found:
             assert bucket.elements == sum(program_elements(program, name) for name in bucket.names)
             assert bucket.elements * 4 <= size or len(bucket.names) == 1
     assert len(buckets(program, BucketLimits(10**6))) == 1
-    assert len(buckets(program, BucketLimits(1))) == len(program.learns)
+    assert len(buckets(program, BucketLimits(1))) == len(program.trainable_names)
 
 
 def test_buckets_leave_in_the_order_of_backward(training):
@@ -234,7 +236,7 @@ def test_buckets_that_leave_during_backward_give_the_same_bits(training, ranks, 
 
 def test_prediction_by_hand(training):
     program = sharded_program(training, Mesh((("a", 4),)))
-    sums = sum(-(-2 * 3 * program_elements(program, name) // 4) for name in program.learns)
+    sums = sum(-(-2 * 3 * program_elements(program, name) // 4) for name in program.trainable_names)
     assert predicted(program, measure=False) == {"all_reduce": sums * 4}
     assert predicted(program) == {"all_reduce": sums * 4 + 2 * 8}
     assert predicted(sharded_program(training, ALONE)) == {}
@@ -262,12 +264,12 @@ def test_nothing_to_train_is_refused(alone):
 def test_optimizers_that_do_not_fit_the_step_are_refused(alone, kind):
     _, program, make = alone
     with pytest.raises(StrategyError, match=f"Optimizer {kind} cannot be used here"):
-        make(factory=getattr(torch.optim, kind), groups=[{"names": list(program.learns)}])
+        make(factory=getattr(torch.optim, kind), groups=[{"names": list(program.trainable_names)}])
 
 
 def test_optimizers_by_shape_need_whole_parameters(alone, training):
     _, program, make = alone
-    groups = [{"names": list(program.learns)}]
+    groups = [{"names": list(program.trainable_names)}]
     make(factory=torch.optim.Adafactor, groups=groups)
     sliced = replace(program, layouts={**program.layouts, ids(program)["emb.weight"]: Layout((("a",), ()))})
     module = build(program, training.pieces_of(program, training.task()[1].tensors, 0), Communicator(ALONE, 0), "cpu")
