@@ -147,7 +147,7 @@ def _lengthened(
                 filled = 0
             filled += elements
         for a, b in zip(one.flushed, other.flushed, strict=True):
-            peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.trainable_names))
+            peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.learns))
             filled = 0
     gradients = grown(less.gradients, then.gradients)
     joined = whole.joined if settings.overlap and settings.stage == 0 else 0

@@ -142,11 +142,11 @@ class Rounds:
         key = edge, *map(id, options)
         if key not in self._tables:
             value = Ref(self.classes.heads[edge.producer].id, edge.index)
-            learns = self.pricing.trainable_names(value, self.classes.heads[edge.user])
+            learns = self.pricing.learns(value, self.classes.heads[edge.user])
             have, ways = [one.given[edge.index] for one in options[0].every], options[-1].ways(edge.position, learns)
             table = times * self._uses(have, ways, self.problem.graph.specs[value])
             if edge.after is not None:  # what the use before has brought costs nothing
-                again = self.pricing.trainable_names(value, self.classes.heads[edge.after[0]])
+                again = self.pricing.learns(value, self.classes.heads[edge.after[0]])
                 before = options[1].ways(edge.after[1], again)
                 fresh = np.array([[a != b for b in ways] for a in before])
                 table = table[:, None, :] * fresh
@@ -184,7 +184,7 @@ class Rounds:
             wanted, returned = ways[position]
             if source.kind == "parameter":
                 if self.problem.graph.users[ref][0][0].id == head.id:
-                    back = self._layouts[returned] if self.pricing.trainable_names(ref, head) else None
+                    back = self._layouts[returned] if self.pricing.learns(ref, head) else None
                     seconds += self.pricing.parameter([(self._layouts[wanted], back)], spec)
                 continue
             have = Layout.replicated(len(spec.shape))
@@ -245,7 +245,7 @@ class Rounds:
             used = [
                 [(self._layouts[wanted], None if back < 0 else self._layouts[back]) for wanted, back in ways]
                 for number, one, at in zip((first, second), pair, positions, strict=True)
-                for ways in [one.ways(at, self.pricing.trainable_names(Ref(source.id), self.classes.heads[number]))]
+                for ways in [one.ways(at, self.pricing.learns(Ref(source.id), self.classes.heads[number]))]
             ]
             alone = [self.pricing.parameter([one], source.spec) for one in used[0]]
             table = np.array(
