@@ -3,6 +3,7 @@
 # make test-all    all other tests, style, types and imports; TAIL=no leaves out the tests that take long
 # make lint        style, types and imports only
 # make format      put style right
+# make generate    write the defaults in conf/ and the pages in docs/reference/ that follow from the config's schema
 # make coverage    compare every architecture under every plan with one device, and write docs/coverage.md
 # make fuzz        compare N random graphs (1000) with one device; SEED draws others (0)
 
@@ -18,7 +19,7 @@ SEED ?= 0
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-all launchers browser lint format coverage fuzz clean
+.PHONY: run test test-all launchers browser lint format generate coverage fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -59,6 +60,9 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+generate: $(VENV)/.installed
+	$(BIN)/python -m runner.config.generate
 
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m tests.matrix --write docs/coverage.md $(ARGS)

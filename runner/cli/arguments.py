@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from runner.cli.override_values import quoted, readable
 from runner.cli.recipes import catalogue
 from runner.cli.verbs import VERBS
-from runner.config.load import enumerated, open_mappings
+from runner.config.keys import enumerated, open_mappings
 from runner.errors import ConfigError, allowed
 
 # Options of Hydra that take the next word as their value.

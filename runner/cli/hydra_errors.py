@@ -13,7 +13,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from yaml import YAMLError
 
 from runner.cli.recipes import READ, in_yaml
-from runner.config.load import unknown
+from runner.config.keys import unknown
 from runner.config.origins import Origins
 from runner.errors import ConfigError, allowed
 

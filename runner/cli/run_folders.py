@@ -1,19 +1,25 @@
-"""Run folders: whether one can be written, what a command itself reads and writes there, and those that hold nothing
-worth keeping."""
+"""Run folders: whether one can be written, what a command itself reads and writes there, and what a refused run leaves
+behind: nothing."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runner.checkpoint import lineage
 from runner.errors import ConfigError
 from runner.run_folder import lock as occupancy
+from strategies.core.errors import StrategyError
 
 CONFIG_FILE = "config.json"
 FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")
 """Files that a command or its ranks read or write."""
+EARLIER = (lineage.FILE, "plan.json")
+"""Files about the earlier run in a folder, which a refused run restores."""
 ROOM = 1 << 16
 """Bytes that must fit, so that a full disk is noticed before anything starts."""
 
@@ -88,3 +94,22 @@ def remove_if_unused(run_dir: Path) -> None:
         if here not in folder.parents or any(folder.iterdir()):
             return
         folder.rmdir()
+
+
+@contextmanager
+def without_trace(run_dir: Path) -> Iterator[None]:
+    """Leave `run_dir` as it was before the block if the block raises ConfigError or StrategyError: wrong input may show
+    only after the first files are written, because some of it is found in the ranks."""
+    before = set(run_dir.iterdir())
+    contents = {file: file.read_bytes() for name in EARLIER if (file := run_dir / name).is_file()}
+    try:
+        yield
+    except (ConfigError, StrategyError):
+        for path in set(run_dir.iterdir()) - before:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        for file, content in contents.items():
+            file.write_bytes(content)
+        raise

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runner.cli.verb_help import table
+from runner.config.keys import table
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted, 143 stopped by SIGTERM (129 by SIGHUP)."

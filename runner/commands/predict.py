@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from runner import launch
-from runner.cli.cleanup import without_trace
+from runner.cli.run_folders import without_trace
 from runner.config.schema import Config
 from runner.launch.launchers.start import make_ready, start
 from runner.launch.temporary_folder import own_folder

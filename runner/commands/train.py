@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.cli.cleanup import without_trace
+from runner.cli.run_folders import without_trace
 from runner.commands.dry_run import dry_run
 from runner.config.schema import Config
 from runner.errors import Stopped

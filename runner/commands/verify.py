@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import launch
-from runner.cli.cleanup import without_trace
+from runner.cli.run_folders import without_trace
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed
 from runner.launch.temporary_folder import offload_folder
@@ -194,9 +194,7 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config:
     """`config` with the steps of verification and `sections` changed; without evaluation and checkpoints."""
     content = config.model_dump()
     content["train"] |= {"steps": config.verify.steps, "epochs": None, "resume": None, "log_every": 1}
-    content["evaluate"] |= {"metric": None, "every": None, "args": {}, "batch_size": None}
-    content["checkpoint"] |= {"every": None, "minutes": None, "best": None, "best_mode": None, "at_end": False}
-    content["report"] |= {"tensorboard": False, "progress": False}
+    content |= {"evaluate": {}, "checkpoint": {"at_end": False}, "report": {"progress": False}}
     for name, values in sections.items():
         content[name] |= values
     return Config.model_validate(content)
@@ -208,25 +206,9 @@ def _reference(config: Config) -> Config:
     content["world_size"] = None
     content["train"]["accumulate"] = config.parts
     content["train"]["compile"] = False
-    content["parallel"] |= {
-        "mode": "stand_alone", "mesh": None, "strategies": {}, "layouts": {}, "set_data_parallel": [],
-        "dataset_strategy": "data_parallel", "zero": {"stage": 0, "options": {}}, "recompute": "none",
-        "memory_limit": None, "dump_ir": False,
-        "comm_fusion": {kind: {"mode": "none", "config": None} for kind in content["parallel"]["comm_fusion"]},
-        "place": {}, "copies": 1, "plan": None,
-        "offload": {
-            "optimizer": "none", "parameters": "none", "folder": None,
-            "activations": {"to": "none", "modules": [], "larger_than": 0.0},
-        },
-        "pipeline": content["parallel"]["pipeline"] | {
-            "stages": None, "virtual_stages": None, "micro_batches": None, "cuts": "auto",
-        },
-    }  # fmt: skip
+    content["parallel"] = {"comm_fusion": {kind: {"mode": "none"} for kind in content["parallel"]["comm_fusion"]}}
     if config.verify.reference.target is not None:
-        content["model"] |= {
-            "target": config.verify.reference.target, "args": config.verify.reference.args,
-            "config": None, "weights": None, "rename": [],
-        }  # fmt: skip
+        content["model"] = content["verify"]["reference"]
     return Config.model_validate(content)
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import StrictBool, model_validator
 
-from runner.config.section import Count, Positive, Section, refusal
+from runner.config.section import Count, Positive, Section, refusal, setting
 
 
 class Checkpoint(Section):
-    every: Count | None
-    minutes: Positive | None
-    best: Annotated[str | None, Field(min_length=1)]
-    best_mode: Literal["min", "max"] | None
-    at_end: StrictBool
-    keep: Count | None
-    form: Literal["sharded", "merged", "both"]
-    background: StrictBool
-    copies: Count
+    every: Count | None = setting(None, "Save every N steps", unit="steps")
+    minutes: Positive | None = setting(
+        None, "Save when this much time has passed since the last checkpoint", unit="minutes"
+    )
+    best: str | None = setting(
+        None, "Save at the best value so far of a metric of evaluate, such as loss", min_length=1
+    )
+    best_mode: Literal["min", "max"] | None = setting(
+        None, "Which value of best is better; null: min of a loss, else max"
+    )
+    at_end: StrictBool = setting(True, "Save after the last step")
+    keep: Count | None = setting(None, "Number of newest checkpoints to keep, and the best one; null: all")
+    form: Literal["sharded", "merged", "both"] = setting(
+        "sharded", "sharded: a file per rank; merged: one file of full weights for torch and transformers; both"
+    )
+    background: StrictBool = setting(False, "Train on while files are written")
+    copies: Count = setting(1, "Ranks on which each replicated tensor is stored")
 
     @model_validator(mode="after")
     def _better(self) -> Checkpoint:

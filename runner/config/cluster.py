@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, model_validator
 from yaml import YAMLError
 
-from runner.config.section import Count, Positive, Section, refusal
+from runner.config.section import REQUIRED, Count, Positive, Section, refusal, setting
 from runner.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -30,36 +30,38 @@ class Rate(Section):
     """What a collective finds on a level: bytes per second that a rank sends, seconds per round of messages, and
     seconds per call."""
 
-    bandwidth: Positive
-    latency: Time
-    call: Time
+    bandwidth: Positive = setting(REQUIRED, "Rate at which a rank sends, one way", unit="bytes/second")
+    latency: Time = setting(REQUIRED, "Time per round of messages", unit="seconds")
+    call: Time = setting(REQUIRED, "Time per call", unit="seconds")
 
 
 class LevelForm(Rate):
-    size: Count
-    kinds: dict[Kind, Rate]
+    size: Count = setting(REQUIRED, "Members of this level in one of the level above")
+    kinds: dict[Kind, Rate] = setting(REQUIRED, "Rates of collectives that differ from those of the level")
 
 
 class Achieved(Section):
     """What programs get of the peak rates."""
 
-    flops: Annotated[float, Field(gt=0, le=1)]
-    memory: Annotated[float, Field(gt=0, le=1)]
-    links: Annotated[float, Field(gt=0, le=1)]
+    flops: float = setting(REQUIRED, "Fraction of peak flops", gt=0, le=1)
+    memory: float = setting(REQUIRED, "Fraction of peak memory bandwidth", gt=0, le=1)
+    links: float = setting(REQUIRED, "Fraction of peak link bandwidth", gt=0, le=1)
 
 
 class Machine(Section):
     """Levels are outermost first; the product of their sizes is the number of devices."""
 
-    levels: Annotated[dict[str, LevelForm], Field(min_length=1)]
-    flops: dict[Dtype, Positive]
-    memory: Positive
-    memory_bandwidth: Positive
-    achieved: Achieved
-    launch: Time
-    view: Time
-    overlap: Share
-    algorithms: Annotated[tuple[Literal["ring", "tree", "hierarchical"], ...], Field(min_length=1)]
+    levels: dict[str, LevelForm] = setting(REQUIRED, "Levels of the network by name, outermost first", min_length=1)
+    flops: dict[Dtype, Positive] = setting(REQUIRED, "Peak rate of matrix products by dtype", unit="flops/second")
+    memory: Positive = setting(REQUIRED, "Memory of a device", unit="bytes")
+    memory_bandwidth: Positive = setting(REQUIRED, "Peak rate of the memory", unit="bytes/second")
+    achieved: Achieved = setting(REQUIRED, "What programs reach of the peaks")
+    launch: Time = setting(REQUIRED, "Shortest time of a kernel", unit="seconds")
+    view: Time = setting(REQUIRED, "Time of an operator that returns a view", unit="seconds")
+    overlap: Share = setting(REQUIRED, "Fraction of communication that computation can hide")
+    algorithms: tuple[Literal["ring", "tree", "hierarchical"], ...] = setting(
+        REQUIRED, "Algorithms of collectives", min_length=1
+    )
 
     @property
     def devices(self) -> int:
@@ -67,10 +69,10 @@ class Machine(Section):
 
 
 class ClusterForm(Section):
-    name: str
-    nodes: Count | None
-    file: Annotated[str | None, Field(min_length=1)]
-    machine: Machine | None
+    name: str = setting("auto", "cluster=NAME chooses a description; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs")
+    nodes: Count | None = setting(None, "Number of nodes, for clusters that have them")
+    file: str | None = setting(None, "A description of your own, such as `run calibrate` writes", min_length=1)
+    machine: Machine | None = setting(None, "Levels, rates and memory; null: by name or file")
 
     @model_validator(mode="after")
     def _computes(self) -> ClusterForm:

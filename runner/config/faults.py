@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from runner.config.section import Count, Section, refusal
+from runner.config.section import REQUIRED, Count, Section, refusal, setting
 
 Phase = Literal["data", "forward", "backward", "collective", "optimizer", "save"]
 Kind = Literal["kill", "hang", "raise", "corrupt", "truncate", "disk_full", "network"]
@@ -18,11 +18,11 @@ OF_FILES = ("corrupt", "truncate", "disk_full")
 class Fault(Section):
     """One thing that goes wrong once: on `rank` (its process, its files, its host) in `phase` of optimizer `step`."""
 
-    kind: Kind
-    rank: Annotated[int, Field(strict=True, ge=0)]
-    step: Count
-    phase: Phase
-    interface: Annotated[str | None, Field(min_length=1, description="The network interface to take down.")]
+    kind: Kind = setting(REQUIRED, "What happens")
+    rank: int = setting(REQUIRED, "To which rank: its process, its files, its host", strict=True, ge=0)
+    step: Count = setting(REQUIRED, "In which optimizer step")
+    phase: Phase = setting(REQUIRED, "In which phase of it; save with corrupt, truncate and disk_full")
+    interface: str | None = setting(None, "Network interface to take down, with kind network", min_length=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -35,7 +35,7 @@ class Fault(Section):
                 "launch.faults",
             )
         implied = {"phase": "save"} if value.get("kind") in OF_FILES else {}
-        return {**implied, "interface": None, **value}
+        return {**implied, **value}
 
     @model_validator(mode="after")
     def _possible(self) -> Fault:

@@ -7,15 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from runner.config.section import Count, Section, refusal
+from runner.config.section import Count, Section, refusal, setting
 
 
 class Joined(Section):
     """Which collectives of one kind become one call: `auto`; of at most `size` megabytes (`config`); cut at positions
     (`index`, `config`: a list); or `none` of them."""
 
-    mode: Literal["auto", "size", "index", "none"]
-    config: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Count, ...] | None
+    mode: Literal["auto", "size", "index", "none"] = setting(
+        "auto", "auto; size: calls of at most config MB; index: cut at the positions in config; none: a call per tensor"
+    )
+    config: Annotated[float, Field(gt=0, allow_inf_nan=False)] | tuple[Count, ...] | None = setting(
+        None, "MB with mode size, a list of positions with mode index"
+    )
 
     @property
     def bytes(self) -> int | None:
@@ -25,9 +29,9 @@ class Joined(Section):
 
 
 class CommFusion(Section):
-    all_reduce: Joined
-    all_gather: Joined
-    reduce_scatter: Joined
+    all_reduce: Joined = setting(Joined(), "All-reduces of gradients and of a plan")
+    all_gather: Joined = setting(Joined(), "All-gathers of a plan")
+    reduce_scatter: Joined = setting(Joined(), "Reduce-scatters of a plan")
 
     @model_validator(mode="after")
     def _configs_fit_modes(self) -> CommFusion:

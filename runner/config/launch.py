@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, WithJsonSchema, model_validator
 
 from runner.config.faults import Fault
-from runner.config.section import Count, Positive, Section, refusal
+from runner.config.section import REQUIRED, Count, Positive, Section, refusal, setting
 
 Launcher = Literal["local", "torchrun", "mpirun", "slurm", "deepspeed", "rank_table"]
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
@@ -19,12 +19,20 @@ THREADS = 1024
 """More than any processor runs at once; where a system starts no more threads, OpenMP ends the process."""
 
 
+EXPORTED = (
+    *("PYTHON*", "OMP_*", "NCCL_*", "GLOO_*", "TORCH_*", "TP_*", "LD_LIBRARY_PATH", "CUDA_*", "HF_*"),
+)  # fmt: skip
+
+
 class Host(Section):
     """One host: its name or address, its ranks, and the device of each of them."""
 
-    name: Word
-    ranks: Annotated[tuple[Number, ...], Field(min_length=1)]
-    devices: tuple[Number, ...]
+    name: Word = setting(REQUIRED, "Host name or address")
+    ranks: tuple[Number, ...] = setting(REQUIRED, "Ranks on this host", min_length=1)
+    devices: tuple[Number, ...] = setting(REQUIRED, "Device index of each of the ranks")
+
+
+HOSTS = WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}})
 
 
 def _in_order(value: Any) -> Any:
@@ -44,31 +52,35 @@ def _in_order(value: Any) -> Any:
 
 
 class Launch(Section):
-    launcher: Annotated[Launcher, Field(description="What starts the ranks; `launch=NAME` chooses it.")]
-    timeout: Annotated[
-        Positive, Field(ge=1e-3, le=YEAR, description="Seconds that a collective may take before its rank is given up.")
-    ]
-    threads: Annotated[Count, Field(le=THREADS, description="Threads of torch in each rank.")]
-    max_restarts: Annotated[int, Field(strict=True, ge=0, description="How often a run that fails is started again.")]
-    min_ranks: Annotated[Count | None, Field(description="Go on with so few ranks when others are gone for good.")]
-    check_memory: Annotated[StrictBool, Field(description="Refuse ranks that this machine has no room for.")]
-    rescue: Annotated[StrictBool, Field(description="Survivors of a failure save what they have in memory.")]
-    faults: Annotated[tuple[Fault, ...], Field(description="What is to go wrong on purpose, once per run folder.")]
-    hosts: Annotated[
-        tuple[Host, ...], BeforeValidator(_in_order), Field(description="HOST:RANKS of each host, rank 0's first.")
-    ]
-    hostfile: Annotated[Word | None, Field(description="A file with a line `HOST slots=RANKS` per host.")]
-    rank_table: Annotated[Word | None, Field(description="A JSON file with host and device of every rank.")]
-    host: Annotated[Word | None, Field(description="Start only this host's ranks; the others are started likewise.")]
-    rank: Annotated[Number | None, Field(description="Start only this rank; the others are started likewise.")]
-    nodes: Annotated[Count | None, Field(description="How many hosts, where the scheduler knows their names.")]
-    address: Annotated[Word | None, Field(description="Where the others find the host that is first, or this command.")]
-    port: Annotated[Port | None, Field(description="Where the ranks meet; null: any that is free.")]
-    rendezvous: Annotated[Literal["static", "c10d"], Field(description="How the agents of torchrun meet.")]
-    remote: Annotated[tuple[Word, ...], Field(description="The words before a host and a command to run there.")]
-    export: Annotated[tuple[Word, ...], Field(description="Globs of variables that ranks on other hosts are given.")]
-    options: Annotated[tuple[str, ...], Field(description="More words for the launcher, before the program.")]
-    dry_run: Annotated[StrictBool, Field(description="Print what would be started, and start nothing.")]
+    launcher: Launcher = setting("local", "What starts the ranks; launch=NAME chooses it")
+    timeout: Positive = setting(600.0, "Time limit of a collective", unit="seconds", ge=1e-3, le=YEAR)
+    threads: Count = setting(1, "Threads of torch in each rank", le=THREADS)
+    max_restarts: int = setting(0, "Number of restarts of a failed run, from its newest checkpoint", strict=True, ge=0)
+    min_ranks: Count | None = setting(
+        None, "Continue with this many ranks and a new plan when a rank or host is lost for good; null: never"
+    )
+    check_memory: StrictBool = setting(True, "Refuse ranks for which this machine lacks memory or processes")
+    rescue: StrictBool = setting(False, "Survivors of a failure save their memory, so that a restart loses no step")
+    faults: tuple[Fault, ...] = setting(
+        (), "Injected faults for drills: [{kind: kill, rank: 1, step: 3, phase: forward}, ...], once per run folder"
+    )
+    hosts: Annotated[tuple[Host, ...], BeforeValidator(_in_order), HOSTS] = setting(
+        (), "HOST:RANKS of each host such as [node1:8, node2:8], rank 0's first; []: this machine"
+    )
+    hostfile: Word | None = setting(None, "A file with a line `HOST slots=RANKS` per host")
+    rank_table: Word | None = setting(None, "A JSON file with {rank, host, device} of every rank")
+    host: Word | None = setting(None, "Start only this host's ranks; the same command starts the others on theirs")
+    rank: Number | None = setting(None, "Start only this rank; the same command starts the others")
+    nodes: Count | None = setting(None, "Number of hosts, where Slurm knows their names")
+    address: Word | None = setting(None, "Address of the first host, or of this command; null: detected")
+    port: Port | None = setting(None, "Port of the rendezvous; null: a free one")
+    rendezvous: Literal["static", "c10d"] = setting("static", "Rendezvous of torchrun's agents")
+    remote: tuple[Word, ...] = setting(
+        ("ssh", "-o", "BatchMode=yes"), "Command that runs another on a host; []: start the hosts yourself"
+    )
+    export: tuple[Word, ...] = setting(EXPORTED, "Globs of environment variables that other hosts receive")
+    options: tuple[str, ...] = setting((), "Further arguments for the launcher, before the program")
+    dry_run: StrictBool = setting(False, "Print the commands and start nothing; also `run launch --dry-run`")
 
     @model_validator(mode="after")
     def _fewer_only_when_restarted(self) -> Launch:

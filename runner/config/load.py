@@ -7,21 +7,20 @@ the value, what is allowed, the closest match and where the value came from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from runner.config import hosts as table
 from runner.config.cluster import from_file
+from runner.config.keys import unknown
 from runner.config.origins import Origins
-from runner.config.parallel import SHORT, Mode
+from runner.config.parallel import Mode
 from runner.config.schema import Config
-from runner.config.section import Section
 from runner.errors import ConfigError, allowed
 
 # What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
@@ -96,87 +95,6 @@ def read(file: Path) -> Config:
         raise ConfigError("MW208", *(f"{file}: {_paragraph(e, Origins())}" for e in error.errors())) from None
     except ValueError as error:
         raise ConfigError("MW208", f"{file} cannot be read: {error}.") from None
-
-
-def keys(parent: str) -> list[str]:
-    """The config keys directly below a dotted key ("" is the top), none if it is not a section."""
-    section: type[BaseModel] | None = Config
-    for part in filter(None, parent.split(".")):
-        annotation = section.model_fields[part].annotation if section and part in section.model_fields else None
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-    return list(section.model_fields) if section else []
-
-
-def enumerated(dotted: str) -> tuple[str, ...]:
-    """The words that a key may be, as YAML writes them; none for a key that takes anything else alone."""
-    section: type[BaseModel] = Config
-    *parents, name = dotted.split(".")
-    for part in parents:
-        annotation = section.model_fields[part].annotation if part in section.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return ()
-        section = annotation
-    if name not in section.model_fields:
-        return ()
-    if dotted.startswith("parallel.") and name in SHORT:
-        return enumerated(f"{dotted}.{SHORT[name][0]}")
-    found = dict.fromkeys(_yaml(one) for one in _literals(section.model_fields[name].annotation))
-    return tuple(found) if found.keys() - {"null"} else ()
-
-
-def _literals(annotation: Any) -> Iterator[object]:
-    """The values of an enumeration, or of one among alternatives; small ranges of numbers belong to it."""
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif annotation is bool:
-        yield from (True, False)
-    elif annotation is type(None):
-        yield None
-    elif get_origin(annotation) is Annotated and get_args(annotation)[0] is int:
-        limits = [get_args(annotation)[1]] if get_args(annotation)[1:] else []
-        marks = [mark for limit in limits for mark in getattr(limit, "metadata", [])]
-        low = next((mark.ge for mark in marks if hasattr(mark, "ge")), None)
-        high = next((mark.le for mark in marks if hasattr(mark, "le")), None)
-        yield from range(low, high + 1) if low is not None and high is not None and high - low < 10 else ()
-    else:
-        for inner in _alternatives(annotation):
-            yield from _literals(inner)
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def open_mappings(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, bool]:
-    """The dotted keys whose own keys the user chooses, such as `model.args` and `parallel.strategies`, and whether each
-    may be null."""
-    found: dict[str, bool] = {}
-    for name, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            found |= open_mappings(info.annotation, f"{prefix}{name}.")
-        elif _is_mapping(info.annotation):
-            found[prefix + name] = type(None) in get_args(info.annotation)
-    return found
-
-
-def _is_mapping(annotation: Any) -> bool:
-    """Whether a type is a dict, or may be one: `dict[str, int] | None`."""
-    return get_origin(annotation) is dict or any(map(_is_mapping, _alternatives(annotation)))
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) is Annotated:
-        return get_args(annotation)[:1]
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-
-
-def unknown(dotted: str) -> str:
-    """What to say about a key that the config does not have."""
-    parent, _, key = dotted.rpartition(".")
-    known = keys(parent) if parent else ["recipe", *keys("")]
-    if key in known:
-        return f"{dotted} has no place, because {parent} was given as one value; give the keys of {parent} one by one."
-    return f"{dotted} is not a config key.{allowed(key, known)}"
 
 
 def _validate(values: Any, origins: Origins) -> Config:

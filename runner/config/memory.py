@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from runner.config.section import refusal
 
@@ -29,4 +29,5 @@ def _bytes(value: Any) -> Any:
     return int(float(matched[1]) * UNITS[matched[2]])
 
 
-Bytes = Annotated[int, Field(strict=True, ge=1), BeforeValidator(_bytes)]
+WRITTEN = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]})
+Bytes = Annotated[int, Field(strict=True, ge=1), BeforeValidator(_bytes), WRITTEN]

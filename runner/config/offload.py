@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from runner.config.section import Glob, Section, refusal
+from runner.config.section import Glob, Section, refusal, setting
 
 Offloaded = Literal["none", "host", "disk"]
 
 
 class ActivationOffload(Section):
-    to: Offloaded
-    modules: tuple[Glob, ...]
-    larger_than: Annotated[float, Field(ge=0, allow_inf_nan=False, description="MB.")]
+    to: Offloaded = setting("none", "Where activations wait for backward")
+    modules: tuple[Glob, ...] = setting((), "Globs of modules; []: all")
+    larger_than: float = setting(0.0, "Smaller tensors stay on the device", unit="MB", ge=0, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -42,10 +42,10 @@ class ActivationOffload(Section):
 
 
 class OffloadForm(Section):
-    optimizer: Offloaded
-    parameters: Offloaded
-    activations: ActivationOffload
-    folder: Annotated[str | None, Field(min_length=1)]
+    optimizer: Offloaded = setting("none", "Where optimizer states are stored; host with ZeRO 1-3, disk with ZeRO 3")
+    parameters: Offloaded = setting("none", "Where parameters are stored between uses, with ZeRO 3")
+    activations: ActivationOffload = setting(ActivationOffload(), "Tensors that autograd saves for backward")
+    folder: str | None = setting(None, "Folder on the disk to use; null: the run folder", min_length=1)
 
     @property
     def on_disk(self) -> bool:

@@ -12,7 +12,7 @@ from runner.config.memory import Bytes
 from runner.config.offload import OffloadForm
 from runner.config.pipeline import Pipeline
 from runner.config.recompute import Recompute
-from runner.config.section import Count, Glob, Section, by_path, refusal
+from runner.config.section import REQUIRED, Count, Glob, Section, by_path, refusal, setting
 from runner.config.strategy_syntax import (
     AxisName,
     OperandForm,
@@ -29,27 +29,22 @@ Search = Literal["sharding_propagation", "dynamic_programming", "recursive_progr
 DATASETS = ("data_parallel", "full_batch")
 NOTHING = {"set_data_parallel": "[]", "place": "{}"}
 """How to drop a key that is not dropped by null."""
-SHORT: dict[str, tuple[str, dict[str, Any]]] = {
-    "recompute": ("operators", {"modules": None, "communication": None, "slice_inputs": False}),
-    "zero": ("stage", {"options": {}}),
-    "pipeline": (
-        "stages",
-        {"virtual_stages": None, "micro_batches": None, "schedule": "1f1b", "cuts": "auto"},
-    ),
-}
-"""Sections that may be one value: of which of their keys, and what the others are then."""
+SHORT = {"recompute": "operators", "zero": "stage", "pipeline": "stages"}
+"""Sections that may be one value, and the key whose value it is; the other keys then have their defaults."""
 
 
 class NamedMatrix(Section):
     """A device matrix with a name for each of its axes; ranks are numbered row by row."""
 
-    device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)]
-    axes: tuple[AxisName, ...]
+    device_matrix: Annotated[tuple[Count, ...], Field(min_length=1)] = setting(REQUIRED, "Devices along each axis")
+    axes: tuple[AxisName, ...] = setting(REQUIRED, "Names of the axes")
 
 
 class Zero(Section):
-    stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)]
-    options: Arguments
+    stage: Literal["auto"] | Annotated[int, Field(strict=True, ge=0, le=3)] = setting(
+        0, "0, 1, 2, 3, or auto: jointly optimised with all that is auto, the fastest that fits into memory"
+    )
+    options: Arguments = setting({}, "Options passed to DeepSpeed's zero_optimization")
 
     @property
     def known(self) -> int:
@@ -58,32 +53,49 @@ class Zero(Section):
 
 
 class Parallel(Section):
-    mode: Mode
-    search: Search
-    mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None
-    strategies: dict[str, StrategyForm]
-    layouts: dict[str, NamedMatrix]
-    set_data_parallel: tuple[Glob, ...]
-    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...]
-    zero: Zero
-    comm_fusion: CommFusion
-    reduce_precision: Annotated[
-        Literal["auto", "fp32", "own"], Field(description="In which precision ranks add up values below fp32.")
-    ]
-    comm_overlap: Annotated[StrictBool, Field(description="Whether gradients are added while backward still runs.")]
-    comm_async: Annotated[StrictBool, Field(description="Whether computing goes on while values are redistributed.")]
-    copies: Count
-    recompute: Recompute
-    memory_limit: Annotated[Bytes | None, Field(description="Bytes per rank, or a text such as 80GB.")]
-    offload: OffloadForm
-    place: dict[Glob, Literal["host"]]
-    pipeline: Pipeline
-    plan: Annotated[str | None, Field(min_length=1, description="A plan.json, or the folder of the run that wrote it.")]
-    plan_cache: Annotated[str | None, Field(min_length=1, description="The folder of found plans; auto, or null.")]
-    dump_ir: Annotated[
-        StrictBool | Annotated[str, Field(min_length=1)],
-        Field(description="Whether to write the program of every rank to ir/ in the run folder, or a folder for it."),
-    ]
+    mode: Mode = setting(
+        "stand_alone", "stand_alone, data_parallel, semi_auto, auto or hybrid; parallel=MODE chooses it"
+    )
+    search: Search = setting("sharding_propagation", "Algorithm of mode auto for operators without a strategy")
+    mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None = setting(
+        None, "{axis: size}, outermost first; null: as the strategies need it, or searched"
+    )
+    strategies: dict[str, StrategyForm] = setting({}, "Operator path: [[2, 4], [4, 1]] or {in: [...], out: [...]}")
+    layouts: dict[str, NamedMatrix] = setting({}, "NAME: {device_matrix: [2, 2, 2], axes: [dp, sp, mp]}")
+    set_data_parallel: tuple[Glob, ...] = setting((), "Globs of modules that stay data parallel")
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[OperandForm, ...] = setting(
+        "data_parallel", "data_parallel, full_batch, or the strategy of each batch entry"
+    )
+    zero: Zero = setting(Zero(), "ZeRO; zero=2 sets the stage")
+    comm_fusion: CommFusion = setting(CommFusion(), "Which collectives are joined into one call")
+    reduce_precision: Literal["auto", "fp32", "own"] = setting(
+        "auto", "Precision of reductions of values below fp32: fp32, own (half the bytes); auto: own on GPUs"
+    )
+    comm_overlap: StrictBool = setting(
+        True, "Reduce gradients while backward still runs, at ZeRO stage 0 (not in hybrid modules and pipelines)"
+    )
+    comm_async: StrictBool = setting(
+        True, "Start redistributions when their input is ready and wait at the first use (train.compile: at once)"
+    )
+    copies: Count = setting(
+        1, "Batch splits: parts of the batch of a step, one of which computes while another communicates"
+    )
+    recompute: Recompute = setting(Recompute(), "Activation checkpointing; recompute=full sets operators")
+    memory_limit: Bytes | None = setting(
+        None, "Refuse plans that need more per rank; also a string such as 80GB", unit="bytes"
+    )
+    offload: OffloadForm = setting(OffloadForm(), "Offload to host memory or disk")
+    place: dict[Glob, Literal["host"]] = setting({}, "Module or operator (globs): host")
+    pipeline: Pipeline = setting(Pipeline(), "Pipeline parallelism; pipeline=4 sets stages")
+    plan: str | None = setting(
+        None, "A plan.json, or the folder of the run that wrote it, instead of strategies and search", min_length=1
+    )
+    plan_cache: str | None = setting(
+        "auto", "Folder of searched plans; auto: the user's cache folder, null: none", min_length=1
+    )
+    dump_ir: StrictBool | Annotated[str, Field(min_length=1)] = setting(
+        False, "Write the program of every rank before and after slicing: true (ir/ in the run folder), or a folder"
+    )
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -99,9 +111,8 @@ class Parallel(Section):
     @classmethod
     def _in_short(cls, value: Any, info: ValidationInfo) -> Any:
         """`recompute=full`, `zero=2` or `pipeline=auto` say all there is to say."""
-        key, others = SHORT[info.field_name or ""]
         short = isinstance(value, str | int) and not isinstance(value, bool)
-        return {key: value} | others if short else value
+        return {SHORT[info.field_name or ""]: value} if short else value
 
     @field_validator("strategies", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from runner.config.section import Count, Section, by_path, refusal
+from runner.config.section import Count, Section, by_path, refusal, setting
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 DEALT = ("interleaved_1f1b", "zero_bubble")
@@ -17,11 +17,21 @@ class Pipeline(Section):
     """`stages` of the model, one after the other, each on its own share of the ranks; with `virtual_stages`, so many
     times as many, dealt out round robin."""
 
-    stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None
-    virtual_stages: Count | None
-    micro_batches: Literal["auto"] | Count | None
-    schedule: Schedule
-    cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]]
+    stages: Literal["auto"] | Annotated[int, Field(strict=True, ge=2)] | None = setting(
+        None, "Stages, each on world_size / stages ranks, which parallel.mesh describes; auto; null: no pipeline"
+    )
+    virtual_stages: Count | None = setting(
+        None, "Stages of each rank, assigned round robin; null: 2 with interleaved_1f1b, else 1"
+    )
+    micro_batches: Literal["auto"] | Count | None = setting(
+        None, "Micro-batches in the pipeline at once; auto; null: twice the stages (auto with them)"
+    )
+    schedule: Schedule = setting(
+        "1f1b", "Order of forward and backward passes; interleaved_1f1b and zero_bubble idle less"
+    )
+    cuts: Literal["auto"] | dict[str, Annotated[int, Field(strict=True, ge=0)]] = setting(
+        "auto", "auto: balanced; or {module.path: stage, ...}"
+    )
 
     @field_validator("cuts", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, field_validator, model_validator
 
-from runner.config.section import Glob, Section, refusal
+from runner.config.section import Glob, Section, refusal, setting
 from runner.errors import allowed
 
 RECOMPUTED = ("none", "full", "selective", "auto")
@@ -18,10 +18,21 @@ class Recompute(Section):
     treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
     `communication` (null: with full they are repeated, else kept)."""
 
-    operators: Literal["none", "full", "selective", "auto"] | Annotated[tuple[Glob, ...], Field(min_length=1)]
-    modules: Annotated[tuple[Glob, ...], Field(min_length=1)] | None
-    communication: Literal["recompute", "keep"] | None
-    slice_inputs: StrictBool
+    operators: Literal["none", "full", "selective", "auto"] | Annotated[tuple[Glob, ...], Field(min_length=1)] = (
+        setting(
+            "none",
+            "none, full, selective (cheap operators), a list of kinds such as [gelu], or auto: to fit the memory limit",
+        )
+    )
+    modules: Annotated[tuple[Glob, ...], Field(min_length=1)] | None = setting(
+        None, "Globs of modules; null: every repeated layer"
+    )
+    communication: Literal["recompute", "keep"] | None = setting(
+        None, "Repeat collectives in backward or keep their results; null: recompute with full, else keep"
+    )
+    slice_inputs: StrictBool = setting(
+        False, "Each rank stores a shard of a module's inputs and gathers the others in backward"
+    )
 
     @field_validator("operators", mode="before")
     @classmethod

@@ -1,7 +1,8 @@
-"""Types and limits of a config: what `Config` holds is complete, right as far as a config alone can tell, and frozen.
+"""The config: types, limits, defaults, units and meaning of every key, here and in the sections imported below.
 
-Defaults live in `conf/`, never here: a key that is missing is an error, and so is a key that is not known. A rule that
-ties several keys together stands in the section that holds them, or in `Config` where they are in different sections.
+The files in `conf/`, the reference page, the JSON Schema and `--help` repeat them and are generated from here by
+`runner.config.generate`. What a `Config` holds is right as far as a config alone can tell, and frozen. A rule that ties
+several keys together stands in the section that holds them, or in `Config` where they are in different sections.
 `Config.model_validate_json(config.model_dump_json())` gives an equal config; ranks get theirs that way.
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import StrictBool, field_validator, model_validator
 
 from runner.config.arguments import Arguments
 from runner.config.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from runner.config.cluster import NODE, ClusterForm
 from runner.config.launch import Launch
 from runner.config.parallel import Parallel
 from runner.config.predict import Predict
-from runner.config.section import Count, Dotted, Glob, Positive, Section, refusal
+from runner.config.section import REQUIRED, Count, Dotted, Glob, Positive, Section, refusal, setting
 from runner.config.strategy_syntax import check_counts
 from runner.config.training import Evaluate, Train
 from runner.config.verb_sections import Calibrate, Explain
@@ -27,22 +28,33 @@ from runner.config.verb_sections import Calibrate, Explain
 Verb = Literal["train", "launch", "plan", "verify", "explain", "predict", "calibrate"]
 
 
-class OptionallyBuilt(Section):
-    """Something made by calling a dotted name with keyword arguments, or nothing at all."""
+class Loss(Section):
+    """The loss: `target` called with `args`, or what the model returns."""
 
-    target: Dotted | None
-    args: Arguments
+    target: Dotted | None = setting(None, "Dotted name of a loss class or function; null: the model returns its loss")
+    args: Arguments = setting({}, "Keyword arguments of target")
+
+
+class Reference(Section):
+    """The module that runs on one device where the model itself runs on several, in mode hybrid."""
+
+    target: Dotted | None = setting(None, "Dotted name of the module on one device, for mode hybrid")
+    args: Arguments = setting({}, "Keyword arguments of target")
 
 
 class Model(Section):
     """What is trained: `target` called with `args`, or made from a `config` as models of transformers are; with the
     weights of a file whose names are changed by the pairs (pattern, replacement) of `rename`, one after the other."""
 
-    target: Dotted
-    args: Arguments
-    config: Arguments | None
-    weights: Annotated[str | None, Field(min_length=1)]
-    rename: tuple[tuple[str, str], ...]
+    target: Dotted = setting(REQUIRED, "Dotted name of a model class or function, such as package.module.Class")
+    args: Arguments = setting({}, "Keyword arguments of target")
+    config: Arguments | None = setting(None, "For models of transformers: keys of their config class")
+    weights: str | None = setting(
+        None,
+        "Pretrained weights: a .safetensors or torch file, an index of several, or a folder of these",
+        min_length=1,
+    )
+    rename: tuple[tuple[str, str], ...] = setting((), "[[pattern, replacement], ...] for the names in weights")
 
     @field_validator("rename")
     @classmethod
@@ -68,17 +80,17 @@ class Model(Section):
 
 
 class Data(Section):
-    target: Dotted
-    args: Arguments
-    path: str | None
-    batch_size: Annotated[Count, Field(description="Samples of one optimizer step over all ranks and micro-batches.")]
-    shuffle: Annotated[bool, Field(description="Whether every epoch has another order, from train.seed.")]
-    drop_last: Annotated[bool, Field(description="Whether a last batch of an epoch that is short is left out.")]
-    collate: Dotted | None
-    collate_args: Arguments
-    unbatched: Annotated[
-        tuple[str | int, ...], Field(description="Entries of the batch that are one tensor for all rows.")
-    ]
+    target: Dotted = setting(REQUIRED, "Dotted name of a map-style dataset class or function")
+    args: Arguments = setting({}, "Keyword arguments of target")
+    path: str | None = setting(None, "Where the data is, if the dataset takes a path")
+    batch_size: Count = setting(32, "Samples of one optimizer step over all ranks and micro-batches", unit="samples")
+    shuffle: bool = setting(True, "Another order of the rows in every epoch, from train.seed")
+    drop_last: bool = setting(True, "Leave out the last batch of an epoch if it is short")
+    collate: Dotted | None = setting(None, "Function from a list of samples to a batch; null: stack the samples")
+    collate_args: Arguments = setting({}, "Further keyword arguments of collate")
+    unbatched: tuple[str | int, ...] = setting(
+        (), "Batch entries that are one tensor for all rows, such as [w] for forward(x, w)"
+    )
 
     @model_validator(mode="after")
     def _collate_args_are_used(self) -> Data:
@@ -93,67 +105,73 @@ class Data(Section):
 
 
 class ParameterGroup(Section):
-    match: Annotated[tuple[Glob, ...], Field(min_length=1, description="Globs of parameter names.")]
-    args: Arguments
+    match: tuple[Glob, ...] = setting(REQUIRED, "Globs of parameter names", min_length=1)
+    args: Arguments = setting(REQUIRED, "Options of these parameters, such as {weight_decay: 0}")
 
 
 class Scheduler(Section):
-    target: Dotted | None
-    args: Arguments
-    per: Literal["step", "epoch"]
+    target: Dotted | None = setting(None, "Dotted name such as torch.optim.lr_scheduler.StepLR; null: constant")
+    args: Arguments = setting({}, "Keyword arguments of target")
+    per: Literal["step", "epoch"] = setting("step", "When the learning rate changes")
 
 
 class Optimizer(Section):
-    target: Dotted
-    args: Arguments
-    groups: tuple[ParameterGroup, ...]
-    freeze: tuple[Glob, ...]
-    scheduler: Scheduler
+    target: Dotted = setting("torch.optim.SGD", "Dotted name of an optimizer class")
+    args: Arguments = setting({"lr": 0.01}, "Keyword arguments of target; a recipe adds to them")
+    groups: tuple[ParameterGroup, ...] = setting(
+        (), "[{match: ['*.bias'], args: {weight_decay: 0}}, ...]; the first match counts"
+    )
+    freeze: tuple[Glob, ...] = setting((), "Globs of parameters that are not trained")
+    scheduler: Scheduler = setting(Scheduler(), "Learning rate scheduler")
 
 
 class Verify(Section):
-    steps: Count
-    tolerance: Positive | None
-    reference: OptionallyBuilt
+    steps: Count = setting(3, "Optimizer steps to compare", unit="steps")
+    tolerance: Positive | None = setting(
+        None, "Relative tolerance; null: by precision, in fp32 1e-5 or 3 times the distance of one process from fp64"
+    )
+    reference: Reference = setting(Reference(), "What to compare a hybrid module with")
 
 
 class Report(Section):
-    tensorboard: StrictBool
-    progress: Literal["auto", True, False]
+    tensorboard: StrictBool = setting(False, "Write metrics for TensorBoard too")
+    progress: Literal["auto", True, False] = setting("auto", "Progress bar; auto: if the output is a terminal")
 
 
 class RunFolder(Section):
     """What a new run does with the folder of an earlier one."""
 
-    overwrite: StrictBool
+    overwrite: StrictBool = setting(
+        False, "Start over in the folder of an earlier run, and remove its checkpoints and metrics"
+    )
 
 
 class Job(Section):
-    name: Verb
+    name: Verb = setting("train", "The verb of the command; `run VERB` sets it")
 
 
 class Config(Section):
     """All that a job needs to know. `world_size` null means: as many ranks as there are devices at hand."""
 
-    world_size: Count | None
-    device: Literal["auto", "cpu", "cuda"]
-    model: Model
-    loss: OptionallyBuilt
-    data: Data
-    optimizer: Optimizer
-    train: Train
-    evaluate: Evaluate
-    checkpoint: Checkpoint
-    predict: Predict
-    parallel: Parallel
-    cluster: ClusterForm
-    launch: Launch
-    verify: Verify
-    explain: Explain
-    calibrate: Calibrate
-    report: Report
-    run: RunFolder
-    job: Job
+    world_size: Count | None = setting(None, "Ranks; null: one per available device, 8 processes on CPU")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU for every rank, else cpu")
+    model: Model = setting(REQUIRED, "What is trained")
+    loss: Loss = setting(Loss(), "What is minimised")
+    data: Data = setting(REQUIRED, "What it is trained on")
+    optimizer: Optimizer = setting(Optimizer(), "Optimizer, parameter groups and learning rate schedule")
+    train: Train = setting(Train(), "Length, precision and numerics of training")
+    evaluate: Evaluate = setting(Evaluate(), "Measurements on held-out data; set metric, every, batch_size or args")
+    checkpoint: Checkpoint = setting(Checkpoint(), "When and how a run is saved")
+    predict: Predict = setting(Predict(), "`run predict`: which weights on which rows")
+    parallel: Parallel = setting(Parallel(), "How the run is sharded over its ranks; parallel=MODE chooses a group")
+    cluster: ClusterForm = setting(ClusterForm(), "The machine whose costs are predicted; cluster=NAME chooses one")
+    launch: Launch = setting(Launch(), "What starts the ranks, and where; launch=NAME chooses a launcher")
+    verify: Verify = setting(Verify(), "`run verify`: comparison with one process")
+    explain: Explain = setting(Explain(), "`run explain`: what to explain")
+    calibrate: Calibrate = setting(Calibrate(), "`run calibrate`: measurement of this machine")
+    report: Report = setting(Report(), "What a run shows of its progress")
+    run: RunFolder = setting(RunFolder(), "What a run does with the folder of an earlier one")
+    job: Job = setting(Job(), "The verb")
 
     @model_validator(mode="after")
     def _training_ends(self) -> Config:

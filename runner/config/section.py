@@ -1,4 +1,4 @@
-"""What every section of the config is made of: frozen, complete, with the types that occur in several sections."""
+"""What every section of the config is made of: frozen values, keys with a default and a meaning, and common types."""
 
 from __future__ import annotations
 
@@ -26,8 +26,24 @@ Glob = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+REQUIRED: Any = ...
+"""The default of a key that somebody must set."""
+
+
+def setting(default: Any, description: str, *, unit: str = "", **constraints: Any) -> Any:
+    """A config key: its default, meaning and unit, which the files in `conf/`, the reference and `--help` repeat.
+
+    Args:
+        default: The value where nothing sets the key, or REQUIRED.
+        description: What the key means, in a phrase without a period.
+        unit: The unit of the value, such as "seconds".
+        constraints: Limits as pydantic's `Field` takes them.
+    """
+    return Field(default, description=description, json_schema_extra={"unit": unit} if unit else None, **constraints)
+
+
 class Section(BaseModel):
-    """A part of the config: no unknown keys, no change after validation, no default (those are in `conf/`)."""
+    """A part of the config: no unknown keys, no change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from pydantic import AfterValidator, model_serializer
+from pydantic import AfterValidator, GetJsonSchemaHandler, WithJsonSchema, model_serializer
 from pydantic_core import PydanticCustomError
 
-from runner.config.section import Section, refusal, removed
+from runner.config.section import REQUIRED, Section, refusal, removed, setting
 from runner.errors import allowed
 
 
@@ -28,13 +28,15 @@ AxisName = Annotated[str, AfterValidator(_name)]
 
 EXAMPLE = "write counts such as [[2, 4], [4, 1]], or {in: [[2, 4], [4, 1]], out: [[2, 4]]}"
 FORM_KEYS = frozenset({"in", "out"})
+AXES = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+DIMS = WithJsonSchema({"type": "array", "items": {"anyOf": AXES}})
 
 
 class LayoutForm(Section):
     """An operand sliced over named axes: `dims[d]` are the axes that slice dim d, major to minor (empty: whole)."""
 
-    layout: str
-    dims: tuple[tuple[str, ...], ...]
+    layout: str = setting(REQUIRED, "Name of a layout in parallel.layouts")
+    dims: Annotated[tuple[tuple[str, ...], ...], DIMS] = setting(REQUIRED, "The axes that slice each dim, or null")
 
 
 OperandForm: TypeAlias = tuple[int, ...] | LayoutForm
@@ -60,6 +62,11 @@ class StrategyForm(Section):
 
     inputs: tuple[OperandForm, ...] | None
     outputs: tuple[OperandForm, ...] | None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A strategy as users write it: a list of operands, or a mapping with `in` and `out` or below a longer path."""
+        return {"anyOf": [{"type": "array", "items": {}, "minItems": 1}, {"type": "object"}, {"type": "null"}]}
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:

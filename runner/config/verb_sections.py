@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import StrictBool
 
-from pydantic import Field, StrictBool
-
-from runner.config.section import Glob, Section
+from runner.config.section import Glob, Section, setting
 
 
 class Calibrate(Section):
-    file: Annotated[str, Field(min_length=1, description="Where the description of this machine is written.")]
-    seconds: Annotated[
-        float, Field(ge=8, allow_inf_nan=False, description="Seconds that the command may take, with its start.")
-    ]
-    force: Annotated[StrictBool, Field(description="Whether a file of other origin is overwritten.")]
+    file: str = setting(
+        "cluster.yaml", "File for the description of this machine; cluster.file=FILE reads it", min_length=1
+    )
+    seconds: float = setting(
+        60.0, "Time limit of the command; what is not measured stays as in cluster", unit="seconds", ge=8,
+        allow_inf_nan=False,
+    )  # fmt: skip
+    force: StrictBool = setting(False, "Overwrite a file that calibrate has not written; also --force")
 
 
 class Explain(Section):
-    operator: Annotated[Glob | None, Field(description="The operators to explain, as in parallel.strategies.")]
-    slices: Annotated[
-        Glob | None, Field(description="The tensors of which to show every rank's slice, also as --slices NAME.")
-    ]
+    operator: Glob | None = setting(None, "Operators to explain, as in parallel.strategies; null: a table of all")
+    slices: Glob | None = setting(
+        None, "Parameters, buffers, batch entries or operators whose slices on every rank to show; also --slices NAME"
+    )

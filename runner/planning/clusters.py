@@ -79,7 +79,7 @@ def cluster_of(config: Config, device: str, world_size: int) -> Cluster:
 
 def from_description(file: Path) -> Cluster:
     """What a file, such as one of `run calibrate`, describes. Raises ConfigError."""
-    form = ClusterForm.model_validate(from_file({"name": "", "nodes": None, "file": str(file), "machine": None}))
+    form = ClusterForm.model_validate(from_file({"file": str(file)}))
     assert form.machine is not None
     return described(form.name, form.machine)
 

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from runner.config.offload import ActivationOffload, OffloadForm
-from runner.config.parallel import Zero
-from runner.config.recompute import Recompute
+from runner.config.parallel import Parallel
 from runner.config.schema import Config
 
-NOTHING = OffloadForm(
-    optimizer="none",
-    parameters="none",
-    activations=ActivationOffload(to="none", modules=(), larger_than=0),
-    folder=None,
-)
-NO_RECOMPUTE = Recompute(operators="none", modules=None, communication=None, slice_inputs=False)
+TRAINING_ONLY = ("zero", "offload", "recompute", "memory_limit")
+"""Keys of `parallel`."""
 
 
 def without_training(config: Config) -> Config:
-    """`config` for prediction: there are no gradients and no optimizer, so ZeRO, offload, recompute and a limit of
-    memory that holds for training do not matter. The slices of the weights are those of the plan."""
-    parallel = config.parallel.model_copy(
-        update={
-            "zero": Zero(stage=0, options={}),
-            "offload": NOTHING,
-            "recompute": NO_RECOMPUTE,
-            "memory_limit": None,
-        }
-    )
+    """`config` for prediction: there are no gradients and no optimizer, so ZeRO, offload, recompute and the memory
+    limit of training have their defaults. The slices of the weights are those of the plan."""
+    defaults = Parallel()
+    parallel = config.parallel.model_copy(update={name: getattr(defaults, name) for name in TRAINING_ONLY})
     train = config.train.model_copy(update={"resume": None, "compile": False, "measure_memory": False})
     return config.model_copy(update={"parallel": parallel, "train": train})

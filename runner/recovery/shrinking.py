@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from runner.config.parallel import SHORT
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.launchers.start import Ready, make_ready
@@ -70,18 +69,12 @@ def candidates(config: Config, count: int, lost: Collection[str] = ()) -> Iterat
         plans.append(own["parallel"] | searched)
     pipelines: list[dict[str, Any]] = [{}]
     if config.parallel.pipeline.stages is not None:
-        pipelines.append({"pipeline": _in_full("pipeline", None)})
+        pipelines.append({"pipeline": {}})
         if config.parallel.recompute.operators == "auto" and config.parallel.memory_limit is None:
-            pipelines[-1]["recompute"] = _in_full("recompute", "none")  # auto was a decision about the stages
+            pipelines[-1]["recompute"] = {}  # auto was a decision about the stages
     for pipeline in pipelines:
         for plan in plans:
             yield own | {"parallel": plan | pipeline}
-
-
-def _in_full(section: str, value: str | None) -> dict[str, Any]:
-    """A section that may be one value, key by key."""
-    key, others = SHORT[section]
-    return {key: value, **others}
 
 
 def hosts_left(hosts: Iterable[Mapping[str, Any]], count: int, lost: Collection[str]) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from runner.cli.hydra_errors import reword
-from runner.cli.verb_help import table
 from runner.cli.verbs import VERBS
+from runner.config.keys import table
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 
@@ -252,7 +252,11 @@ def test_help_of_a_verb(command, verb):
     ("verb", "keys", "not_there"),
     [
         ("calibrate", ["calibrate.seconds=60.0", "launch.threads=1"], "verify.steps"),
-        ("plan", ["parallel.zero.stage=0", "cluster.nodes=null", "parallel.comm_fusion.all_reduce="], "calibrate.file"),
+        (
+            "plan",
+            ["parallel.zero.stage=0", "cluster.nodes=", "parallel.comm_fusion.all_reduce.mode="],
+            "calibrate.file",
+        ),
         ("verify", ["verify.tolerance=null"], "predict.rows"),
         ("predict", ["predict.format=jsonl", "predict.data.path=null"], "train.steps"),
         ("train", ["optimizer.args.lr=0.01", "checkpoint.keep=null"], "verify.steps"),
