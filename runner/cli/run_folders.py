@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runner.checkpoint import lineage
 from runner.errors import ConfigError
+from runner.run_folder import lineage
 from runner.run_folder import lock as occupancy
 from strategies.core.errors import StrategyError
 

@@ -41,7 +41,7 @@ BAD = [
     ([QUICK, "train.steps.x=3"], "train.steps has no keys of its own"),
     ([QUICK, "+train.steps=5"], "without the plus"),
     ([QUICK, "~train.stepz"], "Did you mean 'steps'?"),
-    ([QUICK, "~train.steps"], "train.steps has no value and no default"),
+    ([QUICK, "~train.steps"], "train.steps and train.epochs are both null"),
     ([QUICK, "train.steps=???"], "train.steps has no value and no default"),
     ([QUICK, "train.steps=-3"], "train.steps = -3: must be at least 1. (from the command line: train.steps=-3)"),
     ([QUICK, "train.steps=many"], "train.steps = 'many': must be a whole number"),
