@@ -38,9 +38,9 @@ from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
 from strategies.lowering.pipeline.schedule import Schedule, held
 from strategies.lowering.recompute import recomputed
-from strategies.memory.parts import Memory, memory
-from strategies.memory.pipeline import group_memory
-from strategies.memory.repeated_blocks import Outline, Traces, outline
+from strategies.memory.outline import Outline, outline
+from strategies.memory.parts import Memory, group_memory, memory
+from strategies.memory.repeated_blocks import Traces
 from strategies.memory.saved_bytes import least_stored
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import cost_of_stages
@@ -276,8 +276,8 @@ class Estimate:
         lower, likely = [], []
         for own, one in zip(self.outlines, similar.memories, strict=True):
             forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.held
-            lower.append(max(own.stands + forward, own.least(one.activations)))
-            likely.append(max(lower[-1], own.stands + one.peak - one.held))
+            lower.append(max(own.persistent + forward, own.least(one.activations)))
+            likely.append(max(lower[-1], own.persistent + one.peak - one.held))
         return MemoryBounds(lower, likely, recomputed)
 
 

@@ -22,8 +22,7 @@ from strategies.core.program import Program
 from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.pipeline.schedule import Schedule
 from strategies.memory.limit import check_limit
-from strategies.memory.parts import memory
-from strategies.memory.pipeline import group_memory
+from strategies.memory.parts import group_memory, memory
 from strategies.memory.recompute_selection import Fitting
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import trace

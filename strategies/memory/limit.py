@@ -1,4 +1,4 @@
-"""A limit to the memory of a rank: whether a plan keeps it, and what to say if it does not."""
+"""A limit to the memory of a rank: whether a plan keeps it, and what to change if it does not."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def check_limit(needed: Memory, limit: int, plan: Plan, settings: OptimizerSetti
 
 
 def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes: bool, all_of_it: bool = False) -> str:
-    """Why a plan does not fit, and what would help first. `recomputes`: something is computed again already;
-    `all_of_it`: everything that may be."""
-    parts = {
-        "activations": needed.activations,
-        "optimizer": needed.optimizer,
-        "parameters": needed.parameters,
-        "gradients": needed.gradients,
-        "buffers": needed.buffers,
-    }
-    largest = max(parts, key=lambda name: parts[name])
-    shown = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    """Why a plan does not fit, and what would help first.
+
+    Args:
+        needed: What it needs.
+        limit: Bytes of a rank.
+        settings: Of the optimizer step.
+        recomputes: Whether some layers are recomputed already.
+        all_of_it: Whether all layers are that may be.
+    """
+    parts = needed.by_part
+    largest = max(PARTS, key=lambda name: parts[name])
+    shown = ", ".join(f"{name} {in_words(parts[name])}" for name in PARTS if parts[name])
     what = "even with all repeated layers computed again the plan" if all_of_it else "the plan"
     return (
         f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "
@@ -34,21 +35,25 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
     )
 
 
+PARTS = ("activations", "optimizer", "parameters", "gradients", "buffers")
+"""In the order in which they are shown."""
+
+
 def _advice(part: str, settings: OptimizerSettings, recomputes: bool) -> str:
-    stage, moved, found = settings.stage, settings.offload, []
+    stage, offload, advice = settings.stage, settings.offload, []
     if part == "activations":
-        found += [] if recomputes else ["parallel.recompute=auto"]
-        found += ["more train.accumulate"]
-        found += ["parallel.offload.activations.to=host"] if moved.activations == "none" else []
+        advice += [] if recomputes else ["parallel.recompute=auto"]
+        advice += ["more train.accumulate"]
+        advice += ["parallel.offload.activations.to=host"] if offload.activations == "none" else []
     elif part == "buffers":
-        found += ["a smaller parallel.zero.options.reduce_bucket_size"]
+        advice += ["a smaller parallel.zero.options.reduce_bucket_size"]
     else:
         least = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
-        found += [f"parallel.zero.stage={least}"] if stage < least else []
+        advice += [f"parallel.zero.stage={least}"] if stage < least else []
         name = "parameters" if part == "parameters" else "optimizer"
-        found += [f"parallel.offload.{name}=host"] if getattr(moved, name) == "none" and stage >= least else []
-        found += ["sliced weights (parallel.strategies)"]
-    return "choose " + ", ".join(found)
+        advice += [f"parallel.offload.{name}=host"] if getattr(offload, name) == "none" and stage >= least else []
+        advice += ["sliced weights (parallel.strategies)"]
+    return "choose " + ", ".join(advice)
 
 
 def in_words(count: int) -> str:

@@ -1,20 +1,31 @@
-"""Bytes of memory that a rank needs, by part, and where in a step the most are needed."""
+"""Bytes of memory that a rank needs, by part, and the peak of every phase of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from strategies.lowering.pipeline.schedule import Action, held
 from strategies.memory.trace import Traced
 from strategies.optimizer.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. From step to step there are parameters and buffers of the model, gradients that a sharded
-    optimizer keeps a place for, the optimizer's states and copies of weights, and `buffers` for communication. A step
-    adds at most `activations`, of all micro-batches that are under way, and `gradients`; `peaks` are the most at one
-    moment of each phase. `host` and `disk` are what offload and placed operators put there instead, at most."""
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: Parameters and buffers of the model.
+        gradients: Gradients after backward, and those for which ZeRO reserves memory.
+        optimizer: The optimizer's states and copies of weights.
+        activations: Of all micro-batches that are under way.
+        buffers: Of communication.
+        held: Stay from step to step, of all parts.
+        peaks: The most at one moment, by phase.
+        host: On the host, at most, by offload and placed operators.
+        disk: On the disk, at most.
+    """
 
     parameters: int
     gradients: int
@@ -28,38 +39,80 @@ class Memory:
 
     @property
     def peak_in(self) -> str:
-        """The phase of the step in which the most is needed."""
+        """The phase of the step with the highest peak."""
         return max(self.peaks, key=lambda name: self.peaks[name])
 
     @property
     def peak(self) -> int:
+        """The most at one moment."""
         return self.peaks[self.peak_in]
 
-    def told(self) -> dict[str, Any]:
-        """For plan.json. `total` is the sum of the parts, which are not all there at one moment."""
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-        }
-        total = sum(parts.values()) + self.buffers
-        more = {"buffers": self.buffers, "held": self.held, "peak": self.peak, "peak_in": self.peak_in}
-        return {**parts, **more, "peaks": dict(self.peaks), "host": self.host, "disk": self.disk, "total": total}
+    @property
+    def by_part(self) -> dict[str, int]:
+        """The parts by name; not all of them are there at one moment."""
+        names = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        return {name: getattr(self, name) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        """For plan.json. `total` is the sum of the parts."""
+        more = {"held": self.held, "peak": self.peak, "peak_in": self.peak_in, "peaks": dict(self.peaks)}
+        return {**self.by_part, **more, "host": self.host, "disk": self.disk, "total": sum(self.by_part.values())}
 
 
 def memory(traced: Traced, settings: OptimizerSettings) -> Memory:
-    """What a step needs that was `traced`."""
+    """The bytes of a rank whose step was traced."""
     to_disk = settings.offload.activations == "disk"
-    stands = traced.stands
+    persistent = traced.persistent
     return Memory(
-        stands.parameters,
-        stands.gradients + traced.gradients,
-        stands.optimizer,
+        persistent.parameters,
+        persistent.gradients + traced.gradients,
+        persistent.optimizer,
         traced.kept,
-        stands.buffers,
-        stands.total,
-        {name: stands.total + most for name, most in traced.peaks.items()},
-        stands.host + max(0 if to_disk else traced.away, traced.host_in_update),
-        stands.disk + (traced.away if to_disk else 0),
+        persistent.buffers,
+        persistent.total,
+        {name: persistent.total + most for name, most in traced.peaks.items()},
+        persistent.host + max(0 if to_disk else traced.offloaded, traced.host_in_update),
+        persistent.disk + (traced.offloaded if to_disk else 0),
+    )
+
+
+def group_memory(
+    group: int, traces: Mapping[int, Traced], actions: Sequence[Action], groups: int, settings: OptimizerSettings
+) -> Memory:
+    """The bytes of a rank that runs several stages of a pipeline.
+
+    A phase needs what stays of all its stages, the activations that the schedule keeps at most, the gradients of the
+    other stages, and what the one that runs adds for the moment. A parameter of two stages of one group counts in both.
+
+    Args:
+        group: The rank's group.
+        traces: At least those of its stages, by the stage's number.
+        actions: The group's schedule.
+        groups: The number of groups.
+        settings: Of the optimizer step.
+    """
+    numbers = [number for number in traces if number % groups == group]
+    stages = [memory(traces[number], settings) for number in numbers]
+    activations = int(held(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)}))
+    gradients = [traces[number].gradients for number in numbers]
+    persistent = sum(one.held for one in stages)
+
+    def peak(phase: str) -> int:
+        if phase == "update":
+            return persistent + sum(one.peaks[phase] - one.held for one in stages)
+        running = (
+            one.peaks[phase] - one.held - one.activations - own for one, own in zip(stages, gradients, strict=True)
+        )
+        return persistent + activations + sum(gradients) + max(running)
+
+    return Memory(
+        sum(one.parameters for one in stages),
+        sum(one.gradients for one in stages),
+        sum(one.optimizer for one in stages),
+        activations,
+        sum(one.buffers for one in stages),
+        persistent,
+        {phase: peak(phase) for phase in stages[0].peaks},
+        sum(one.host for one in stages),
+        sum(one.disk for one in stages),
     )

@@ -1,224 +1,351 @@
-"""The memory of a program with a repeated part, from traces of two and three repetitions.
+"""The memory of a program with repeated blocks (the layers of a deep model), from traces of few of them.
+
+A truncated program runs two or three repetitions: the same before them, the same behind them. Invariant: what is left
+out repeats, instruction by instruction, what is kept: the same calls of tensors of the same sizes, taken from as far
+behind or from in front of the repeated blocks.
 
 What is alive at a moment is affine in the number of repetitions, and in that of the one that runs; a peak, the most of
-many moments, is not. So every call of both traces is compared with its counterpart: from the front, where further
-repetitions are still to come, and from the back, where they are over. Either way all calls must differ by the same
-bytes, and both ways together must reach over the whole longer trace; then the most of the first and the last
-repetition is that of all between. Invariant: what can be summed is never extrapolated, and where the traces do not bear
-this out the whole program is traced.
+many moments, is not. So every call of two traces, one repetition apart, is compared with its counterpart: from the
+front, where further repetitions are still to come, and from the back, where they are over. Either way all calls must
+differ by the same bytes, and both ways together must reach over the complete longer trace; then the most of the first
+and the last repetition is that of all between. Invariant: what can be summed is never extrapolated, and where the
+traces do not confirm this the complete program is traced.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from strategies.core.graph import ITEM_BYTES
-from strategies.core.program import Program
-from strategies.memory.trace import (
-    Trace,
-    Traced,
-    local_tensors,
-    need_of,
-    on_shapes,
-    parameters_of,
-    sharded,
-    standing,
-    trace,
-)
-from strategies.memory.truncation import Repeated, form, repeated_part, shortened
-from strategies.memory.zero import Group, Sharded, groups_of
-from strategies.optimizer.buckets import buckets
+from strategies.core.graph import Ref, Source, rewrite
+from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Ordinal, Program, Redistribute, Start, Wait
+from strategies.lowering.recompute import parts_of, region_of
+from strategies.memory.outline import KnownBytes
+from strategies.memory.trace import Trace, Traced, on_shapes, trace
+from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
-from strategies.runtime.live_tensors import Live
 
-FEW = (2, 3)
-"""Repetitions that are traced, and one more; where traces of the first do not bear it out, the second: what follows the
-last repetition may begin inside it."""
+FEWEST = 6
+"""Repetitions from which on a program is truncated."""
+PERIODS = 6
+"""Distances between repetitions that are tried."""
+TRACED = (2, 3)
+"""Repetitions that are traced, and one more; where traces of the first do not agree, the second: what follows the last
+repetition may begin inside it."""
 SLACK = 0.005
-"""Of the peak: what the room of a bucket may be told too much, because nobody looks when it is needed."""
+"""Of the peak: what a bucket may be counted too much, because the moment at which it is needed is not known."""
+
+
+@dataclass(frozen=True)
+class RepeatedBlocks:
+    """`count` repetitions of `period` instructions from `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+
+def repeated_blocks(program: Program) -> RepeatedBlocks | None:
+    """The longest stretch of instructions that repeat; None where there are too few, or where a value made inside is
+    used later than in the next two repetitions."""
+    if program.batch_splits or program.updates or any(getattr(one, "host", False) for one in program.instructions):
+        return None
+    signatures = _Signatures(program)
+    numbers = [signatures.of(one) for one in program.instructions]
+    last: dict[Hashable, int] = {}
+    distances: Counter[int] = Counter()
+    for place, number in enumerate(numbers):
+        if number in last:
+            distances[place - last[number]] += 1
+        last[number] = place
+    repetition = _Repetition(program, numbers)
+    best: RepeatedBlocks | None = None
+    for period, _ in distances.most_common(PERIODS):
+        start = 0
+        while start + period < len(numbers):
+            length = repetition.length(start, period)
+            blocks = RepeatedBlocks(start, period, length // period + 1)
+            if blocks.count >= FEWEST and (best is None or blocks.count * period > best.count * best.period):
+                best = blocks if repetition.closed(blocks) else best
+            start += length + 1
+    return best
+
+
+def truncated(program: Program, blocks: RepeatedBlocks, count: int) -> Program:
+    """`program` with `count` repetitions, at least two."""
+    less = (blocks.count - count) * blocks.period
+    first, last = blocks.start + blocks.period, blocks.start + blocks.period + less
+    steps = program.instructions
+    renamed = {one.id: steps[place - less].id for place, one in enumerate(steps[first:last], first)}
+    kept = (*steps[:first], *(_renamed(one, renamed) for one in steps[last:]))
+    used, unused = ({ref.id for one in some for ref in one.operands} for some in (kept, steps[first:last]))
+    dropped = {source.id: source.name for source in program.sources if source.id in unused - used}
+    names = set(dropped.values())
+    return replace(
+        program,
+        sources=tuple(source for source in program.sources if source.id not in dropped),
+        instructions=kept,
+        outputs=tuple(Ref(renamed.get(ref.id, ref.id), ref.index) for ref in program.outputs),
+        reductions={name: axes for name, axes in program.reductions.items() if name not in names},
+        parameter_order=tuple(name for name in program.parameter_order if name not in names),
+    )
+
+
+def _renamed(step: Instruction, names: Mapping[str, str]) -> Instruction:
+    """An instruction that takes other values, by their ids."""
+    if not any(ref.id in names for ref in step.operands):
+        return step
+
+    def named(ref: Any) -> Any:
+        return Ref(names.get(ref.id, ref.id), ref.index) if isinstance(ref, Ref) else ref
+
+    if isinstance(step, Compute):
+        return replace(step, args=rewrite(step.args, named), kwargs=tuple(rewrite(dict(step.kwargs), named).items()))
+    if isinstance(step, Redistribute | Copy):
+        return replace(step, value=named(step.value))
+    if isinstance(step, Fused):
+        return replace(step, parts=tuple(replace(one, value=named(one.value)) for one in step.parts))
+    of = _renamed(step.of, names)
+    assert isinstance(of, Redistribute | Fused)
+    if isinstance(step, Start):
+        return replace(step, of=of)
+    return replace(step, of=of, start=names.get(step.start, step.start))
+
+
+def program_signature(program: Program, groups: Sequence[Mapping[str, Any]] = ()) -> Hashable:
+    """Equal for programs that do the same with tensors of the same sizes, whatever their names, with their parameters
+    in the same `groups` of the optimizer."""
+    signatures, places = _Signatures(program), {source.id: -1 - i for i, source in enumerate(program.sources)}
+    places |= {step.id: number for number, step in enumerate(program.instructions)}
+    group = {name: number for number, one in enumerate(groups) for name in one["names"]}
+    named = {source.name: number for number, source in enumerate(program.sources)}
+
+    def values(refs: Sequence[Ref]) -> Hashable:
+        return tuple((places.get(ref.id, ref.id), ref.index) for ref in refs)
+
+    return (
+        program.mesh,
+        tuple((signatures.source(source), group.get(source.name)) for source in program.sources),
+        tuple((signatures.of(step), values(step.operands)) for step in program.instructions),
+        tuple(signatures.numbers),
+        values(program.outputs),
+        tuple(named[name] for name in program.parameter_order if name in named),
+        tuple((places[id], values([ref])) for id, ref in program.updates),
+        program.random,
+        program.loss_axes,
+        tuple(program.batch_splits.items()),
+    )
+
+
+class _Signatures:
+    """What an instruction does, as a number, but for the values that it takes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.sources: dict[str, Source] = {source.id: source for source in program.sources}
+        self.parts = parts_of(program)
+        self.numbers: dict[Hashable, int] = {}
+        self.paths: dict[int, int] = {}
+        self.modules: dict[tuple[str, ...], tuple[str, bool]] = {}
+
+    def of(self, step: Instruction) -> int:
+        """The number of an instruction."""
+        part = self.parts.get(step.id)
+        flags = None if part is None else (part.kept, part.carries)
+        values = tuple(self._value(ref) for ref in step.operands)
+        return self._number((type(step).__name__, self._module(step), flags, values, self._call(step)))
+
+    def source(self, source: Source) -> Hashable:
+        """A source but for its name."""
+        axes = self.program.reductions.get(source.name)
+        return source.kind, source.spec, source.trainable, self.program.layouts[source.id], axes
+
+    def _number(self, signature: Hashable) -> int:
+        return self.numbers.setdefault(signature, len(self.numbers))
+
+    def _module(self, step: Instruction) -> Hashable:
+        if step.path not in self.modules:
+            inside = region_of(step, self.program) is not None
+            self.modules[step.path] = re.sub(r"\d+", "#", ".".join(step.path)), inside
+        return self.modules[step.path]
+
+    def _value(self, ref: Ref) -> Hashable:
+        replicas = self.program.replicas.get(ref, ())
+        return (self.source(self.sources[ref.id]) if ref.id in self.sources else ref.index), replicas
+
+    def _call(self, step: Instruction) -> Hashable:
+        if isinstance(step, Compute):
+            return step.target, _frozen(step.args), _frozen(dict(step.kwargs)), step.multiple
+        if isinstance(step, Copy):
+            return step.host
+        of = step.of if isinstance(step, Start | Wait) else step
+        parts = of.parts if isinstance(of, Fused) else (of,)
+        paths = tuple((self._path(one.forward), self._path(one.backward)) for one in parts)
+        return paths, tuple((one.scale, one.differentiable, one.spec) for one in parts)
+
+    def _path(self, steps: tuple[Any, ...]) -> int:
+        if id(steps) not in self.paths:
+            self.paths[id(steps)] = self._number(steps)
+        return self.paths[id(steps)]
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    if isinstance(value, (Ref, Ordinal)):
+        return type(value).__name__
+    return value if isinstance(value, (str, torch.dtype)) else (type(value).__name__, repr(value))
+
+
+class _Repetition:
+    """Which instructions repeat others, and how far; `numbers` are their signatures."""
+
+    def __init__(self, program: Program, numbers: list[int]) -> None:
+        self.program, self.numbers = program, numbers
+        self.place = {one.id: place for place, one in enumerate(program.instructions)}
+        self.operands = [one.operands for one in program.instructions]
+
+    def length(self, start: int, period: int) -> int:
+        """How many instructions from `start` on are repeated `period` later."""
+        place = start
+        while place + period < len(self.numbers) and self._repeated(place, period):
+            place += 1
+        return place - start
+
+    def _repeated(self, place: int, period: int) -> bool:
+        if self.numbers[place] != self.numbers[place + period]:
+            return False
+        for one, other in zip(self.operands[place], self.operands[place + period], strict=True):
+            if one == other:
+                continue
+            a, b = self.place.get(one.id), self.place.get(other.id)
+            if a is None or b is None:  # both are sources, and neither is the random key
+                if KEY in (one, other) or a is not b:
+                    return False
+            elif b - a != period:
+                return False
+        return True
+
+    def closed(self, blocks: RepeatedBlocks) -> bool:
+        """Whether values that are used behind the blocks are made in the last two repetitions or in front, and values
+        that are used inside in the repetition before or in front."""
+        end = blocks.start + blocks.count * blocks.period
+        for place in range(blocks.start + blocks.period, len(self.operands)):
+            least = min(place, end) - 2 * blocks.period
+            for ref in self.operands[place]:
+                if blocks.start <= self.place.get(ref.id, -1) < least:
+                    return False
+        return all(self.place.get(ref.id, end) >= end - 2 * blocks.period for ref in self.program.outputs)
 
 
 def trace_repeated(program: Program, settings: OptimizerSettings) -> Traced:
     """As `trace`, in time that does not grow with the repetitions."""
-    part = repeated_part(replace(program, updates=()))
-    if part is None or settings.offload.activations != "none":
+    blocks = repeated_blocks(replace(program, updates=()))
+    if blocks is None or settings.offload.activations != "none":
         return trace(program, settings)
-    whole = _Whole(program, settings)
-    if max(whole.sizes, default=0) > whole.bucket:
+    known = KnownBytes(program, settings)
+    if max(known.sizes, default=0) > known.bucket:
         return trace(program, settings)
-    found = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, whole, part))
-    return trace(program, settings) if found is None else found
+    traced = on_shapes(program, settings, lambda program, _: _extrapolated(program, settings, known, blocks))
+    return trace(program, settings) if traced is None else traced
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What `trace_repeated` found of programs of one config; of those that are alike, once. Stages of ZeRO, overlap and
-    whether there are several micro-batches may differ."""
+    """Results of `trace_repeated` by program, one for programs with the same signature. ZeRO's stage, overlap and
+    whether there are several micro-batches may differ from call to call; all other settings may not."""
 
     done: dict[Hashable, Traced] = field(default_factory=dict)
 
     def of(self, program: Program, settings: OptimizerSettings) -> Traced:
+        """The trace of a program."""
         own = settings.stage, settings.overlap, settings.accumulate > 1
-        key = own, form(program, settings.groups_for(program))
+        key = own, program_signature(program, settings.groups_for(program))
         if key not in self.done:
             self.done[key] = trace_repeated(program, settings)
         return self.done[key]
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Bytes that are known without running anything: what `stands` from step to step, and beside it what there is of
-    `gradients` between two micro-batches, at least, at the end of the last backward, and in the `update`."""
-
-    stands: int
-    gradients: int
-    ending: int
-    update: int
-
-    def least(self, stored: int) -> int:
-        """Bytes at the fullest moment, at least, where so many are stored for backward."""
-        return self.stands + max(self.gradients + stored, self.ending, self.update)
-
-    @classmethod
-    def together(cls, every: Sequence[Outline]) -> Outline:
-        """Of programs that one rank runs in turn."""
-        ending = max(one.ending for one in every)
-        stands, gradients, update = (sum(sizes) for sizes in zip(*map(cls._summed, every), strict=True))
-        return cls(stands, gradients, ending, update)
-
-    def _summed(self) -> tuple[int, int, int]:
-        return self.stands, self.gradients, self.update
-
-
-def outline(program: Program, settings: OptimizerSettings) -> Outline:
-    """Of a program that may learn nothing."""
-    whole = _Whole(program, settings)
-    added = whole.gradients if settings.accumulate > 1 else 0
-    return Outline(whole.standing.total, added, whole.ending, whole.update(whole.gradients))
-
-
-def _extrapolated(program: Program, settings: OptimizerSettings, whole: _Whole, part: Repeated) -> Traced | None:
-    """None where traces do not bear it out."""
+def _extrapolated(
+    program: Program, settings: OptimizerSettings, known: KnownBytes, blocks: RepeatedBlocks
+) -> Traced | None:
+    """None where traces of few repetitions do not agree."""
     done: dict[int, tuple[_Recording, Traced]] = {}
-    for few in FEW:
+    for few in TRACED:
         for count in {few, few + 1} - done.keys():
-            recording = _Recording(shortened(program, part, count), settings, whole)
+            recording = _Recording(truncated(program, blocks, count), settings, known)
             done[count] = recording, recording.run()
-        (one, less), (other, then) = done[few], done[few + 1]
-        segments = list(zip(one.segments, other.segments, strict=True))
-        if all(a.phase == "update" or _Both(a.moments, b.moments).agree for a, b in segments):
-            return _lengthened(whole, settings, part.count - few, less, then, segments)
+        (one, less), (other, more) = done[few], done[few + 1]
+        pairs = [_Pair(a, b) for a, b in zip(one.segments, other.segments, strict=True)]
+        if all(pair.few.phase == "update" or pair.agree for pair in pairs):
+            return _lengthened(known, settings, blocks.count - few, less, more, pairs)
     return None
 
 
 def _lengthened(
-    whole: _Whole,
-    settings: OptimizerSettings,
-    left: int,
-    less: Traced,
-    then: Traced,
-    segments: Sequence[tuple[_Segment, ...]],
+    known: KnownBytes, settings: OptimizerSettings, left: int, less: Traced, more: Traced, pairs: Sequence[_Pair]
 ) -> Traced | None:
-    """With `left` more repetitions than `less` has, of which `then` has one; None where a joined bucket is too large to
-    be told."""
+    """With `left` more repetitions than `less` has, of which `more` has one; None where a joined bucket is too large to
+    be counted without a moment."""
 
     def grown(a: int, b: int) -> int:
         return a + left * (b - a)
 
     peaks, filled = {name: 0 for name in less.peaks}, 0
-    for one, other in segments:
-        if one.phase == "update":  # all gradients are there all the time
-            peaks["update"] = grown(*(max(now for _, now in each.moments) for each in (one, other)))
+    for pair in pairs:
+        phase = pair.few.phase
+        if phase == "update":  # all gradients are there all the time
+            peaks[phase] = grown(*(max(now for _, now in one.moments) for one in (pair.few, pair.more)))
             continue
-        both = _Both(one.moments, other.moments)
-        peaks[one.phase] = max(peaks[one.phase], both.most(left))
-        for elements, now in both.arrived(one.arrivals, other.arrivals, left):
-            if filled and filled + elements > whole.bucket:
-                peaks[one.phase] = max(peaks[one.phase], now + whole.copied(filled))
+        peaks[phase] = max(peaks[phase], pair.peak(left))
+        for elements, now in pair.arrivals(left):
+            if filled and filled + elements > known.bucket:
+                peaks[phase] = max(peaks[phase], now + known.copied(filled))
                 filled = 0
             filled += elements
-        for a, b in zip(one.flushed, other.flushed, strict=True):
-            peaks[one.phase] = max(peaks[one.phase], grown(a, b) + whole.copied(filled or whole.learns))
+        for a, b in zip(pair.few.flushed, pair.more.flushed, strict=True):
+            peaks[phase] = max(peaks[phase], grown(a, b) + known.copied(filled or known.trainable))
             filled = 0
-    gradients = grown(less.gradients, then.gradients)
-    joined = whole.joined if settings.overlap and settings.stage == 0 else 0
-    if joined > SLACK * (whole.standing.total + max(peaks.values())):
+    gradients = grown(less.gradients, more.gradients)
+    joined = known.joined if settings.overlap and settings.stage == 0 else 0
+    if joined > SLACK * (known.persistent.total + max(peaks.values())):
         return None
     peaks["backward"] += joined
-    peaks["update"] = max(peaks["update"], gradients + whole.joined, whole.update(gradients))
+    peaks["update"] = max(peaks["update"], gradients + known.joined, known.update(gradients))
     return Traced(
-        grown(less.activations, then.activations),
-        {kind: grown(less.sent.get(kind, 0), then.sent.get(kind, 0)) for kind in then.sent},
-        whole.standing,
-        grown(less.kept, then.kept),
+        grown(less.activations, more.activations),
+        {kind: grown(less.sent.get(kind, 0), more.sent.get(kind, 0)) for kind in more.sent},
+        known.persistent,
+        grown(less.kept, more.kept),
         gradients,
         peaks,
         0,
-        0 if whole.updates is None else whole.updates.host_in_update(),
+        0 if known.zero is None else known.zero.host_in_update(),
     )
-
-
-class _Whole:
-    """What is known of the whole program without running it, from tensors that have shapes alone."""
-
-    def __init__(self, program: Program, settings: OptimizerSettings) -> None:
-        tensors, need = local_tensors(program, "meta"), need_of(program, settings)
-        held, groups = parameters_of(tensors), settings.groups_for(program)
-        self.updates: Sharded | None = None
-        if settings.stage and program.trainable_names:
-            self.updates = sharded(program, held, groups_of(program, groups, settings.stage), need, settings)
-        self.standing = standing(program, tensors, need, self.updates)
-        self.need, self.sizes = need, [held[name].numel() for name in program.trainable_names]
-        wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
-        self.added = sum(held[name].numel() * max(held[name].itemsize, wide) for name in program.trainable_names)
-        sums = buckets(program, settings.cut) if settings.stage == 0 else ()
-        self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of gradients that have been added up, at least."""
-        if self.updates is None:
-            return self.added
-        return self.added if self.updates.stage == 1 else 0
-
-    @property
-    def ending(self) -> int:
-        """Bytes at the end of backward: stage 1 of ZeRO copies all gradients at once."""
-        if self.updates is None or self.updates.stage > 1:
-            return 0
-        return int(self.bucket) * self.updates.dtype.itemsize + self.copied(self.learns)
-
-    def update(self, gradients: int) -> int:
-        """The most while the optimizer works."""
-        return gradients + self.need.during(self.sizes) if self.updates is None else self.updates.during_update()
-
-    @property
-    def bucket(self) -> float:
-        """Elements of a bucket of ZeRO."""
-        return math.inf if self.updates is None else self.updates.bucket
-
-    @property
-    def learns(self) -> int:
-        return sum(self.sizes)
-
-    def copied(self, elements: int) -> int:
-        """Bytes of the copies of a bucket while it is added up."""
-        return 0 if self.updates is None else elements * sum(one.itemsize for one in self.updates.copied)
 
 
 @dataclass
 class _Segment:
-    """A stretch of a step with at most one run of repetitions. `arrivals` are gradients that wait in a bucket: calls
-    before, elements, and what is alive; `flushed` is what is alive when the last bucket is added up."""
+    """A stretch of a step with at most one run of repetitions.
+
+    Attributes:
+        phase: Of the step.
+        moments: Every call, with the bytes alive after it.
+        arrivals: Gradients that wait in a bucket: calls before, elements, and bytes alive.
+        flushed: Bytes alive when the last bucket is added up.
+    """
 
     phase: str
     moments: list[tuple[object, int]] = field(default_factory=list)
@@ -227,75 +354,69 @@ class _Segment:
 
 
 class _Recording(Trace):
-    """A trace that remembers all moments, with the buffers of the whole program, and without what a joined bucket or a
+    """A trace that records all moments, with the buffers of the complete program, and without what a joined bucket or a
     copied one needs: that depends on where its borders fall."""
 
     cut = BucketLimits(0)
 
-    def __init__(self, program: Program, settings: OptimizerSettings, whole: _Whole) -> None:
-        super().__init__(program, settings, whole.need)
-        self.whole, self.segments = whole, list[_Segment]()
+    def __init__(self, program: Program, settings: OptimizerSettings, known: KnownBytes) -> None:
+        super().__init__(program, settings, known.need)
+        self.known, self.segments = known, list[_Segment]()
 
     def run(self) -> Traced:
-        found = super().run()
+        traced = super().run()
         for one in self.segments:
             one.moments = [(call, now - self.base) for call, now in one.moments]
             one.arrivals = [(place, elements, now - self.base) for place, elements, now in one.arrivals]
             one.flushed = [now - self.base for now in one.flushed]
-        return found
+        return traced
 
     @contextmanager
-    def _phase(self, live: Live, name: str) -> Iterator[None]:
-        self._begin(name)
-        with super()._phase(live, name):
+    def _phase(self, name: str) -> Iterator[None]:
+        self._open(name)
+        with super()._phase(name):
             yield
-            self._end()
+            self._close()
 
-    def _begin(self, name: str) -> None:
-        self.segments.append(_Segment(name))
+    def _open(self, phase: str) -> None:
+        self.segments.append(_Segment(phase))
         self.live.events = [(None, self.live.now)]
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         assert self.live.events is not None
         self.segments[-1].moments = self.live.events
 
-    def _next(self, then: Callable[[], None]) -> None:
-        """What follows when backward is done."""
-        self._end()
-        self._begin(self.segments[-1].phase)
+    def _after_backward(self, then: Callable[[], None]) -> None:
+        self._close()
+        self._open(self.segments[-1].phase)
         then()
 
-    def _updates(self) -> BucketedUpdates | Sharded | None:
-        found = super()._updates()
-        if isinstance(found, BucketedUpdates):
-            vars(found)["collect"] = partial(self._next, found.collect)
-        elif found is not None:
-            vars(found)["finish"] = partial(self._next, found.finish)
-        return found
+    def _updates(self) -> BucketedUpdates | ZeroBuffers | None:
+        updates = super()._updates()
+        if updates is not None:
+            end = "collect" if isinstance(updates, BucketedUpdates) else "finish"
+            vars(updates)[end] = partial(self._after_backward, getattr(updates, end))
+        return updates
 
-    def _sharded(self, groups: Sequence[Group]) -> Sharded:
-        assert self.whole.updates is not None
-        own = sharded(self.program, self.held, groups, self.need, self.settings, partial(_Waiting, recording=self))
-        own.bucket = self.whole.updates.bucket
-        return own
+    def _zero(self) -> ZeroBuffers:
+        return _RecordingBuffers(self)
 
 
-class _Waiting(Sharded):
-    """Buckets whose copies are left out, as large as those of the whole program."""
+class _RecordingBuffers(ZeroBuffers):
+    """Buckets as large as those of the complete program, whose copies are left out."""
 
-    def __init__(self, *args: Any, recording: _Recording, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.recording = recording
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__(recording.program, recording.held, recording.need, recording.settings)
+        assert recording.known.zero is not None
+        self.complete, self.recording = recording.known.zero, recording
+        self.bucket = self.complete.bucket
 
-    def _arrived(self, name: str, parameter: Tensor) -> None:
-        if self.stage < 3 and self.buffer is None:
-            self.buffer = self._empty(self.bucket, self.dtype)
-        if self.stage > 1:
-            live, elements = self.recording.live, self.elements[name]
-            assert live.events is not None
-            self.recording.segments[-1].arrivals.append((len(live.events), elements, live.now))
-            parameter.grad = None
-            self.filled += elements
+    def _fill(self, name: str, parameter: Tensor) -> None:
+        live, elements = self.recording.live, self.elements[name]
+        assert live.events is not None
+        self.recording.segments[-1].arrivals.append((len(live.events), elements, live.now))
+        parameter.grad = None
+        self.filled += elements
 
     def _flush(self) -> None:
         if self.filled:
@@ -303,60 +424,58 @@ class _Waiting(Sharded):
         self.filled = 0
 
     def taken(self) -> list[Tensor]:
-        whole = self.recording.whole.updates
-        assert whole is not None
-        return whole.taken()
+        return self.complete.taken()
 
 
-class _Both:
+class _Pair:
     """The same segment with few repetitions and with one more. From the front all calls up to `before` differ by
     `front` bytes, from the back all from `behind` on by `back`."""
 
-    def __init__(self, few: Sequence[tuple[object, int]], more: Sequence[tuple[object, int]]) -> None:
-        self.few, self.more, self.period = few, more, len(more) - len(few)
-        self.front, self.back = more[0][1] - few[0][1], more[-1][1] - few[-1][1]
-        self.before = _same(zip(few, more, strict=False), self.front)
-        self.behind = len(few) - _same(zip(reversed(few), reversed(more), strict=False), self.back)
+    def __init__(self, few: _Segment, more: _Segment) -> None:
+        self.few, self.more = few, more
+        a, b = few.moments, more.moments
+        self.period = len(b) - len(a)
+        self.front, self.back = b[0][1] - a[0][1], b[-1][1] - a[-1][1]
+        self.before = _equal(zip(a, b, strict=False), self.front)
+        self.behind = len(a) - _equal(zip(reversed(a), reversed(b), strict=False), self.back)
 
     @property
     def agree(self) -> bool:
-        """Whether the longer one is, wholly, what the shorter one tells of it: both ways together reach over all calls.
-        Without repetitions, whether the calls are the same."""
+        """Whether the shorter trace predicts the longer one: both ways together reach over all calls. Without
+        repetitions, whether the calls are the same."""
         if not self.period:
-            return all(one[0] is other[0] for one, other in zip(self.few, self.more, strict=True))
+            return all(a[0] is b[0] for a, b in zip(self.few.moments, self.more.moments, strict=True))
         return self.period > 0 and self.before - self.behind >= self.period
 
-    def most(self, left: int) -> int:
+    def peak(self, left: int) -> int:
         """The peak with `left` more repetitions."""
         if not self.period:
-            pairs = zip(self.few, self.more, strict=True)
-            return max(one[1] + left * (other[1] - one[1]) for one, other in pairs)
-        first = max(now for _, now in self.few[: self.before])
-        last = max(now for _, now in self.few[self.behind :])
+            pairs = zip(self.few.moments, self.more.moments, strict=True)
+            return max(a + left * (b - a) for (_, a), (_, b) in pairs)
+        first = max(now for _, now in self.few.moments[: self.before])
+        last = max(now for _, now in self.few.moments[self.behind :])
         return max(first + left * self.front, last + left * self.back)
 
-    def arrived(
-        self, few: Sequence[tuple[int, int, int]], more: Sequence[tuple[int, int, int]], left: int
-    ) -> Iterator[tuple[int, int]]:
-        """Elements and what is alive of every gradient with `left` more repetitions."""
+    def arrivals(self, left: int) -> Iterator[tuple[int, int]]:
+        """Elements of every gradient and the bytes alive at its arrival, with `left` more repetitions."""
         middle = self.behind + self.period
-        for place, elements, now in few:
+        for place, elements, now in self.few.arrivals:
             if place < middle:
                 yield elements, now + left * self.front
         for number in range(left):
-            for place, elements, now in more:
+            for place, elements, now in self.more.arrivals:
                 if middle <= place < middle + self.period:
                     yield elements, now + (left - 1) * self.front + number * (self.back - self.front)
-        for place, elements, now in few:
+        for place, elements, now in self.few.arrivals:
             if place >= middle:
                 yield elements, now + left * self.back
 
 
-def _same(pairs: Iterable[tuple[tuple[object, int], tuple[object, int]]], difference: int) -> int:
+def _equal(pairs: Iterable[tuple[tuple[object, int], tuple[object, int]]], difference: int) -> int:
     """How many pairs are of one call and differ by so many bytes, before the first that is not."""
     count = 0
-    for (call, now), (other, then) in pairs:
-        if call is not other or then - now != difference:
+    for (call, now), (other, later) in pairs:
+        if call is not other or later - now != difference:
             break
         count += 1
     return count

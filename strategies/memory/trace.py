@@ -1,13 +1,14 @@
-"""What one rank stores between forward and backward, what its program sends, and how its memory goes up and down in a
-step: found out by running the step once on tensors that have shapes and no numbers.
+"""The exact memory of a rank: its step run once on tensors that have shapes and no numbers.
 
-Invariant: the rank's real module is run, and at stage 0 its real sum of gradients, so what autograd saves, what
-recomputed modules keep, where their second run ends and when gradients come and go are what they will be in training.
+Counted are the bytes that autograd saves between forward and backward, the bytes that the program sends, and the peak
+of every phase of the step. Invariant: the rank's real module is run, and at stage 0 its real reduction of gradients, so
+what autograd saves, what recomputed modules keep, where their second run ends and when gradients come and go are what
+they will be in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +28,7 @@ from strategies.core.graph import Source
 from strategies.core.mesh import Mesh
 from strategies.core.program import Program
 from strategies.core.steps import Step
-from strategies.memory.zero import Group, Sharded, Standing, groups_of
-from strategies.memory.zero_gathering import Gathered, gather_late
+from strategies.memory.zero import FP32, GatheredModule, PersistentBytes, ZeroBuffers, gather_late
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
@@ -41,29 +41,65 @@ from strategies.runtime.module_tree import MODULE, build
 
 Result = TypeVar("Result")
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""Shapes that depend on numbers, such as how many tokens an expert gets, and operators that no shape is known of."""
+"""Shapes that depend on numbers, such as the tokens of an expert, and operators without a known shape."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Of one micro-batch: `activations`, bytes that autograd has stored when forward is done, and `sent`, bytes that
-    the busiest rank sends, by collective. Of a step: what `stands` from step to step, what one forward leaves
-    (`kept`), what all backwards leave (`gradients`), by phase the most above what stands (`peaks`), and the most of
-    activations and placed operators that is `away`, on the host or on a disk; and what an update needs on the host
-    beside what stays there (`host_in_update`)."""
+    """Bytes of one rank.
+
+    Attributes:
+        activations: Saved by autograd at the end of the forward of one micro-batch.
+        sent: Sent by the busiest rank for one micro-batch, by collective.
+        persistent: Stay from step to step.
+        kept: Alive after one forward beside those before.
+        gradients: Of the gradients after all backwards.
+        peaks: By phase, the most beside the persistent ones.
+        offloaded: Of activations and operators placed on the host or a disk, the most there at one moment.
+        host_in_update: On the host during an update, beside those that stay there.
+    """
 
     activations: int
     sent: dict[str, int]
-    stands: Standing
+    persistent: PersistentBytes
     kept: int
     gradients: int
     peaks: dict[str, int]
-    away: int
+    offloaded: int
     host_in_update: int = 0
 
 
-class _Shaped(Communicator):
-    """Collectives that leave what they should fill as it is, and count what the busiest rank would send."""
+def trace(program: Program, settings: OptimizerSettings) -> Traced:
+    """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
+    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).run())
+
+
+def stored_in(program: Program, settings: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
+    """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
+    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).stored_in(paths))
+
+
+def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
+    """`work` of a program without its updates, on tensors without numbers if that is possible."""
+    program = replace(program, updates=())  # writing stores nothing, and looks at memory that does not exist
+    need = optimizer_need(program, settings)
+    try:
+        with FakeTensorMode() as shapes:
+            shapes.cache_enabled = settings.offload.activations == "none"  # else it would keep storages alive
+            return work(program, need)
+    except NEEDS_NUMBERS:
+        return work(program, need)
+
+
+def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:
+    """What the optimizer needs for the parameters of a program."""
+    owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
+    wide = torch.promote_types(getattr(torch, owned), torch.float32)
+    return needed(settings.factory, wide, at_once=settings.device != "cpu")
+
+
+class _ShapeCommunicator(Communicator):
+    """Collectives that leave their results as they are, and count what the busiest rank would send."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, 0)
@@ -93,7 +129,7 @@ class _Shaped(Communicator):
         return None
 
     def sum(self, tensor: Tensor, group: Any, later: bool = False) -> None:
-        """As it is."""
+        """Leaves it unchanged."""
 
     def gather(self, into: Tensor, tensor: Tensor, group: Any, later: bool = False) -> None:
         into.zero_()
@@ -108,7 +144,7 @@ class _Shaped(Communicator):
 
 
 class _NoDisk:
-    """A `Disk` that writes nothing, and holds what would be on its way."""
+    """A `Disk` that writes nothing, and keeps the tensor that would be on its way."""
 
     def put(self, tensor: Tensor, after: object = None) -> Extent:
         self.writing = tensor
@@ -118,76 +154,48 @@ class _NoDisk:
         del self.writing
 
     def get(self, extent: Extent, into: Tensor) -> None:
-        """As it is."""
+        """Leaves it unchanged."""
 
     def free(self, extent: Extent) -> None:
-        """There is no space to give back."""
+        """There is no space to free."""
 
 
-class Saved:
+class SavedTensors:
     """The distinct storages that autograd has saved, without those of `others`."""
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         self._others = {tensor.untyped_storage()._cdata: tensor for tensor in others}
-        self._found: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> Tensor:
+        """Count a tensor; returns it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._others:
-            self._found[storage._cdata] = storage.nbytes()
+            self._bytes[storage._cdata] = storage.nbytes()
         return tensor
 
     @property
     def bytes(self) -> int:
-        return sum(self._found.values())
+        """Their bytes."""
+        return sum(self._bytes.values())
 
 
 @contextmanager
-def saved_tensors(others: Iterable[Tensor]) -> Iterator[Saved]:
+def saved_tensors(others: Iterable[Tensor]) -> Iterator[SavedTensors]:
     """Counts what autograd saves inside, as long as the graph lives."""
-    saved = Saved(others)
+    saved = SavedTensors(others)
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
         yield saved
 
 
-def trace(program: Program, settings: OptimizerSettings) -> Traced:
-    """A step of the first rank. A model whose shapes depend on numbers is computed after all, on zeros."""
-    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).run())
-
-
-def stored_in(program: Program, settings: OptimizerSettings, paths: Collection[str]) -> dict[str, int]:
-    """Bytes that each of these modules leaves in memory when its forward is done, its results among them."""
-    return on_shapes(program, settings, lambda program, need: Trace(program, settings, need).stored_in(paths))
-
-
-def need_of(program: Program, settings: OptimizerSettings) -> Need:
-    """What the optimizer of a program takes."""
-    owned = next((source.spec.dtype for source in program.sources if source.kind == "parameter"), "float32")
-    dtype: torch.dtype = getattr(torch, owned)
-    wide = torch.promote_types(dtype, torch.float32)
-    return needed(settings.factory, wide, at_once=settings.device != "cpu")
-
-
-def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Program, Need], Result]) -> Result:
-    """What `work` finds of a program without its updates, on tensors without numbers if that can be."""
-    program = replace(program, updates=())  # writing stores nothing, and looks at memory that is not there
-    need = need_of(program, settings)
-    try:
-        with FakeTensorMode() as shapes:
-            shapes.cache_enabled = settings.offload.activations == "none"  # it would hold storages that are looked at
-            return work(program, need)
-    except NEEDS_NUMBERS:
-        return work(program, need)
-
-
 def local_tensors(program: Program, device: str) -> dict[str, Tensor]:
     """The rank's slices of parameters, buffers and constants, by name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for source in program.sources:
         if source.kind != "input":
             own = _zeros(program, source, device)
-            found[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
-    return found
+            tensors[source.name] = nn.Parameter(own, source.trainable) if source.kind == "parameter" else own
+    return tensors
 
 
 def _zeros(program: Program, source: Source, device: str) -> Tensor:
@@ -196,34 +204,23 @@ def _zeros(program: Program, source: Source, device: str) -> Tensor:
 
 
 def parameters_of(tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Those of the tensors that are parameters."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
 
-def standing(program: Program, tensors: Mapping[str, Tensor], need: Need, updates: object) -> Standing:
-    """What stays from step to step of a rank's `tensors`."""
-    held = parameters_of(tensors)
-    if isinstance(updates, Sharded):
-        others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in held)
-        return replace(updates.standing, parameters=updates.standing.parameters + others)
-    owned = [held[name] for name in program.trainable_names]
-    states = sum(int(one.numel() * need.kept) for one in owned)
-    masters = sum(4 * one.numel() for one in owned if one.element_size() < 4)
-    return Standing(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
-
-
-def sharded(
-    program: Program,
-    held: Mapping[str, nn.Parameter],
-    groups: Sequence[Group],
-    need: Need,
-    settings: OptimizerSettings,
-    make: Callable[..., Sharded] = Sharded,
-) -> Sharded:
-    """What ZeRO 1-3 has beside the parameters that are `held`."""
-    return make(
-        program, held, groups, need, torch.device(settings.device),
-        stage=settings.stage, accumulate=settings.accumulate, bucket=settings.bucket, offload=settings.offload,
-    )  # fmt: skip
+def persistent_bytes(
+    program: Program, tensors: Mapping[str, Tensor], need: Need, zero: ZeroBuffers | None
+) -> PersistentBytes:
+    """What stays from step to step of a rank's `tensors`, with the optimizer's states."""
+    parameters = parameters_of(tensors)
+    if zero is not None:
+        persistent = zero.persistent
+        others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in parameters)
+        return replace(persistent, parameters=persistent.parameters + others)
+    trained = [parameters[name] for name in program.trainable_names]
+    states = sum(int(one.numel() * need.kept) for one in trained)
+    masters = sum(FP32 * one.numel() for one in trained if one.element_size() < FP32)
+    return PersistentBytes(sum(tensor.nbytes for tensor in tensors.values()), 0, states + masters, 0)
 
 
 class Trace:
@@ -235,131 +232,136 @@ class Trace:
 
     def __init__(self, program: Program, settings: OptimizerSettings, need: Need) -> None:
         self.program, self.settings, self.need = program, settings, need
-        self.communicator = _Shaped(program.mesh)
-        self.inputs = [source for source in program.sources if source.kind == "input"]
+        self.communicator = _ShapeCommunicator(program.mesh)
         self.tensors = local_tensors(program, settings.device)
-        self.activations: Activations | None = None
-        self.gathered: list[Gathered] = []
-        self.module = build(program, self.tensors, self.communicator, settings.device)
         self.held = parameters_of(self.tensors)
+        self.activations: Activations | None = None
+        self.gathered: list[GatheredModule] = []
+        self.module = build(program, self.tensors, self.communicator, settings.device)
         shapes = next((one.fake_mode for one in self.tensors.values() if isinstance(one, FakeTensor)), None)
         self.live = Live(torch.device(settings.device).type, shapes)
-        self.away = 0
+        self.offloaded = self.base = 0
         self.peaks = {"forward": 0, "backward": 0, "update": 0}
 
     def run(self) -> Traced:
-        with self.live as live:
-            self._offload()
-            updates = self._updates()
-            live.see(self.tensors.values())
-            self.base = live.now
+        """The step."""
+        program, live = self.program, self.live
+        with live:
+            updates = self._begin()
             if updates is not None and self.settings.accumulate > 1:
                 updates.skip(self.settings.accumulate - 1)
-            activations, kept = self._forward(live)
-            self._backward(live, updates)
+            activations, kept = self._forward()
+            self._backward(updates)
             sent = dict(self.communicator.sent)
-            with self._phase(live, "update"):
+            with self._phase("update"):
                 if isinstance(updates, BucketedUpdates):
                     updates.reduce()
             gradients = live.now - self.base
-        stands = standing(self.program, self.tensors, self.need, updates)
-        if isinstance(updates, Sharded):
-            update = updates.during_update()
+        zero = updates if isinstance(updates, ZeroBuffers) else None
+        if zero is not None:
+            update = zero.during_update()
         else:
-            sizes = [self.held[name].numel() for name in self.program.trainable_names]
-            update = gradients + self.need.during(sizes)
+            update = gradients + self.need.during([self.held[name].numel() for name in program.trainable_names])
         self.peaks["update"] = max(self.peaks["update"], update)
-        disk = self.activations is not None and self.activations.disk is not None
-        away = self.away + (self.activations.moved.held if self.activations is not None and disk else 0)
-        there = updates.host_in_update() if isinstance(updates, Sharded) else 0
-        return Traced(activations, sent, stands, kept, gradients, self.peaks, away, there)
+        if self.activations is not None and self.activations.disk is not None:
+            self.offloaded += self.activations.moved.held
+        return Traced(
+            activations,
+            sent,
+            persistent_bytes(program, self.tensors, self.need, zero),
+            kept,
+            gradients,
+            self.peaks,
+            self.offloaded,
+            0 if zero is None else zero.host_in_update(),
+        )
 
     def stored_in(self, paths: Collection[str]) -> dict[str, int]:
-        """By path, of one forward."""
-        found = dict.fromkeys(paths, 0)
+        """Bytes that one forward of each module leaves in memory, by path."""
+        stored, live = dict.fromkeys(paths, 0), self.live
 
         def counted(path: str, forward: Callable[..., Any], *inputs: Any) -> Any:
             before = live.now
             results = forward(*inputs)
-            found[path] += live.now - before
+            stored[path] += live.now - before
             return results
 
-        with self.live as live:
-            self._offload()
-            updates = self._updates()
-            live.see(self.tensors.values())
-            self.base = live.now
+        with live:
+            updates = self._begin()
             for unit in self.module.modules():
                 path = unit.meta.get(MODULE) if isinstance(unit, fx.GraphModule) else None
-                if path in found:
+                if path in stored:
                     vars(unit)["forward"] = partial(counted, path, unit.forward)
-            self._forward(live)
+            self._forward()
             del updates, self.outputs
-        return found
+        return stored
 
-    def _offload(self) -> None:
-        """What autograd keeps goes to the host or to a disk, as far as it is meant to."""
-        wanted = self.settings.offload
-        if wanted.activations != "none":
-            disk = _NoDisk() if wanted.activations == "disk" else None
-            self.activations = Activations(torch.device(self.settings.device), wanted.larger_than, disk, beside=False)
-            self.activations.attach(meant(self.module, wanted.modules), [*self.tensors.values()])
+    def _begin(self) -> BucketedUpdates | ZeroBuffers | None:
+        """Attaches offload and what takes the gradients; then all that stays from step to step is alive."""
+        offload = self.settings.offload
+        if offload.activations != "none":
+            disk = _NoDisk() if offload.activations == "disk" else None
+            self.activations = Activations(torch.device(self.settings.device), offload.larger_than, disk, beside=False)
+            self.activations.attach(meant(self.module, offload.modules), [*self.tensors.values()])
+        updates = self._updates()
+        self.live.see(self.tensors.values())
+        self.base = self.live.now
+        return updates
 
-    def _updates(self) -> BucketedUpdates | Sharded | None:
-        """What takes the gradients, as far as memory asks; None where nothing learns."""
+    def _updates(self) -> BucketedUpdates | ZeroBuffers | None:
+        """What takes the gradients; None where nothing is trainable."""
         program, settings = self.program, self.settings
         if not program.trainable_names:
             return None
-        groups = settings.groups_for(program)
         if settings.stage:
-            found = self._sharded(groups_of(program, groups, settings.stage))
+            zero = self._zero()
             if settings.stage == 3:
                 look_up_parameters(self.module)
                 self.gathered = gather_late(self.module)
-            return found
+            return zero
         return BucketedUpdates(
-            self.module, program, _Shaped(program.mesh), settings.factory, groups,
-            accumulate=self.settings.accumulate, cut=self.cut or settings.cut, overlap=settings.overlap,
+            self.module, program, _ShapeCommunicator(program.mesh), settings.factory, settings.groups_for(program),
+            accumulate=settings.accumulate, cut=self.cut or settings.cut, overlap=settings.overlap,
         )  # fmt: skip
 
-    def _sharded(self, groups: Sequence[Group]) -> Sharded:
-        return sharded(self.program, self.held, groups, self.need, self.settings)
+    def _zero(self) -> ZeroBuffers:
+        return ZeroBuffers(self.program, self.held, self.need, self.settings)
 
     @contextmanager
-    def _phase(self, live: Live, name: str) -> Iterator[None]:
-        live.restart()
+    def _phase(self, name: str) -> Iterator[None]:
+        self.live.restart()
         yield
-        self.peaks[name] = max(self.peaks[name], live.peak - self.base)
-        self.away = max(self.away, live.host_peak)
+        self.peaks[name] = max(self.peaks[name], self.live.peak - self.base)
+        self.offloaded = max(self.offloaded, self.live.host_peak)
 
-    def _entry(self, source: Source) -> Tensor:
-        return _zeros(self.program, source, self.settings.device).requires_grad_(source.trainable)
+    def _forward(self) -> tuple[int, int]:
+        """Bytes that autograd has saved, and that are alive beside those before."""
+        before = self.live.now
+        inputs = [
+            _zeros(self.program, source, self.settings.device).requires_grad_(source.trainable)
+            for source in self.program.sources
+            if source.kind == "input"
+        ]
+        with saved_tensors([*self.tensors.values(), *inputs]) as saved, self._phase("forward"):
+            self.outputs = self.module(*inputs, *([0] if self.program.random else []))
+            del inputs
+        kept = self.live.now - before
+        hooked = self.settings.stage == 3 or self.settings.offload.activations != "none"
+        return kept if hooked else saved.bytes, kept  # other hooks see what is saved there
 
-    def _forward(self, live: Live) -> tuple[int, int]:
-        """Bytes that autograd has stored, and that are alive more than before."""
-        before = live.now
-        entries = [self._entry(source) for source in self.inputs]
-        with saved_tensors([*self.tensors.values(), *entries]) as saved, self._phase(live, "forward"):
-            self.outputs = self.module(*entries, *([0] if self.program.random else []))
-            del entries
-        kept = live.now - before
-        apart = self.settings.stage == 3 or self.settings.offload.activations != "none"
-        return kept if apart else saved.bytes, kept  # other hooks see what is saved there
-
-    def _backward(self, live: Live, updates: BucketedUpdates | Sharded | None) -> None:
-        """Backward of the loss, or from all that a stage of a pipeline hands on."""
+    def _backward(self, updates: BucketedUpdates | ZeroBuffers | None) -> None:
+        """Backward of the loss, or of all outputs of a pipeline stage."""
         outputs, self.outputs = self.outputs, None
-        found = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
-        with self._phase(live, "backward"):
+        roots = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
+        with self._phase("backward"):
             del outputs
-            if isinstance(updates, BucketedUpdates) and len(found) == 1 and not found[0].dim():
-                updates.backward(found[0])
-            elif isinstance(updates, BucketedUpdates):
-                torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
-                updates.collect()
+            if isinstance(updates, BucketedUpdates) and len(roots) == 1 and not roots[0].dim():
+                updates.backward(roots[0])
             else:
-                torch.autograd.backward(found, [torch.zeros_like(one) for one in found])
-            if isinstance(updates, Sharded):
+                torch.autograd.backward(roots, [torch.zeros_like(one) for one in roots])
+                if isinstance(updates, BucketedUpdates):
+                    updates.collect()
+            if isinstance(updates, ZeroBuffers):
                 updates.finish()
-            for one in self.gathered:  # backward does not pass the modules that the data enters first
-                one.release()
+            for holder in self.gathered:  # backward does not pass the modules that the data enters first
+                holder.release()

@@ -1,24 +1,25 @@
-"""What DeepSpeed's ZeRO takes beside the model's own tensors: flat copies, buckets and pieces of gradients.
+"""What DeepSpeed's ZeRO allocates beside the model's own tensors: flat copies, buckets and parts of gradients.
 
-A stand-in for `strategies.optimizer.zero.zero` that makes tensors of the same sizes at the same moments of a backward,
-and computes nothing. Invariant: no process group and no DeepSpeed is needed, so that a plan can be priced anywhere.
+`ZeroBuffers` stands in for `strategies.optimizer.zero.zero`: it makes tensors of the same sizes at the same moments of
+a backward, and computes nothing. `gather_late` does the same for the parameters of stage 3. Invariant: neither a
+process group nor DeepSpeed is needed, so the memory of a plan can be predicted anywhere.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strategies.core.program import Program
 from strategies.optimizer.bytes_per_element import Need
-from strategies.optimizer.updates import Groups, layout_of, parameters, trainable_groups
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.optimizer.updates import Groups, layout_of, local_elements, parameters, trainable_groups
 from strategies.optimizer.zero.deepspeed_config import LARGEST_BUCKET, SMALLEST_ON_DISK, SWAP_BUFFERS, SWAPPED_TOGETHER
-from strategies.runtime.offload import NO_OFFLOAD, Offload
 
 ALIGNED = 2
 """Elements to which DeepSpeed rounds a rank's part of a group up, at stages 1 and 2."""
@@ -26,48 +27,51 @@ FP32 = 4
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that DeepSpeed lays behind one another and cuts into one part per replica: elements by name, and of
-    one part."""
+class FlatGroup:
+    """Parameters that DeepSpeed concatenates and cuts into one part per replica.
+
+    Attributes:
+        elements: Elements of every parameter, by full name.
+        replicas: Ranks that have the same parameters.
+        part: Elements of one rank's part.
+    """
 
     elements: Mapping[str, int]
     replicas: int
     part: int
 
     def touched(self) -> int:
-        """Elements of the parameters that lie at least partly in one rank's part, at most."""
-        found = [0] * self.replicas
+        """Elements of the parameters that overlap one rank's part, at most."""
+        elements_by_rank = [0] * self.replicas
         start = 0
         for elements in self.elements.values():
             end = start + elements
             for rank in range(start // self.part, min(-(-end // self.part), self.replicas)):
-                found[rank] += elements
+                elements_by_rank[rank] += elements
             start = end
-        return max(found)
+        return max(elements_by_rank)
 
 
-def groups_of(program: Program, groups: Groups, stage: int) -> list[Group]:
-    """The flat tensors of DeepSpeed: one per group of the user and set of replicas."""
-    mesh, found = program.mesh, []
-    sources = {source.name: source for source in parameters(program)}
+def flat_groups(program: Program, groups: Groups, stage: int) -> list[FlatGroup]:
+    """The flat tensors of DeepSpeed: one per parameter group of the user and set of replicas."""
+    sources, flat = {source.name: source for source in parameters(program)}, []
     for members, _ in trainable_groups(program, groups):
         by_axes: dict[tuple[str, ...], dict[str, int]] = {}
         for name in members:
-            layout = layout_of(program, name)
-            local = math.prod(layout.local_shape(sources[name].spec.shape, mesh))
-            by_axes.setdefault(layout.replica_axes(mesh), {})[name] = local
+            axes = layout_of(program, name).replica_axes(program.mesh)
+            by_axes.setdefault(axes, {})[name] = local_elements(program, sources[name])
         for axes, elements in by_axes.items():
-            n = mesh.product(axes)
+            n = program.mesh.product(axes)
             if stage == 3:
-                part = sum(-(-one // n) for one in elements.values())
+                part = sum(-(-size // n) for size in elements.values())
             else:
                 part = -(-sum(elements.values()) // (n * ALIGNED)) * ALIGNED
-            found.append(Group(elements, n, part))
-    return found
+            flat.append(FlatGroup(elements, n, part))
+    return flat
 
 
 @dataclass(frozen=True)
-class Standing:
+class PersistentBytes:
     """Bytes that stay from step to step, by part; `host` and `disk` are what offload has put there instead."""
 
     parameters: int
@@ -79,85 +83,83 @@ class Standing:
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-class Sharded:
-    """Stages 1-3, of parameters on `device`. `bucket` is the size of a bucket in elements, None for the usual one."""
+class ZeroBuffers:
+    """The tensors of stages 1-3 for a rank's `held` parameters, by full name; `need` is what the optimizer needs."""
 
     def __init__(
-        self,
-        program: Program,
-        held: Mapping[str, nn.Parameter],
-        groups: Sequence[Group],
-        need: Need,
-        device: torch.device,
-        *,
-        stage: int,
-        accumulate: int,
-        bucket: int | None = None,
-        offload: Offload = NO_OFFLOAD,
+        self, program: Program, held: Mapping[str, nn.Parameter], need: Need, settings: OptimizerSettings
     ) -> None:
-        self.offload, self.lets_go = offload, offload.optimizer != "none"
-        self.stage, self.accumulate, self.groups, self.need = stage, accumulate, groups, need
-        self.held = held
-        one = next(iter(held.values()))
-        self.dtype, self.device = one.dtype, device
-        self.low = one.element_size() < FP32
-        usual = sum(parameter.numel() for parameter in held.values())
-        self.bucket = bucket or min(usual + usual % 2, LARGEST_BUCKET)
-        self.names = [name for group in groups for name in group.elements]
-        self.filled, self.waiting = 0, 0
+        self.stage, self.accumulate, self.offload = settings.stage, settings.accumulate, settings.offload
+        self.groups = flat_groups(program, settings.groups_for(program), settings.stage)
+        self.held, self.need = held, need
+        self.on_device = self.offload.optimizer == "none"
+        first = next(iter(held.values()))
+        self.dtype, self.item, self.device = first.dtype, first.itemsize, torch.device(settings.device)
+        self.low = self.item < FP32
+        every = sum(parameter.numel() for parameter in held.values())
+        self.bucket = settings.bucket or min(every + every % 2, LARGEST_BUCKET)
+        self.names = [name for group in self.groups for name in group.elements]
+        self.elements = {name: held[name].numel() for name in self.names}
+        self.parts = sum(group.part for group in self.groups)
+        self.filled = self.finished = 0
         self.buffer: Tensor | None = None
         self.pieces: list[Tensor] = []
-        self.elements = {name: held[name].numel() for name in self.names}
         for name in self.names:
             held[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
     @property
-    def standing(self) -> Standing:
-        """What there is between steps. At stages 1 and 2 parameters are views of the flat tensors."""
-        parts = sum(group.part for group in self.groups)
-        item = torch.empty(0, dtype=self.dtype).element_size()
-        frozen = sum(p.numel() for name, p in self.held.items() if name not in set(self.names)) * item
-        states = int(parts * (FP32 + self.need.kept))
-        if self.stage == 3:
-            # DeepSpeed adds in fp32 at stages 2 and 3
-            found = Standing(parts * item + frozen, parts * FP32, states, self.bucket * FP32)
-        else:
-            found = Standing(sum(group.part * group.replicas for group in self.groups) * item + frozen, 0, states, 0)
-        return self._moved(found, parts, item)
+    def touched(self) -> int:
+        """Elements of the parameters that overlap a rank's parts, at most."""
+        return sum(group.touched() for group in self.groups)
 
-    def _moved(self, found: Standing, parts: int, item: int) -> Standing:
-        """What offload changes. Gradients follow the states: in fp32, and at stage 3 also as they are added up."""
+    @property
+    def persistent(self) -> PersistentBytes:
+        """Bytes between steps. At stages 1 and 2 parameters are views of the flat tensors."""
+        trainable = set(self.names)
+        frozen = sum(p.numel() for name, p in self.held.items() if name not in trainable) * self.item
+        states = int(self.parts * (FP32 + self.need.kept))
+        if self.stage == 3:  # DeepSpeed adds gradients in fp32 there
+            on_device = PersistentBytes(self.parts * self.item + frozen, self.parts * FP32, states, self.bucket * FP32)
+        else:
+            flat = sum(group.part * group.replicas for group in self.groups) * self.item
+            on_device = PersistentBytes(flat + frozen, 0, states, 0)
+        return self._offloaded(on_device)
+
+    def _offloaded(self, persistent: PersistentBytes) -> PersistentBytes:
+        """Gradients follow the optimizer's states: in fp32, and at stage 3 also as they are added up."""
+        item, parts = self.item, self.parts
         largest, host, disk = max(self.elements.values()) * item, 0, 0
         if self.offload.optimizer == "host":
-            host = found.optimizer + found.gradients + parts * FP32
+            host = persistent.optimizer + persistent.gradients + parts * FP32
             if self.stage < 3:  # a copy of the new weights, and a gradient on its way, on either side
                 host += parts * item + largest
                 if self.accumulate > 1:  # gradients wait for those of the next micro-batch
-                    host += sum(group.touched() for group in self.groups) * item
-                found = replace(found, buffers=found.buffers + largest)
-            found = replace(found, optimizer=0, gradients=0)
+                    host += self.touched * item
+                persistent = replace(persistent, buffers=persistent.buffers + largest)
+            persistent = replace(persistent, optimizer=0, gradients=0)
         if self.offload.optimizer == "disk":  # gradients stay in the host's memory
             buffers = SWAP_BUFFERS * min(SWAPPED_TOGETHER, max(group.part for group in self.groups)) * FP32
-            host, disk = host + found.gradients + buffers, disk + found.optimizer
-            found = replace(found, optimizer=0, gradients=0)
+            host, disk = host + persistent.gradients + buffers, disk + persistent.optimizer
+            persistent = replace(persistent, optimizer=0, gradients=0)
         if self.offload.parameters == "host":
-            host, found = host + found.parameters, replace(found, parameters=0)
+            host, persistent = host + persistent.parameters, replace(persistent, parameters=0)
         if self.offload.parameters == "disk":  # smaller pieces stay
-            pieces = [-(-one // group.replicas) * item for group in self.groups for one in group.elements.values()]
-            gone = sum(piece for piece in pieces if piece >= SMALLEST_ON_DISK)
-            disk, found = disk + gone, replace(found, parameters=found.parameters - gone)
+            pieces = [-(-size // group.replicas) * item for group in self.groups for size in group.elements.values()]
+            written = sum(piece for piece in pieces if piece >= SMALLEST_ON_DISK)
+            disk, persistent = disk + written, replace(persistent, parameters=persistent.parameters - written)
             host += SWAP_BUFFERS * max(pieces)
-        return replace(found, host=host, disk=disk)
+        return replace(persistent, host=host, disk=disk)
 
     def _empty(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=self.device)
 
     def skip(self, micro_batches: int) -> None:
-        """As behind so many of a step."""
-        self.waiting += micro_batches
+        """The state after so many micro-batches of a step."""
+        self.finished += micro_batches
         if self.stage == 1:
             self.buffer = self._empty(self.bucket, self.dtype)
             for name in self.names:
@@ -166,25 +168,28 @@ class Sharded:
             self.pieces = self.taken()
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
-        """A gradient is there; from stage 2 on it moves into the bucket at once."""
+        """A gradient is complete; from stage 2 on it moves into the bucket at once."""
         if self.stage < 3 and self.buffer is None:
             self.buffer = self._empty(self.bucket, self.dtype)
-        if self.stage == 1:
-            return
-        if self.filled and self.filled + self.elements[name] > self.bucket:
+        if self.stage > 1:
+            self._fill(name, parameter)
+
+    def _fill(self, name: str, parameter: Tensor) -> None:
+        elements = self.elements[name]
+        if self.filled and self.filled + elements > self.bucket:
             self._flush()
-        if self.elements[name] <= self.bucket:
+        if elements <= self.bucket:
             parameter.grad = None
-        self.filled += self.elements[name]
+        self.filled += elements
 
     @property
     def copied(self) -> list[torch.dtype]:
-        """The copies of a bucket while it is added up; gloo works on one more."""
+        """The copies of a bucket while it is added up: one is sent, in fp32; gloo works on one more."""
         wide = self.low or (self.stage == 3 and self.device.type == "cpu")
         return [self.dtype, torch.float32] if wide else [self.dtype]
 
     def _flush(self) -> None:
-        """Add up the bucket: a copy of it is sent, in fp32."""
+        """Add up the bucket."""
         if self.filled:
             copies = [self._empty(self.filled, dtype) for dtype in self.copied]
             del copies
@@ -194,57 +199,121 @@ class Sharded:
 
     def finish(self) -> None:
         """The end of a backward."""
-        self.waiting += 1
-        last = self.waiting == self.accumulate
-        if self.stage == 1:
-            if last:
-                for name in self.names:
-                    self.held[name].grad = None  # copied into the bucket one after the other
-                    self.filled += self.elements[name]
-                self._flush()
-                self.pieces = self.taken()
+        self.finished += 1
+        last = self.finished == self.accumulate
+        if self.stage == 1 and last:
+            for name in self.names:
+                self.held[name].grad = None  # copied into the bucket one after the other
+                self.filled += self.elements[name]
+        if self.stage > 1 or last:
+            self._flush()
+        if self.stage == 1 and last:
+            self.pieces = self.taken()
         elif self.stage == 2:
-            self._flush()
-            if not self.pieces:
-                self.pieces = self.taken()
-            else:
-                self.taken()
-        else:
-            self._flush()
+            taken = self.taken()
+            self.pieces = self.pieces or taken
+            del taken
         if last or self.stage > 1:
             self.buffer = None
 
     def taken(self) -> list[Tensor]:
-        """What the rank keeps of the sums: its part in fp32, or else all parameters of which it holds a part."""
-        if self.lets_go:
+        """What the rank keeps of the sums: its part in fp32, or else all parameters that overlap it."""
+        if not self.on_device:
             return []
         if self.low and self.stage == 2:
             return [self._empty(group.part, torch.float32) for group in self.groups]
-        return [self._empty(sum(group.touched() for group in self.groups), self.dtype)]
+        return [self._empty(self.touched, self.dtype)]
 
     def during_update(self) -> int:
-        """Bytes above those of `standing` while the groups are updated one after the other, at most."""
-        item = torch.empty(0, dtype=self.dtype).element_size()
-        most = 0
-        if self.lets_go:
+        """Bytes beside the persistent ones while the groups are updated one after the other, at most."""
+        if not self.on_device:
             return 0
         if self.stage == 3:
-            left = 0
+            gradients = 0
         elif self.low and self.stage == 2:
-            left = sum(group.part for group in self.groups) * FP32
+            gradients = self.parts * FP32
         else:
-            left = sum(group.touched() for group in self.groups) * item
+            gradients = self.touched * self.item
+        most = 0
         for group in self.groups:
-            copied = group.part * (FP32 if self.stage > 1 or not self.low else item)
-            most = max(most, left + copied + (group.part * FP32 if self.low and self.stage == 1 else 0))
-            most = max(
-                most, (left if group is not self.groups[-1] else 0) + group.part * FP32 + self.need.during([group.part])
-            )
+            copied = group.part * (FP32 if self.stage > 1 or not self.low else self.item)
+            widened = group.part * FP32 if self.low and self.stage == 1 else 0
+            left = gradients if group is not self.groups[-1] else 0
+            updating = left + group.part * FP32 + self.need.during([group.part])
+            most = max(most, gradients + copied + widened, updating)
         return most
 
     def host_in_update(self) -> int:
-        """The same where the optimizer works on the host."""
-        if not self.lets_go:
+        """Bytes of the host beside the persistent ones where the optimizer works there."""
+        if self.on_device:
             return 0
-        gradients = sum(group.part for group in self.groups) * FP32 if self.offload.optimizer == "disk" else 0
+        gradients = self.parts * FP32 if self.offload.optimizer == "disk" else 0
         return gradients + max(self.need.during([group.part]) for group in self.groups)
+
+
+class GatheredModule:
+    """The parameters of one module at stage 3, complete only while it runs, forward or backward. Several are gathered
+    into one flat tensor, and copied out of it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.shapes = [parameter.shape for parameter in parameters]
+
+    def gather(self) -> None:
+        """Make all parameters complete."""
+        missing = [(p, shape) for p, shape in zip(self.parameters, self.shapes, strict=True) if p.shape != shape]
+        flat = missing[0][0].new_empty(sum(shape.numel() for _, shape in missing)) if len(missing) > 1 else None
+        for parameter, shape in missing:
+            parameter.data = parameter.data.new_empty(shape)
+        del flat
+
+    def release(self) -> None:
+        """Free all parameters."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def run(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """`forward` between a gather and a release; backward of it as well."""
+        inputs = _before_gradients(self.release, inputs)
+        self.gather()
+        results = forward(*inputs)
+        self.release()
+        several = isinstance(results, tuple)
+        outputs = _before_gradients(self.gather, results if several else (results,))
+        return outputs if several else outputs[0]
+
+
+def gather_late(module: nn.Module) -> list[GatheredModule]:
+    """Make every module inside gather its parameters when it runs and release them afterwards."""
+    gathered = []
+    for child in module.modules():
+        own = [parameter for parameter in child._parameters.values() if parameter is not None]
+        if own:
+            gathered.append(GatheredModule(own))
+            child.forward = partial(gathered[-1].run, child.forward)
+    for holder in gathered:
+        holder.release()
+    return gathered
+
+
+class _Hook(torch.autograd.Function):
+    """Calls something in backward, when the gradients of what passes are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.then = then
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.then()
+        return (None, *gradients)
+
+
+def _before_gradients(then: Callable[[], None], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`values`, which call `then` in backward before their gradients go on."""
+    at = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+    if not at or not torch.is_grad_enabled():
+        return values
+    passed = dict(zip(at, _Hook.apply(then, *(values[i] for i in at)), strict=True))  # type: ignore[no-untyped-call]
+    return tuple(passed.get(i, value) for i, value in enumerate(values))

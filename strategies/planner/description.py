@@ -17,8 +17,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.schedule import Schedule, bubble, held, makespan
-from strategies.memory.parts import memory
-from strategies.memory.pipeline import group_memory
+from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import Traced, trace
 from strategies.optimizer.buckets import predicted
@@ -67,7 +66,7 @@ def describe(
         },
         "cost": step_cost(*(in_step or (graph, plan)), program, cluster, settings).to_json(),
         "communication": sent,
-        "memory": memory(traced, settings).told(),
+        "memory": memory(traced, settings).to_json(),
         "recompute": None if plan.recompute is None else recompute_entry(plan, program, traced, settings),
         "unsliced": [o.where for o in graph.operators if not rule_of(o, graph).known],
     }
@@ -209,7 +208,7 @@ def describe_stages(
                 for kind, count in counts.items():
                     own[kind] = own.get(kind, 0) + count
         sent.append(own)
-        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).told())
+        memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
     cost, own_times = cost_of_stages(stages, [one["cost"] for one in told], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
     parameters: dict[str, Any] = {}

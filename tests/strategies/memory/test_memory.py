@@ -18,10 +18,9 @@ from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.device_placement import on_host, place
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.schedule import Action
-from strategies.memory.parts import memory
-from strategies.memory.pipeline import group_memory
+from strategies.memory.parts import group_memory, memory
 from strategies.memory.trace import trace
-from strategies.memory.zero import Group
+from strategies.memory.zero import FlatGroup
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
@@ -182,9 +181,9 @@ def test_stages_of_one_group_stand_together(gpt):
 
 
 def test_parts_of_flat_groups():
-    group = Group({"a": 6, "b": 2, "c": 8}, 2, 8)
+    group = FlatGroup({"a": 6, "b": 2, "c": 8}, 2, 8)
     assert group.touched() == 8
-    assert Group({"a": 6, "b": 4, "c": 6}, 2, 8).touched() == 10
+    assert FlatGroup({"a": 6, "b": 4, "c": 6}, 2, 8).touched() == 10
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

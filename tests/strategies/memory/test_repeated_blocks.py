@@ -26,9 +26,15 @@ from strategies.lowering.pipeline.stage_assignment import in_stages
 from strategies.lowering.recompute import recomputed
 from strategies.memory import repeated_blocks as repeating
 from strategies.memory.parts import memory
-from strategies.memory.repeated_blocks import SLACK, Traces, trace_repeated
+from strategies.memory.repeated_blocks import (
+    SLACK,
+    Traces,
+    program_signature,
+    repeated_blocks,
+    trace_repeated,
+    truncated,
+)
 from strategies.memory.trace import trace
-from strategies.memory.truncation import form, repeated_part, shortened
 from strategies.optimizer.buckets import buckets
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
@@ -147,9 +153,9 @@ def test_calls_do_not_grow_with_the_layers(never_whole, monkeypatch, again):
 
 def test_a_shortened_program_is_that_of_a_model_with_fewer_layers():
     deep, small = program_of("gpt", None, 0, 9), program_of("gpt", None, 0, 3)
-    part = repeated_part(deep)
+    part = repeated_blocks(deep)
     assert part is not None and part.count in (8, 9)
-    found = shortened(deep, part, part.count - 6)
+    found = truncated(deep, part, part.count - 6)
     assert [type(one) for one in found.instructions] == [type(one) for one in small.instructions]
     assert {s.name: s.spec for s in found.sources if s.kind == "parameter"}.keys() != {s.name for s in deep.sources}
     assert trace(found, OptimizerSettings()) == trace(small, OptimizerSettings())
@@ -170,7 +176,7 @@ def test_layers_of_other_widths_are_no_repetition():
     x = torch.zeros(4, 8)
     graph = capture(Objective(Uneven(), nn.MSELoss(), ("0", "1"), ("1",)), (x, x), training=True).graph
     program = lower(graph, make_plan(graph, Request("data_parallel", 2)), LoweringOptions(partial_loss=True))
-    assert repeated_part(program) is None
+    assert repeated_blocks(program) is None
 
 
 def test_programs_that_are_alike_are_traced_once(monkeypatch):
@@ -206,8 +212,8 @@ def test_programs_that_are_alike_are_traced_once(monkeypatch):
 def test_the_form_of_a_program_tells_what_it_does():
     """Of whatever depth, other shapes, layouts, recompute and reductions are other forms; names are not."""
     program = program_of("llama", None, 0)
-    assert form(program) == form(program_of("llama", None, 0))
+    assert program_signature(program) == program_signature(program_of("llama", None, 0))
     others = [program_of("llama", "full", 0), program_of("llama", None, 1), program_of("llama", None, 0, 8)]
     others += [program_of("llama", None, 0, dtype=torch.bfloat16), replace(program, outputs=program.outputs[:0])]
     others.append(replace(program, instructions=program.instructions[:-1]))
-    assert len({form(one) for one in (program, *others)}) == 1 + len(others)
+    assert len({program_signature(one) for one in (program, *others)}) == 1 + len(others)
