@@ -62,6 +62,7 @@ def by_hand(steps=6):
         yield total, rate, norm.item()
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("mode", MODES)
 def test_everything_at_once_is_what_plain_torch_does(train, mode):
     records = train(mode, *EVERYTHING).records
@@ -69,14 +70,18 @@ def test_everything_at_once_is_what_plain_torch_does(train, mode):
     assert found == [pytest.approx(step, rel=1e-10) for step in by_hand()]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.essential
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_does_the_same(train, stage):
     records = train("semi_auto", *EVERYTHING[1:], f"parallel.zero.stage={stage}").records
     found = [(record["loss"], record["lr"], record["grad_norm"]) for record in records]
     assert found == [pytest.approx(step, rel=2e-5) for step in by_hand()]
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(0, marks=pytest.mark.essential), *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))],
+)
 def test_hybrid_does_the_same(train, stage):
     options = [option for option in EVERYTHING if option != DOUBLE or not stage]
     records = train("hybrid", *options, f"parallel.zero.stage={stage}").records

@@ -1,5 +1,5 @@
-"""A stand-in for Slurm's `srun`: starts the tasks of a step on the hosts of SPACES ({address: namespace}) with the
-variables that Slurm sets, and ends the step when one task fails."""
+"""A stand-in for Slurm's `srun`: starts the tasks of a step on the hosts of SPACES ({address: namespace}; unset: here)
+with the variables that Slurm sets, and ends the step when one task fails."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def main(words: list[str]) -> int:
         options[name] = value
     unknown = set(options) - {*WITH_VALUE, "--chdir"}
     assert not unknown, f"srun has no {unknown}"
-    spaces = json.loads(os.environ["SPACES"])
+    spaces = json.loads(os.environ.get("SPACES", "{}"))
     nodes = options["--nodelist"].split(",") if "--nodelist" in options else list(spaces)
     nodes = nodes[: int(options["--nodes"])]
     per_node, count = int(options["--ntasks-per-node"]), int(options["--ntasks"])
     tasks = []
     for number in range(count):
-        told = {
+        variables = {
             "SLURM_PROCID": str(number),
             "SLURM_NTASKS": str(count),
             "SLURM_LOCALID": str(number % per_node),
             "SLURM_NTASKS_PER_NODE": str(per_node),
             "SLURM_STEP_ID": "0",
         }
-        words_there = ["ip", "netns", "exec", spaces[nodes[number // per_node]], *words]
-        tasks.append(subprocess.Popen(words_there, env={**os.environ, **told}, cwd=options["--chdir"]))
+        host = ["ip", "netns", "exec", spaces[nodes[number // per_node]]] if spaces else []
+        tasks.append(subprocess.Popen([*host, *words], env={**os.environ, **variables}, cwd=options["--chdir"]))
     while any(task.poll() is None for task in tasks) and not any(task.poll() for task in tasks):
         time.sleep(0.05)
     for task in tasks:

@@ -16,6 +16,7 @@ import pytest
 from launched import RECIPE, ROOT, STEPS, losses
 
 Start = Callable[..., subprocess.Popen[str]]
+PROGRAMS = Path(__file__).parent
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start("launch=mpirun", ...)` trains in `tmp_path`."""
     started: list[subprocess.Popen[str]] = []
 
-    def call(*words: str) -> subprocess.Popen[str]:
+    def call(*words: str, **environment: str) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "runner", "train", *RECIPE, *words],
                 cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
@@ -62,6 +63,33 @@ def inside(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.essential
+@pytest.mark.parametrize(
+    "words",
+    [("launch=torchrun",), ("launch=deepspeed", "launch.hosts=[localhost:4]"), ("launch=slurm",), ("launch=mpirun",)],
+    ids=" ".join,
+)
+def test_every_launcher_gives_the_losses_of_local_ranks(
+    start: Start, local_losses: list[float], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """On this machine alone; Slurm and OpenMPI by their stand-ins, the programs themselves in `test_hosts`."""
+    for program in ("srun", "mpirun"):
+        stand_in = tmp_path / "bin" / program
+        stand_in.parent.mkdir(exist_ok=True)
+        stand_in.write_text(
+            f'#!/bin/sh\nexec {sys.executable} {PROGRAMS / f"fake_{program}.py"} "$@"\n', encoding="utf-8"
+        )
+        stand_in.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    process = start(*words, f"train.steps={STEPS}", PATH=path, SLURM_JOB_ID="7")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, ""), (tmp_path / "run" / "launch.log").read_text(encoding="utf-8")
+    assert out.splitlines()[-1].startswith(f"done: {STEPS} steps")
+    assert losses(tmp_path / "run") == local_losses
+    assert of_run(tmp_path) == []
+
+
+@pytest.mark.essential
 def test_a_rank_table_and_a_killed_rank_after_which_the_launcher_is_restarted(
     start: Start, local_losses: list[float], tmp_path: Path
 ) -> None:
