@@ -3,8 +3,9 @@
 # make test-all    all other tests, style, types and imports; TAIL=no leaves out the tests that take long
 # make lint        style, types and imports only
 # make format      put style right
-# make generate    write the defaults in conf/ and the pages in docs/reference/ that follow from the config's schema
+# make generate    write the defaults in conf/ and the pages of docs/ that are generated
 # make coverage    compare every architecture under every plan with one device, and write docs/coverage.md
+# make docs        build the site into site/; warnings are errors
 # make fuzz        compare N random graphs (1000) with one device; SEED draws others (0)
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ SEED ?= 0
 PARALLEL := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test test-all launchers browser lint format generate coverage fuzz clean
+.PHONY: run test test-all launchers browser lint format generate coverage docs fuzz clean
 
 run: $(VENV)/.installed
 	$(BIN)/run +recipe=ffn_auto parallel.search=sharding_propagation $(ARGS)
@@ -63,15 +64,20 @@ format: $(VENV)/.installed-test
 
 generate: $(VENV)/.installed
 	$(BIN)/python -m runner.config.generate
+	$(BIN)/python -m runner.cli.verbs > docs/reference/cli.md
+	$(BIN)/python -m runner.refusals > docs/troubleshooting.md
 
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m tests.matrix --write docs/coverage.md $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz --graphs $(or $(N),1000) --seed $(SEED) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -85,4 +91,8 @@ $(VENV)/.installed: $(INPUTS) | $(BIN)/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) -e ".[docs]"
 	touch $@

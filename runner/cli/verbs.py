@@ -140,3 +140,26 @@ VERBS = {
         usage="run recipes [NAME]",
     ),
 }
+
+
+def page() -> str:
+    """The reference page of the command line, in Markdown."""
+    parts = [
+        "# Command line\n\n`run [VERB] +recipe=NAME [KEY=VALUE ...]`; without a verb it trains. `run --help` lists "
+        "verbs, recipes and\ngroups, `run VERB --help` the keys of a verb with their defaults, `run +recipe=NAME --cfg "
+        "job` the config of a recipe.\n`-m` runs one job for each of several values; `-sc install=bash` (zsh, fish) "
+        "installs completion.\n\n"
+        f"{EXIT_CODES}\n"
+    ]
+    for name, verb in VERBS.items():
+        usage = verb.usage or f"run {name} +recipe=NAME [KEY=VALUE ...]"
+        summary = f"{verb.summary[:1].upper()}{verb.summary[1:]}."
+        parts.append(f"## run {name}\n\n{summary}\n\n```text\n{usage}\n```\n")
+        parts.append(f"For example:\n\n```text\n{verb.example}\n```\n")
+        if verb.keys:
+            parts.append(f"Its keys: {', '.join(f'`{key}`' for key in verb.keys)}.\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

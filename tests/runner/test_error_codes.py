@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner import refusals
-from runner.config.load import keys
+from runner.config.schema import Config
+from runner.config.section import Section
 from runner.errors import ConfigError, RunFailed
 from strategies.core.errors import StrategyError
 
@@ -46,7 +47,8 @@ def test_the_catalogue_is_complete_and_in_order() -> None:
 
 
 def test_the_catalogue_names_keys_that_exist() -> None:
-    sections = {name: keys(name) for name in keys("") if keys(name)}
+    types = {name: info.annotation for name, info in Config.model_fields.items()}
+    sections = {n: set(t.model_fields) for n, t in types.items() if isinstance(t, type) and issubclass(t, Section)}
     for code, refusal in refusals.catalogue().items():
         text = f"{refusal.cause} {refusal.remedy} {refusal.example}"
         for section, key in re.findall(rf"(?<![\w./])({'|'.join(sections)})\.(\w+)(?!\.\w*Net)", text):
