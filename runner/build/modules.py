@@ -45,7 +45,7 @@ def build_loss(config: Config) -> nn.Module | None:
         return None
     function = targets.resolve(config.loss.target, "loss.target")
     if not inspect.isclass(function):
-        return LossFunction(function, dict(config.loss.args))
+        return LossFunction(function, targets.nested(config.loss.args, "loss.args"))
     loss = targets.call(function, config.loss.args, config.loss.target, "loss")
     module = loss if isinstance(loss, nn.Module) else LossFunction(loss, {})
     return module.to(DTYPES[config.train.precision])

@@ -8,7 +8,7 @@ like the optimizer itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from runner.build import annotated
-from runner.build.targets import call, describe, resolve
+from runner.build.targets import call, describe, nested, resolve
 from runner.config.schema import Optimizer, Scheduler
 from runner.errors import ConfigError
 from strategies.core.errors import closest
@@ -53,7 +53,8 @@ def parameter_groups(names: Sequence[str], trainable: Iterable[str], config: Opt
             for position, glob in enumerate(group.match)
             for name in _matches(glob, names, f"optimizer.groups[{number}].match[{position}]")
         }
-        groups.append({"names": [name for name in left if name in matched], **group.args})
+        options = nested(group.args, f"optimizer.groups[{number}].args")
+        groups.append({"names": [name for name in left if name in matched], **options})
         left = [name for name in left if name not in matched]
     return [group for group in [{"names": left}, *groups] if group["names"]]
 
@@ -126,7 +127,14 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
         return None
     function = resolve(config.target, "optimizer.scheduler.target")
     annotated.check(function, config.args, config.target, "optimizer.scheduler")
-    made = call(partial(function, optimizer), config.args, config.target, "optimizer.scheduler")
+
+    def with_optimizer(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Schedulers in the args of a scheduler, such as those of SequentialLR, are on the same optimizer."""
+        schedules = isinstance(function, type) and issubclass(function, LRScheduler)
+        return partial(function, optimizer) if schedules else function
+
+    args = (config.args, config.target, "optimizer.scheduler", with_optimizer)
+    made = call(partial(function, optimizer), *args)
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             "MW323",

@@ -31,6 +31,9 @@ from strategies.core.errors import closest
 
 EXTRAS = {"transformers": "hf"}
 """Packages that the project knows but does not need, with the extra that installs each."""
+HYDRA_TARGET = "_target_"
+HYDRA_KEYS = (HYDRA_TARGET, "_args_", "_partial_")
+Completion = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def resolve(target: str, what: str) -> Callable[..., Any]:
@@ -41,7 +44,7 @@ def resolve(target: str, what: str) -> Callable[..., Any]:
     imported, or something that cannot be called.
     """
     words = target.split(".")
-    if len(words) < 2 or not all(word.isidentifier() for word in words):
+    if not _is_dotted(target):
         raise ConfigError("MW301", f"{what} = {target!r} is not a dotted name; write it as package.module.Name.")
     _add_working_directory()
     packages.add_theirs()
@@ -69,15 +72,60 @@ def build(target: str, args: Mapping[str, Any], what: str) -> Any:
     return call(resolve(target, f"{what}.target"), args, target, what)
 
 
-def call(function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str) -> Any:
-    """`build` for a function that is resolved already; `target` is its dotted name, for the messages."""
-    _check_arguments(function, args, target, what)
+def call(
+    function: Callable[..., Any], args: Mapping[str, Any], target: str, what: str, complete: Completion | None = None
+) -> Any:
+    """`build` for a function that is resolved already; `target` is its dotted name, for the messages.
+
+    Args:
+        complete: What is done to the functions of nested objects before they are called, such as giving schedulers
+            their optimizer.
+    """
+    made = nested(args, f"{what}.args", complete)
+    _check_arguments(function, made, target, what)
     try:
-        return function(**args)
+        return function(**made)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError("MW304", f"{what}: {target} cannot be made with {what}.args: {describe(error)}.") from error
+
+
+def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
+    """A value of `args` with every object in it made, innermost first, wherever it stands in mappings and lists.
+
+    An object is a mapping {target: package.module.Name, args: {...}}, whose args may be left out, or, as
+    `hydra.utils.instantiate` has it, {_target_: package.module.Name, NAME: VALUE, ...}, with `_args_` for positional
+    arguments and `_partial_: true` for the function itself with these arguments. All other values are plain data.
+
+    Args:
+        what: The full config key of the value; errors start with it. Raises ConfigError as `build`.
+        complete: As of `call`.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(nested(inner, f"{what}[{number}]", complete) for number, inner in enumerate(value))
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get(HYDRA_TARGET)
+    if name is None and set(value) <= {"target", "args"} and isinstance(value.get("args", {}), Mapping):
+        name = value.get("target")
+        if isinstance(name, str) and _is_dotted(name):
+            function = resolve(name, f"{what}.target")
+            return call(complete(function) if complete else function, value.get("args", {}), name, what, complete)
+    elif name is not None:
+        function = resolve(str(name), f"{what}.{HYDRA_TARGET}")
+        given = {str(key): inner for key, inner in value.items() if key not in HYDRA_KEYS}
+        positional = nested(value.get("_args_", []), f"{what}._args_", complete)
+        function = functools.partial(complete(function) if complete else function, *positional)
+        if value.get("_partial_"):
+            return functools.partial(function, **nested(given, what, complete))
+        return call(function, given, str(name), what, complete)
+    return {key: nested(inner, f"{what}.{key}", complete) for key, inner in value.items()}
+
+
+def _is_dotted(name: str) -> bool:
+    words = name.split(".")
+    return len(words) > 1 and all(word.isidentifier() for word in words)
 
 
 def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]:
@@ -94,7 +142,7 @@ def bound(target: str, args: Mapping[str, Any], what: str) -> Callable[..., Any]
         raise ConfigError(
             "MW303", f"{what}_args: {target} takes no argument {unknown[0]!r}.{closest(unknown[0], parameters)}"
         )
-    return functools.partial(function, **args)
+    return functools.partial(function, **nested(args, f"{what}_args"))
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

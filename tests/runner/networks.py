@@ -409,3 +409,38 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.scales[0]
+
+
+class Shift:
+    """A transform of samples."""
+
+    def __init__(self, by: float = 1.0) -> None:
+        self.by = by
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Transformed(Points):
+    """Points whose x goes through `transforms`, one after the other."""
+
+    def __init__(self, transforms: list[Any], **rest: Any) -> None:
+        super().__init__(**rest)
+        self.transforms = transforms
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.x[index], self.y[index]
+        for transform in self.transforms:
+            x = transform(x)
+        return x, y
+
+
+class Composed(nn.Module):
+    """A classifier made of the modules that it is given."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
