@@ -14,7 +14,7 @@ from runner.planning.estimate import Programs
 from runner.planning.joint import JointDecision, with_choice
 from runner.planning.sources import request_of
 from strategies.core.errors import StrategyError, TooLarge
-from strategies.core.program import Options
+from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
 from strategies.search.joint import Choice
 
@@ -287,8 +287,8 @@ def test_plans_that_compute_other_things_again_are_lowered_once():
     plans = [one.best_plan(Choice(1, 0, 1, again), None) for again in ("none", "selective", "full")]
     assert len({plan.recompute for plan in plans}) == 3
     for plan in plans:
-        for options in (Options(partial_loss=True), Options(partial_loss=True, sharded_optimizer=True)):
+        for options in (LoweringOptions(partial_loss=True), LoweringOptions(partial_loss=True, sharded_optimizer=True)):
             assert made(graph, plan, options) == lower(graph, plan, options)
     assert len(made.programs) == 2
     sliced = replace(plans[2], recompute=replace(plans[2].recompute, slices_inputs=True))
-    assert made(graph, sliced, Options()) == lower(graph, sliced, Options()) and len(made.programs) == 2
+    assert made(graph, sliced, LoweringOptions()) == lower(graph, sliced, LoweringOptions()) and len(made.programs) == 2
