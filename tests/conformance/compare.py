@@ -1,4 +1,4 @@
-"""What a plan says beside what is recorded: strategies, slices of parameters, what is sent between operators."""
+"""A plan against the recorded case: strategies, slices of parameters, what is sent between operators."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def strategy_of(bench: Bench, plan: Plan, node: Mapping[str, Any]) -> list[list[
 
 
 def compare(bench: Bench, plan: Plan, program: Program) -> list[str]:
-    """Raises Differs; returns notes on what is right for another reason."""
+    """Raises Differs; returns notes on values that agree for another reason."""
     expected, notes = bench.case["expected"], []
     wrong = wrong_strategies(bench, plan, expected.get("strategies") or {})
     if wrong:
         notes.append(no_dearer(bench, plan, expected["strategies"], wrong))
     for name, shape in (expected.get("local_param_shapes") or {}).items():
-        layout, whole = tensor_of(bench, plan, name)
-        local = layout.local_shape(whole, plan.mesh)
+        layout, global_shape = tensor_of(bench, plan, name)
+        local = layout.local_shape(global_shape, plan.mesh)
         if list(local) != shape:
             raise Differs(f"parameter {name} has slices {list(local)}, not {shape}")
     for name, recorded in (expected.get("param_layouts") or {}).items():
@@ -61,7 +61,7 @@ def compare(bench: Bench, plan: Plan, program: Program) -> list[str]:
 
 
 def wrong_strategies(bench: Bench, plan: Plan, expected: Mapping[str, Any]) -> dict[str, str]:
-    """What differs, told by operator type; a type that the network does not have is not compared."""
+    """The differences by operator type; a type that the network does not have is not compared."""
     wrong: dict[str, str] = {}
     for name, entries in by_type(expected).items():
         if name == "_VirtualDataset":
@@ -71,7 +71,7 @@ def wrong_strategies(bench: Bench, plan: Plan, expected: Mapping[str, Any]) -> d
             continue
         found = [parts_of(bench, plan, node, name) for node in bench.case["network"]]
         chosen = [strategy for strategy in found if strategy is not None]
-        if name == "Reshape":  # has no strategy of its own there: only what it slices is compared
+        if name == "Reshape":  # has no strategy there: only what it slices is compared
             chosen = [[[n for n in counts if n > 1] for counts in strategy] for strategy in chosen]
             entries = [(n, [[k for k in counts if k > 1] for counts in given]) for n, given in entries if given]
         if chosen and entries and not any(agree(chosen, order) for order in orders(entries, len(chosen))):
@@ -93,7 +93,7 @@ def parts_of(bench: Bench, plan: Plan, node: Mapping[str, Any], name: str) -> li
 
 
 def orders(entries: Sequence[tuple[int | None, Any]], count: int) -> list[list[Any]]:
-    """For every operator of a type what is recorded of it (None: nothing). Numbers are given there in an order of their
+    """The record of every operator of a type (None: nothing). Numbers are given there in an order of their
     own, so both directions count, and any choice of the operators; without a number all are meant."""
     if any(number is None for number, _ in entries):
         return [[recorded] * count for _, recorded in entries]
@@ -123,11 +123,11 @@ def no_dearer(bench: Bench, plan: Plan, expected: Mapping[str, Any], wrong: Mapp
     if not wrong.keys() <= free:  # nobody searched for these
         raise Differs(text)
     costs, refused = [], ""
-    for told in itertools.islice(readings(bench, expected), 64):
+    for strategies in itertools.islice(readings(bench, expected), 64):
         strategies = dict(bench.request.strategies)
         for node in bench.case["network"]:
-            if told.get(node["id"]) and bench.operators(node):
-                forms = [Form(tuple(operand)) for operand in told[node["id"]]]
+            if strategies.get(node["id"]) and bench.operators(node):
+                forms = [Form(tuple(operand)) for operand in strategies[node["id"]]]
                 strategies[bench.operators(node)[-1].name] = wanted(forms)
         try:
             theirs = make_plan(
@@ -193,7 +193,7 @@ def same_layout(bench: Bench, plan: Plan, name: str, recorded: Mapping[str, Any]
         sizes = [matrix[::-1][axis] if axis >= 0 else 1 for axis in tensor_map]
         at = [place[axis] if axis >= 0 else 0 for axis in tensor_map]
         block = tuple(
-            (i * whole // count, (i + 1) * whole // count) for i, whole, count in zip(at, shape, sizes, strict=True)
+            (i * size // count, (i + 1) * size // count) for i, size, count in zip(at, shape, sizes, strict=True)
         )
         if layout.block(shape, plan.mesh, rank) != block:
             have = layout.block(shape, plan.mesh, rank)

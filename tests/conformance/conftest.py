@@ -1,4 +1,4 @@
-"""`--cases FILE` checks another file of recorded cases; the summary counts per suite and tells every failing case."""
+"""`--cases FILE` checks another file of recorded cases; the summary counts per suite and lists every failing case."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_cases(pytestconfig: pytest.Config) -> bool:
 
 
 def crashed(report: pytest.TestReport) -> dict[str, Any]:
-    """What to tell of a case that raised something unforeseen."""
+    """The report of a case that raised an unexpected error."""
     suite, _, case = report.nodeid.partition("[")[2].rstrip("]").partition("-")
     last = str(report.longrepr).strip().splitlines()[-1]
     return {"case": case, "suite": suite, "verdict": "failed", "reason": last, "ran": False}

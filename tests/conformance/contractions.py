@@ -44,7 +44,7 @@ def spread_product(record: Recorded) -> dict[str, OperatorStrategy]:
 
 
 def shared_loops(forms: list[Form], transposed: bool) -> list[Form]:
-    """A product in more dimensions: both operands lie finer than the product uses them, and are gathered before it.
+    """A product in more dimensions: both operands have finer shards than the product uses, and are gathered before it.
     What both agree on slices the contraction, the other axes of x its rows, those of the weight its columns."""
     x, weight = forms[0], forms[1].swapped() if transposed else forms[1]
     inner, outer = [dim if isinstance(dim, tuple) else () for dim in (x.entries[-1], weight.entries[-2])]
@@ -88,12 +88,12 @@ def table_rows(args: Args, attrs: Attrs) -> Tensor:
 
 def spread_rows(record: Recorded) -> dict[str, OperatorStrategy]:
     if any(key.startswith("manual_split") and accepted_split(record, value) for key, value in record.attrs.items()):
-        raise NotMapped("manual_split: a table whose slices have rows counted by hand")
+        raise NotMapped("manual_split: a table whose slices have explicit row counts")
     return one(record)
 
 
 def accepted_split(record: Recorded, rows: Sequence[Any]) -> bool:
-    """Rows given by hand that slice the table as often as the indices, over all devices, on the same ranks."""
+    """Explicit rows that slice the table as often as the indices, over all devices, on the same ranks."""
     table, indices = record.inputs
     sizes = [row[0] if isinstance(row, list) else row for row in rows]
     fits = table.entries[0] == len(sizes) == indices.entries[-1] and sum(sizes) == record.args[0].shape[0]

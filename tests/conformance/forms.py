@@ -1,7 +1,7 @@
 """How a recorded strategy reads in torch's operand order.
 
 Invariant: no entry is invented. What the recorded strategy does not say of an operand follows from the shapes, and a
-strategy that does not fit its operand is handed on as it is, for the planner to refuse.
+strategy that does not fit its operand is passed on unchanged, for the planner to refuse.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Form:
     layout: str | None = None
 
     def pick(self, *dims: int | None) -> Form:
-        """Entries in another order; None stands for a whole dim."""
-        whole: Entry = 1 if self.layout is None else ()
-        return Form(tuple(whole if dim is None else self.entries[dim] for dim in dims), self.layout)
+        """Entries in another order; None stands for a replicated dim."""
+        replicated: Entry = 1 if self.layout is None else ()
+        return Form(tuple(replicated if dim is None else self.entries[dim] for dim in dims), self.layout)
 
     def swapped(self) -> Form:
         """The last two dims the other way round."""
@@ -93,7 +93,7 @@ def one(record: Recorded) -> dict[str, OperatorStrategy]:
 
 def aligned(record: Recorded) -> dict[str, OperatorStrategy]:
     """Several torch operators: every operand follows the first recorded tensor, aligned from the right; a dim of
-    another size stays whole. A second strategy that disagrees with the first is told to the last operator."""
+    another size stays replicated. A second strategy that disagrees with the first goes to the last operator."""
     first = next(a for a in record.args if isinstance(a, Tensor))
     if len(record.inputs[0].entries) != first.dim():
         return {record.operators[0].name: wanted(record.inputs[:1])}
@@ -104,9 +104,11 @@ def aligned(record: Recorded) -> dict[str, OperatorStrategy]:
     return found
 
 
-def follow(form: Form, whole: tuple[int, ...], shape: tuple[int, ...]) -> Form:
-    skip = len(whole) - len(shape)
-    return form.pick(*(skip + i if skip + i >= 0 and size == whole[skip + i] else None for i, size in enumerate(shape)))
+def follow(form: Form, operand: tuple[int, ...], shape: tuple[int, ...]) -> Form:
+    skip = len(operand) - len(shape)
+    return form.pick(
+        *(skip + i if skip + i >= 0 and size == operand[skip + i] else None for i, size in enumerate(shape))
+    )
 
 
 def as_chosen(counts: Sequence[Sequence[tuple[int, ...]]]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """A recorded case as a plain torch module, a batch and a request to the planner.
 
-Every recorded node is a submodule of its own, so that the torch operators it becomes are found by their module. What
+Every recorded node is a submodule, so that the torch operators it becomes are found by their module. What
 nobody consumes goes into the loss: the mean square of every such result. Sizes that a case leaves open are the first
 that the network runs with. The networks of pipeline stages run one after another on the devices of one stage.
 """
@@ -95,7 +95,7 @@ class Network(nn.Module):
         self.used = {taken for node in self.nodes for item in flat(node["in"]) for taken in results_taken(node, item)}
 
     def _parameters_of(self, case: Case, sizes: Sizes) -> None:
-        """A name that the case lists as often as it is used is a parameter of its own at every use."""
+        """A name that the case lists as often as it is used is another parameter at every use."""
         listed = [p["name"] for p in case.get("params") or []]
         fixed = {p["name"] for p in case.get("params") or [] if p.get("requires_grad") is False}
         uses: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Whole sizes and numbers for a recorded network: what the case leaves open is chosen so that torch can run it."""
+"""Sizes and numbers for a recorded network: those that the case leaves open are chosen so that torch can run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW_INDICES = 8
 
 
 def open_dims(case: Case) -> dict[str, str]:
-    """Every open dim of an input, by a name that tells its place, with what is known of it."""
+    """Every open dim of an input, by a name that says its place, with its known values."""
     return {
         f"{entry['tensor']}.{dim}": str(size)
         for entry in case["inputs"]
@@ -50,8 +50,8 @@ def specs_of(case: Case) -> Iterator[Mapping[str, Any]]:
                     yield item
 
 
-def whole_batches(case: Case) -> list[Case]:
-    """The case with whole inputs, what is most likely first. With a data-parallel dataset the recorded inputs are the
+def global_batches(case: Case) -> list[Case]:
+    """The case with global inputs, the most likely first. With a data-parallel dataset the recorded inputs are the
     part of one device, and so they may be with a strategy for the dataset; interleaved micro-batches are parts too."""
     strategy, parts = dataset_strategy(case), 1
     for wrapper in case.get("wrappers") or []:
@@ -68,7 +68,7 @@ def whole_batches(case: Case) -> list[Case]:
 
 
 def scaled(case: Case, counts: Iterable[list[int]], parts: int = 1) -> Case:
-    """Inputs whose leading dims are so many times as long, and whose first one is divided by `parts`."""
+    """Inputs whose leading dims are multiplied by `counts`, and whose first one is divided by `parts`."""
 
     def entry(item: Any, factors: list[int]) -> Any:
         factors = [*factors, *(1,) * len(item["shape"])]
@@ -170,23 +170,23 @@ def build(case: Case, *, real: bool) -> Built:
     """The network and its batch, on the CPU or without memory. Raises NotMapped where the recorded shapes do not go
     together in torch."""
     failure = ""
-    for whole in whole_batches(case):
-        places = open_dims(whole)
-        known = [candidates(text, whole) for text in places.values()]
+    for global_case in global_batches(case):
+        places = open_dims(global_case)
+        known = [candidates(text, global_case) for text in places.values()]
         for chosen in itertools.islice(itertools.product(*known), 64):
             sizes = dict(zip(places, chosen, strict=True))
             try:
                 with torch.device("meta"):
-                    tried = Network(whole, sizes)
-                batch = fill(whole, tried, sizes)
+                    tried = Network(global_case, sizes)
+                batch = fill(global_case, tried, sizes)
                 seen = shapes_in(tried, batch)
             except (RuntimeError, IndexError, ValueError, TypeError, KeyError) as error:
                 failure = failure or f"{type(error).__name__}: {error}".splitlines()[0]
                 continue
             if not real:
                 return Built(tried, batch, seen)
-            network = Network(whole, sizes)
-            return Built(network, fill(whole, network, sizes, seen), seen)
+            network = Network(global_case, sizes)
+            return Built(network, fill(global_case, network, sizes, seen), seen)
     raise NotMapped(f"shapes and arguments that torch takes ({failure})")
 
 

@@ -2,8 +2,8 @@
 torch's operand order.
 
 Invariant: a counterpart computes what the recorded operator computes, in double precision (a cast between floating
-types stays an operator, but changes nothing, so that numbers can be compared). What is missing here is reported as not
-mapped, by name.
+types stays an operator, but changes nothing, so that numbers can be compared). An operator missing here is reported
+as not mapped, by name.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def spread_one_hot(record: Recorded) -> dict[str, OperatorStrategy]:
     found = {}
     for operator, shapes in zip(record.operators, record.shapes, strict=True):
         if operator.op in ("eq", "where"):
-            whole, turned = operator.results[0].shape, form.swapped() if flipped else form
-            found[operator.name] = wanted([follow(turned, whole, shape) for shape in shapes])
+            full, turned = operator.results[0].shape, form.swapped() if flipped else form
+            found[operator.name] = wanted([follow(turned, full, shape) for shape in shapes])
     return found
 
 
@@ -109,7 +109,7 @@ def spread_one_hot(record: Recorded) -> dict[str, OperatorStrategy]:
 
 
 def convolution(args: Args, attrs: Attrs) -> Tensor:
-    """`same` gives one result per stride; what is odd of its padding goes to the end."""
+    """`same` gives one result per stride; an odd remainder of its padding goes to the end."""
     x, weight = args[:2]
     stride, dilation = pair(attrs.get("stride", 1)), pair(attrs.get("dilation", 1))
     mode, groups = attrs.get("pad_mode", "valid"), attrs.get("group", 1)
@@ -185,13 +185,13 @@ def spread_sparse_loss(record: Recorded) -> dict[str, OperatorStrategy]:
         if operator.op == "cross_entropy_loss" and loss:
             found[operator.name] = wanted([Form(tuple(entry)) for entry in loss])
         elif operator.op in ("eq", "where") and hot:
-            whole = tuple(record.args[0].shape)
-            found[operator.name] = wanted([follow(Form(tuple(hot[0])), whole, shape) for shape in shapes])
+            full = tuple(record.args[0].shape)
+            found[operator.name] = wanted([follow(Form(tuple(hot[0])), full, shape) for shape in shapes])
     return found
 
 
 def cast(args: Args, attrs: Attrs) -> Tensor:
-    """To another kind of numbers; among floating types a copy, for precision is not what is compared."""
+    """To another kind of numbers; among floating types a copy: precision is not compared."""
     name = str(option(args, attrs, 1, "dtype", "float32")).removeprefix("dtype.")
     dtype = getattr(torch, {"bool_": "bool"}.get(name, name), None)
     if not isinstance(dtype, torch.dtype):

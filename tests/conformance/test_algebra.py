@@ -21,7 +21,7 @@ from strategies.runtime.simulate import carry, shard
 
 CASES = json.loads((Path(__file__).parent / "algebra.json").read_text(encoding="utf-8"))
 REASONS = {
-    "_get_pipeline_operator_map": "moves whole slices between pipeline stages when a checkpoint changes its number of "
+    "_get_pipeline_operator_map": "moves slices between pipeline stages when a checkpoint changes its number of "
     "stages; one plan has one stage, and stages bring their own transfer",
     "_generate_transform_operator_stack": "the order in which a checkpoint is rewritten offline, operator by operator; "
     "a chain is already in order, and every rank runs it at once",
@@ -77,8 +77,8 @@ def check_chain(source, target, chains):
     """Our chain ends in the target's slices, and sends no more than any of the recorded ones."""
     mesh, before, after, shape = both(source, target)
     steps = resharding_path(before, after, shape, mesh)
-    whole = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
-    for got, want in zip(carry(steps, shard(whole, before, mesh), mesh), shard(whole, after, mesh), strict=True):
+    tensor = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    for got, want in zip(carry(steps, shard(tensor, before, mesh), mesh), shard(tensor, after, mesh), strict=True):
         assert torch.equal(got, want)
     for operators in chains:
         sent, ended = upstream(operators, before.local_shape(shape, mesh))
@@ -112,9 +112,9 @@ def needed(source, target, rank):
     mesh, before, after, shape = both(source, target)
     wanted, found = after.block(shape, mesh, rank), {}
     for peer in range(mesh.size):
-        held = before.block(shape, mesh, peer)
-        if all(stop > start for start, stop in intersect(held, wanted)) and size_of(held):
-            found.setdefault(held, peer)
+        block = before.block(shape, mesh, peer)
+        if all(stop > start for start, stop in intersect(block, wanted)) and size_of(block):
+            found.setdefault(block, peer)
     return sorted(found.values())
 
 
@@ -124,10 +124,8 @@ def needed_ranks(arguments, call, _):
     ours = needed(source, target, rank)
     assert set(ours) <= set(call["equals"])
     mesh, before, _, shape = both(source, target)
-    whole_groups = sorted(
-        {peer for one in ours for peer in range(mesh.size) if same_rows(before, shape, mesh, one, peer)}
-    )
-    assert whole_groups == call["equals"]
+    groups = sorted({peer for one in ours for peer in range(mesh.size) if same_rows(before, shape, mesh, one, peer)})
+    assert groups == call["equals"]
 
 
 def same_rows(layout, shape, mesh, one, peer):
@@ -161,7 +159,10 @@ def optimizer_shard(arguments, call, case):
         with pytest.raises(StrategyError, match="cannot be cut"):  # recorded unchecked; 32 rows are not 64 slices
             ours.check_even(shape, mesh)
         return
-    rows = (shape[0], 1)  # the other dims are sliced alike: a column of row numbers shows who holds what
+    rows = (
+        shape[0],
+        1,
+    )  # the other dims are sliced in the same way: a column of row numbers shows which rank has which rows
     column = torch.arange(shape[0]).reshape([*new_shape[:lead], 1])
     mine = shard(torch.arange(shape[0]).reshape(rows), Layout((ours.dims[0], ())), mesh)
     other = shard(column, Layout((*theirs.dims[:lead], ())), mesh)

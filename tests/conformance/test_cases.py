@@ -36,13 +36,13 @@ def check(case: dict[str, Any], most: int, own: bool, record: Any) -> None:
     ):
         record(key, value)
     written = REASONS.get(case["id"], "") if own else ""
-    told = "passed" if verdict.kind == "passed" else f"{verdict.kind}: {verdict.reason}"
+    verdict_text = "passed" if verdict.kind == "passed" else f"{verdict.kind}: {verdict.reason}"
     if own and verdict.kind != "passed":
-        assert written.startswith(f"{verdict.kind}: "), f"{told} (reasons.json says {written or 'nothing'})"
+        assert written.startswith(f"{verdict.kind}: "), f"{verdict_text} (reasons.json says {written or 'nothing'})"
     elif own:
         assert not written, f"it passes now; reasons.json still says {written}"
     else:
-        assert verdict.kind != "failed", told
+        assert verdict.kind != "failed", verdict_text
 
 
 def test_recorded_case(case: dict[str, Any], own_cases: bool, record_property: Any) -> None:

@@ -1,4 +1,4 @@
-"""The judge itself: a case that is recorded wrongly does not pass, and what is unknown is named."""
+"""The judge itself: a case that is recorded wrongly does not pass, and an unknown one is named."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_right_is_passed(expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("expected", "reason"), WRONG)
-def test_wrong_is_told(expected: dict[str, Any], reason: str) -> None:
+def test_a_wrong_record_fails_with_its_reason(expected: dict[str, Any], reason: str) -> None:
     found = verdict("expected", expected)
     assert found.kind == "failed"
     assert re.search(reason, found.reason), found.reason

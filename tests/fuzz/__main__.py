@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--graphs", type=int, default=1000, help="how many random graphs (default 1000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other graphs (default 0)")
     parser.add_argument("--only", type=int, help="repeat the one graph of this seed, as a failure names it")
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
-    parser.add_argument("--failures", type=int, default=5, help="stop after so many failures (default 5)")
+    parser.add_argument("--minutes", type=float, help="stop after this number of minutes")
+    parser.add_argument("--failures", type=int, default=5, help="stop after this number of failures (default 5)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         if wrong >= options.failures or (options.minutes is not None and now - started > 60 * options.minutes):
             break
     seconds = time.monotonic() - started
-    doubt = f", {unsure} too sensitive to rounding to tell" if unsure else ""
+    doubt = f", {unsure} too sensitive to rounding to compare" if unsure else ""
     doubt += f", {refused} that torch itself does not run" if refused else ""
     print(f"{done} graphs with {operators} operators: {wrong} wrong{doubt}; {seconds:.0f} s")
     return 1 if wrong else 0

@@ -1,6 +1,6 @@
 """One case: a random graph with its values, a random plan, and the comparison with one device.
 
-Eager runs the graph's own calls on whole tensors; simulated ranks run the lowered program. Every output on every rank,
+Eager runs the graph's own calls on global tensors; simulated ranks run the lowered program. Every output on every rank,
 every buffer and the gradient of every parameter must agree. The loss is a weighted sum of all outputs.
 """
 
@@ -50,7 +50,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """`values` are the whole tensors of all sources by name."""
+    """`values` are the global tensors of all sources by name."""
 
     graph: OperatorGraph
     values: Mapping[str, Tensor]
@@ -143,7 +143,7 @@ def _eager(case: Case, noise: float) -> Outcome:
 
 
 def sharded(case: Case) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str, Tensor]]:
-    """The case on simulated ranks: every output on every rank, whole gradients, whole buffers."""
+    """The case on simulated ranks: every output on every rank, global gradients, global buffers."""
     program = lower(case.graph, case.plan, LoweringOptions(exact=True, sharded_optimizer=case.sharded_optimizer))
     simulation = Simulation(program, case.values)
     outputs = simulation.run(KEY)
@@ -157,7 +157,7 @@ def sharded(case: Case) -> tuple[list[list[Tensor]], dict[str, Tensor], dict[str
 
 
 def failure(case: Case) -> str | None:
-    """What is wrong with the case, in one line, or None. Errors of the program under test are failures too."""
+    """The failure of the case, in one line, or None. Errors of the program under test are failures too."""
     want = eager(case)
     try:
         outputs, gradients, buffers = sharded(case)

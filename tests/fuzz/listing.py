@@ -20,11 +20,13 @@ def listing(case: Case, failure: str) -> str:
     layouts = {**plan.inputs, **plan.tensors}
     for source in case.graph.sources:
         kind = source.kind if source.kind != "parameter" or source.trainable else "frozen parameter"
-        lines.append(f"{source.id} = {kind} {source.spec.dtype}{list(source.spec.shape)}{_lies(layouts[source.name])}")
+        lines.append(
+            f"{source.id} = {kind} {source.spec.dtype}{list(source.spec.shape)}{_layout_of(layouts[source.name])}"
+        )
     for operator in case.graph.operators:
         lines.append(_line(operator, plan.operators[operator.name], mesh))
         known = rule_of(operator, case.graph).known
-        lines[-1] += "" if known else "  # no rule: whole"
+        lines[-1] += "" if known else "  # no rule: replicated"
     lines.append(f"return {', '.join(map(_name, case.graph.outputs))}")
     lines.append(f"# again: python -m tests.fuzz --only {case.seed}")
     return "\n".join(lines)
@@ -38,8 +40,8 @@ def _name(ref: Ref) -> str:
     return f"{ref.id}[{ref.index}]" if ref.index else ref.id
 
 
-def _lies(layout: Layout) -> str:
-    return f"  # lies {layout}" if layout.axes else ""
+def _layout_of(layout: Layout) -> str:
+    return f"  # layout {layout}" if layout.axes else ""
 
 
 def _line(operator: Operator, planned: OperatorPlan, mesh: Mesh) -> str:

@@ -54,7 +54,7 @@ def random_layout(rng: random.Random, shape: Sequence[int], mesh: Mesh, uneven: 
 
 def random_plan(rng: random.Random, graph: OperatorGraph, mesh: Mesh) -> Plan:
     """A random strategy on every operator, random layouts of batch entries and parameters, and of the results of a
-    quarter of the operators. Constants are held whole, as in every plan that is made."""
+    quarter of the operators. Constants are replicated, as in every plan."""
     operators = {}
     for operator in graph.operators:
         outputs = None
@@ -68,6 +68,6 @@ def random_plan(rng: random.Random, graph: OperatorGraph, mesh: Mesh) -> Plan:
         if source.kind == "input":
             inputs[source.name] = layout
         else:
-            held = layout if source.kind == "parameter" else Layout.replicated(len(source.spec.shape))
-            tensors[source.name] = held
+            stored = layout if source.kind == "parameter" else Layout.replicated(len(source.spec.shape))
+            tensors[source.name] = stored
     return Plan(mesh, operators, inputs, tensors)

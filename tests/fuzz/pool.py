@@ -1,6 +1,6 @@
 """A random graph while it grows: sources, operators and the values that they have on one device.
 
-Operators are emitted as an exported model would call them and run at once, so that what is drawn next sees shapes and
+Operators are emitted as an exported model would call them and run at once, so that the next draw sees shapes and
 values. Invariant: every value is finite and of moderate size, and a draw that is rejected leaves no trace.
 """
 
@@ -98,7 +98,7 @@ class Pool:
             drawn.append(self.rng.choice(fitting))
         return tuple(drawn)
 
-    # what is there already
+    # existing values
 
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
         return tuple(self.values[ref].shape)
@@ -153,7 +153,7 @@ class Pool:
     # conditions on values
 
     def away_from(self, ref: Ref, *points: float) -> None:
-        """Rejects the draw if an element lies at one of the points, where a function bends or jumps."""
+        """Rejects the draw if an element is at one of the points, where a function bends or jumps."""
         value = self.values[ref]
         if value.numel() and any(float((value - point).abs().min()) < NEAR for point in points):
             raise Rejected
@@ -201,7 +201,7 @@ class Pool:
         return made
 
     def forget(self, ref: Ref) -> None:
-        """Keep a value from being used by what is drawn later, and from being an output."""
+        """Keep a value from being used by later draws, and from being an output."""
         del self.values[ref]
         self.unused.pop(ref, None)
 

@@ -58,7 +58,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     yield from filter(None, (_begun_at(case, operator) for operator in graph.operators))
     yield from _ended(case)
     yield from (_without_axis(case, axis) for axis, size in case.plan.mesh.axes if size > 1)
-    yield from (_halved(case, axis) for axis, size in case.plan.mesh.axes if size > 2 and size % 2 == 0)
+    yield from (_with_half(case, axis) for axis, size in case.plan.mesh.axes if size > 2 and size % 2 == 0)
     if case.sharded_optimizer:
         yield replace(case, sharded_optimizer=False)
     yield from _less_sliced(case)
@@ -82,9 +82,9 @@ def _restricted(case: Case, graph: OperatorGraph, values: Mapping[str, Tensor]) 
     """A case for another graph with the same plan, as far as it goes."""
     names, plan = {source.name for source in graph.sources}, case.plan
     lying = {**plan.inputs, **plan.tensors}
-    whole = {s.name: lying.get(s.name, Layout.replicated(len(s.spec.shape))) for s in graph.sources}
-    inputs = {s.name: whole[s.name] for s in graph.of_kind("input")}
-    tensors = {s.name: whole[s.name] for s in graph.sources if s.kind != "input"}
+    layouts = {s.name: lying.get(s.name, Layout.replicated(len(s.spec.shape))) for s in graph.sources}
+    inputs = {s.name: layouts[s.name] for s in graph.of_kind("input")}
+    tensors = {s.name: layouts[s.name] for s in graph.sources if s.kind != "input"}
     operators = {operator.name: plan.operators[operator.name] for operator in graph.operators}
     kept = {name: value for name, value in values.items() if name in names}
     return replace(case, graph=graph, values=kept, plan=Plan(plan.mesh, operators, inputs, tensors))
@@ -156,9 +156,9 @@ def _without_axis(case: Case, gone: str) -> Case:
     return _replanned(case, mesh, lambda axis: axis != gone)
 
 
-def _halved(case: Case, halved: str) -> Case:
+def _with_half(case: Case, name: str) -> Case:
     """Half as many slices over one axis; strategies that this makes illegal (padded slices) are given up."""
-    mesh = Mesh(tuple((axis, size // 2 if axis == halved else size) for axis, size in case.plan.mesh.axes))
+    mesh = Mesh(tuple((axis, size // 2 if axis == name else size) for axis, size in case.plan.mesh.axes))
     found = _replanned(case, mesh, lambda _: True)
     operators = {
         o.name: planned if rule_of(o, case.graph).legal(planned.assignment, mesh) else replace(planned, assignment={})

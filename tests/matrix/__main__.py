@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     for one in (*ARCHITECTURES, *FURTHER):
         if one.name in options.only if options.only else one in ARCHITECTURES or options.further or options.write:
             rows.append(row(one, options.world, lambda text: print(f"  {text}", flush=True)))
-            print(_told(rows[-1]), flush=True)
+            print(_line(rows[-1]), flush=True)
     main_rows = [found for found in rows if found.architecture in ARCHITECTURES]
     others = [found for found in rows if found.architecture in FURTHER]
     if options.write:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _told(found: Row) -> str:
+def _line(found: Row) -> str:
     name = f"{found.architecture.name:<18}"
     if found.error:
         return f"{name} refused: {found.error}"
@@ -53,11 +53,11 @@ def _told(found: Row) -> str:
         for precision in ("fp64", "fp32")
     }
     shares = ", ".join(f"{mode} {share.flops:.0%}" for mode, share in found.sliced.items() if mode != "random")
-    whole = ", ".join(f"{op} {share.flops:.1%}" for op, share in list(found.whole.items())[:4])
+    replicated = ", ".join(f"{op} {share.flops:.1%}" for op, share in list(found.replicated.items())[:4])
     verdict = "agrees " if found.passed else "DIFFERS"
     return (
-        f"{name} {verdict} {found.operators:>4} operators, flops sliced: {shares}; no rule: {whole or 'none'}; worst "
-        f"{worst['fp64']:.0e} / {worst['fp32']:.0e}; {found.seconds:.0f} s"
+        f"{name} {verdict} {found.operators:>4} operators, flops sliced: {shares}; no rule: {replicated or 'none'}; "
+        f"worst {worst['fp64']:.0e} / {worst['fp32']:.0e}; {found.seconds:.0f} s"
     )
 
 

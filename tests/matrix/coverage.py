@@ -15,7 +15,7 @@ from tests.matrix.runs import DROPOUT, ROUNDINGS, Precision, Run, matrix_run, ow
 from tests.matrix.zoo.architecture import Architecture
 
 LISTED = 0.03
-"""Operators that run whole for want of a rule are listed if they make more than this share of the flops."""
+"""Operators that run replicated for want of a rule are listed if they make more than this share of the flops."""
 CELLS: tuple[tuple[Mode, float], ...] = tuple((mode, dropout) for mode in MODES for dropout in (0.0, DROPOUT))
 
 
@@ -29,13 +29,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture. `sliced` by mode; `whole` are the operators without a rule, by operator name."""
+    """One architecture. `sliced` by mode; `replicated` are the operators without a rule, by operator name."""
 
     architecture: Architecture
     operators: int
     sliced: dict[Mode, Share]
     fallback: Share
-    whole: dict[str, Share]
+    replicated: dict[str, Share]
     runs: tuple[Run, ...]
     error: str
     rounding: float
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def listed(self) -> dict[str, Share]:
-        return {op: share for op, share in self.whole.items() if share.flops > LISTED}
+        return {op: share for op, share in self.replicated.items() if share.flops > LISTED}
 
 
 def row(architecture: Architecture, world: int, say: Callable[[str], None]) -> Row:
@@ -77,10 +77,10 @@ def row(architecture: Architecture, world: int, say: Callable[[str], None]) -> R
     if graph is None:
         return Row(architecture, 0, {}, Share(0, 0.0), {}, tuple(runs), runs[0].error, rounding, _since(started))
     sliced = {mode: _sliced(graph, plan) for mode, plan in plans.items()}
-    whole = _whole(graph)
-    fallback = Share(sum(s.count for s in whole.values()), sum(s.flops for s in whole.values()))
+    replicated = _replicated(graph)
+    fallback = Share(sum(s.count for s in replicated.values()), sum(s.flops for s in replicated.values()))
     count = len(graph.operators)
-    return Row(architecture, count, sliced, fallback, whole, tuple(runs), "", rounding, _since(started))
+    return Row(architecture, count, sliced, fallback, replicated, tuple(runs), "", rounding, _since(started))
 
 
 def _since(started: float) -> float:
@@ -93,7 +93,7 @@ def _sliced(graph: OperatorGraph, plan: Plan) -> Share:
     return Share(len(cut), sum(flops(graph, operator) for operator in cut) / total)
 
 
-def _whole(graph: OperatorGraph) -> dict[str, Share]:
+def _replicated(graph: OperatorGraph) -> dict[str, Share]:
     """The operators without a rule, with their shares of the flops, the greatest first."""
     total = sum(flops(graph, operator) for operator in graph.operators)
     counts: Counter[str] = Counter()
@@ -121,7 +121,7 @@ random numbers.
 
 * **sliced**: operators that the plan cuts, and their share of the flops; with `parallel.mode=data_parallel`, and with
   sharding propagation from strategies on the products with the most flops (columns and rows of the weights in turn).
-* **no rule**: operators that run whole on every rank because no rule covers them, and their share of the flops.
+* **no rule**: operators that run on replicated tensors because no rule covers them, and their share of the flops.
 * **the others** are the worst differences in double / single precision: of the loss on any rank, any gradient and any
   buffer, relative to its largest element. `random` is a random legal strategy on every operator and a random layout of
   every source. Tolerances: 1e-10 and 1e-5.
@@ -182,14 +182,14 @@ def _notes(rows: Sequence[Row]) -> str:
         if one.error:
             notes.append(f"* {name}: {one.error}")
         notes += [
-            f"* {name}: {op} ({share.count} of {one.operators} operators, {share.flops:.1%} of the flops) runs whole: "
+            f"* {name}: {op} ({share.count} of {one.operators} operators, {share.flops:.1%} of the flops), replicated: "
             f"{REASONS.get(op, 'no rule covers it')}."
             for op, share in one.listed.items()
         ]
         if one.rounding:
             notes.append(
                 f"* {name}: in single precision one device itself is {one.rounding:.0e} away from double precision; "
-                f"runs are held to {ROUNDINGS:g} times that."
+                f"runs may differ by {ROUNDINGS:g} times that."
             )
         notes += [
             f"* {name}, {run.mode}, dropout {run.dropout}, {run.precision}: {run.error or run.differences}"

@@ -1,7 +1,7 @@
 """A model that does everything in double precision, also what it asks to do in single precision.
 
 Many models compute norms and softmax in float32 by name, whatever precision they have; then no run of them agrees with
-another to 1e-10. Inside `in_double` such requests mean float64, for the eager model and for its capture alike.
+another to 1e-10. Inside `in_double` such requests mean float64, for the eager model and for its capture.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def in_double() -> Iterator[None]:
 
 @contextmanager
 def as_double() -> Iterator[None]:
-    """What is asked for in float32 inside is float64; what is made without a word about it stays as it is."""
+    """Requests for float32 inside mean float64; tensors made without a dtype keep their own."""
     with mock.patch(GROUPED, return_value=False), _Double():
         yield
 
 
 @contextmanager
 def double_by_default() -> Iterator[None]:
-    """What is made without a word about its precision is float64."""
+    """Tensors made without a dtype are float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -37,7 +37,7 @@ TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-5}
 KEY = 5
 DROPOUT = 0.1
 ROUNDINGS, MOST_ROUNDING = 3.0, 1e-4
-"""A run in single precision may differ by so many times one device's own rounding, and never by more than this."""
+"""A run in single precision may differ by this multiple of one device's rounding, and never by more than this."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _apart(subject: Subject, simulation: Simulation | Trees) -> Differences:
         simulation.backward(losses)
     loss = max(abs(loss.item() - subject.loss) / max(abs(subject.loss), 1e-30) for loss in losses)
     gradients = worst(simulation.gradients(), subject.gradients, subject.precision)
-    held = simulation.buffers()  # those that the graph needs
-    buffers = worst(held, {n: b for n, b in subject.buffers.items() if n in held}, subject.precision)
+    written = simulation.buffers()  # those that the graph needs
+    buffers = worst(written, {n: b for n, b in subject.buffers.items() if n in written}, subject.precision)
     return Differences(math.inf if math.isnan(loss) else loss, gradients, buffers)
 
 
@@ -132,7 +132,7 @@ def _gap(found: Tensor, expected: Tensor, noise: float, precision: Precision) ->
 
 def own_rounding(architecture: Architecture, dropout: float, seed: int = 0) -> float:
     """How far one device's gradients in single precision are from the same in double precision, with either set of
-    torch's kernels: what no other order of additions can be held to."""
+    torch's kernels: which no other order of additions can reproduce."""
     torch.manual_seed(seed)
     net, batch = architecture.build(dropout)
     with as_double():
@@ -175,17 +175,17 @@ class Run:
         return self.differences is not None and self.differences.worst <= self.allowed
 
     def widened(self, rounding: float) -> Run:
-        """The run, held to a few times one device's own rounding, if that is above the tolerance."""
+        """The run, compared within a few times one device's rounding, if that is above the tolerance."""
         return replace(self, allowed=max(self.allowed, min(ROUNDINGS * rounding, MOST_ROUNDING)))
 
 
 def matrix_run(subject: Subject, mode: Mode, dropout: float, world: int = 4, seed: int = 0, kinds: Kinds = BOTH) -> Run:
-    """Plan and run one cell; what the planner or the program raises is told in it."""
+    """Plan and run one cell; its row has what the planner or the program raises."""
     started, plan = time.process_time(), None
     try:
         plan = plan_for(subject.graph, mode, world, seed)
         differences, error = run(subject, plan, kinds), ""
-    except Exception as problem:  # the table tells it, and the run counts as failed
+    except Exception as problem:  # the table shows it, and the run counts as failed
         differences, error = None, f"{type(problem).__name__}: {str(problem).splitlines()[0]}"
     seconds, allowed = time.process_time() - started, TOLERANCE[subject.precision]
     return Run(mode, dropout, subject.precision, differences, error, seconds, plan, allowed)

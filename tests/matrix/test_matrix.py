@@ -1,4 +1,4 @@
-"""The architectures against eager torch: in every run of the tests each in one way, in turn; all ways among the slow
+"""The architectures against eager torch: in every run of the tests each under one plan, in turn; all among the slow
 tests; a few on real processes."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _said(_: str) -> None:
-    """Takes the progress of `row`; the assertion that follows tells what failed."""
+    """Takes the progress of `row`; the assertion that follows shows the failure."""
 
 
 def test_there_are_32() -> None:
@@ -60,7 +60,7 @@ def test_there_are_32() -> None:
 
 @pytest.mark.parametrize("turn", range(len(ARCHITECTURES)), ids=lambda turn: ARCHITECTURES[turn].name)
 def test_one_way_each(turn: int) -> None:
-    """Architecture by architecture the next of the twelve ways; every fourth runs its generated modules, too."""
+    """Architecture by architecture the next of the twelve plans; every fourth runs its generated modules, too."""
     architecture, (mode, dropout, precision) = ARCHITECTURES[turn], WAYS[turn % len(WAYS)]
     kinds = BOTH if turn % 4 == 0 else BOTH[:1]
     done = matrix_run(subject(architecture, dropout, precision), mode, dropout, kinds=kinds)
@@ -93,7 +93,7 @@ def test_every_way(name: str) -> None:
 
 
 FALLS_BACK: frozenset[str] = frozenset()
-"""Architectures that docs/coverage.md lists with an operator that runs whole."""
+"""Architectures that docs/coverage.md lists with an operator that runs on replicated tensors."""
 
 
 @pytest.mark.slow

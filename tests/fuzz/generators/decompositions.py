@@ -1,4 +1,4 @@
-"""Linear algebra on matrices that are far from singular and whose eigenvalues lie apart."""
+"""Linear algebra on matrices that are far from singular and with separate eigenvalues."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def cross(pool: Pool, op: str) -> None:
 
 @draws("cdist")
 def cdist(pool: Pool, op: str) -> None:
-    """Distances of points from points that lie elsewhere."""
+    """Distances of points from other points."""
     batch, width = pool.shape(0, 2, (1, 2, 3)), pool.rng.choice((2, 3, 4))
     near = pool.floats((*batch, pool.rng.choice((2, 3, 4, 6)), width), 0.0, 1.0)
     far = pool.floats((*batch, pool.rng.choice((2, 3, 4, 6)), width), 2.0, 3.0)

@@ -251,7 +251,7 @@ def jumping_pair(pool: Pool, op: str) -> None:
         other = pool.within(other, 0.3, 4.0)
     elif op == "nextafter":
         x, other = pool.fixed(pool.shape(), 0.0, 1.0), pool.fixed((), 2.0, 3.0)
-    else:  # quotients must lie away from integers
+    else:  # quotients must not be near integers
         other = pool.within(other, 0.5, 3.0)
         quotient = pool.values[x] / pool.values[other]
         if float((quotient - quotient.round()).abs().min()) < 1e-6:

@@ -16,7 +16,7 @@ def _complex(pool: Pool) -> Ref:
 
 
 def _shown(pool: Pool, value: Ref) -> None:
-    """As real numbers; what is only marked as conjugated is written out before."""
+    """As real numbers; values that are only marked as conjugated are resolved first."""
     pool.emit("aten.view_as_real.default", pool.emit("aten.resolve_conj.default", value))
 
 

@@ -23,10 +23,10 @@ def _regrouped(pool: Pool, shape: tuple[int, ...]) -> tuple[int, ...]:
         if pool.rng.random() < 0.1:
             sizes.append(1)
     if pool.rng.random() < 0.15:  # something that matches nowhere
-        whole = math.prod(shape)
-        divisors = [d for d in range(1, whole + 1) if whole % d == 0]
+        size = math.prod(shape)
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
         first = pool.rng.choice(divisors)
-        sizes = [first, whole // first]
+        sizes = [first, size // first]
     return tuple(sizes[:6]) if math.prod(sizes[:6]) == math.prod(shape) else (math.prod(shape),)
 
 

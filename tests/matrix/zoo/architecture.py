@@ -64,7 +64,7 @@ class Fixed(nn.Module):
 
 
 def set_dropout(config: Any, probability: float) -> None:
-    """Give every dropout of a config (and of the configs in it) this probability; whole layers are never dropped,
+    """Give every dropout of a config (and of the configs in it) this probability; complete layers are never dropped,
     because which ones would be baked into the graph."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):

@@ -49,7 +49,7 @@ def masked(name: str, prefix: str, **settings: Any) -> Architecture:
 
 
 def own_words(name: str, model: str, config: str, settings: dict[str, Any], family: str) -> Architecture:
-    """An architecture whose config has names of its own."""
+    """An architecture whose config has other names."""
     return Architecture(name, family, HuggingFace(model, config, settings, _labelled))
 
 

@@ -29,7 +29,7 @@ BUFFERS = ("max", "eval", "state_dict", '"""')
 
 
 class Inner(nn.Module):
-    """A linear layer in a child whose name is one of those of its own module."""
+    """A linear layer in a child whose name is an attribute of its module."""
 
     def __init__(self, width: int, name: str) -> None:
         super().__init__()
