@@ -11,7 +11,7 @@ from benchmarks.search import charts
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search_joint import deciding, forget
 from runner.planning.joint import choice_of
-from runner.report.layer_table import shown_seconds
+from runner.report.units import shown_seconds
 
 TITLE = "Decisions taken together"
 GOAL = 10.0

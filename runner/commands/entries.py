@@ -20,7 +20,8 @@ from runner.planning.joint import prepare_decided
 from runner.planning.prepare import Prepared
 from runner.predict import weights
 from runner.predict.predictor import predict
-from runner.report import report
+from runner.report import plan_files
+from runner.report.text import headline
 from runner.run_folder import lineage
 from runner.training import fault_injection as faults
 from runner.training.agreement import require_shared
@@ -62,8 +63,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
                 f"train.resume: {resume} has {done} steps done, and train.steps (or epochs) asks for {prepared.steps}; "
                 "ask for more.",
             )
-    capacity.check_plan(prepared, report.write_plan(prepared, rank.run_dir))
-    print(report.headline(prepared, rank.run_dir), flush=True)
+    capacity.check_plan(prepared, plan_files.write_plan(prepared, rank.run_dir))
+    print(headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
         told = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
         print(f"resume: {told}", flush=True)

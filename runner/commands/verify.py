@@ -116,7 +116,8 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.planning import capacity
     from runner.planning.joint import prepare_decided
     from runner.planning.prepare import prepare
-    from runner.report import report
+    from runner.report import plan_files
+    from runner.report.text import headline
     from runner.training.trainer import Job
 
     sharded = _changed(config, train={"random": "exact"})
@@ -130,8 +131,8 @@ def run(config: Config, run_dir: Path) -> float | None:
         ours.mkdir()
         theirs.mkdir()
         prepared = prepare_decided(sharded, folder)
-        capacity.check_plan(prepared, report.write_plan(prepared, run_dir))
-        print(report.headline(prepared, run_dir), flush=True)
+        capacity.check_plan(prepared, plan_files.write_plan(prepared, run_dir))
+        print(headline(prepared, run_dir), flush=True)
         start = partial(
             launch.run_ranks,
             "runner.training.trainer:train",

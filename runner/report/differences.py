@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runner.report.layer_table import shown_bytes, shown_seconds
 from runner.report.layers import NUMBER
+from runner.report.units import shown_bytes, shown_seconds
 
 Content = Mapping[str, Any]
 
@@ -20,18 +20,18 @@ def differences(one: Content, other: Content) -> str:
     lines = [f"mesh: {_mesh(one)}" + ("" if one["mesh"] == other["mesh"] else f"  ->  {_mesh(other)}")]
     ours, theirs = ({entry["name"]: entry for entry in content["operators"]} for content in (one, other))
     alone = {"first": [name for name in ours if name not in theirs], "second": [n for n in theirs if n not in ours]}
-    lines += [f"only in the {which}: {', '.join(_folded(names))}" for which, names in alone.items() if names]
+    lines += [f"only in the {which}: {', '.join(_patterns(names))}" for which, names in alone.items() if names]
     both = [name for name in ours if name in theirs]
-    told = _by_layout if one["mesh"] == other["mesh"] else _by_slices
+    described = _by_layout if one["mesh"] == other["mesh"] else _by_slices
     changed: dict[tuple[str, str, str], int] = {}
     for name in both:
-        before, after = told(ours[name]), told(theirs[name])
+        before, after = described(ours[name]), described(theirs[name])
         if before != after:
             key = (_pattern(name), before, after)
             changed[key] = changed.get(key, 0) + 1
     count = sum(changed.values())
-    told_count = f"{count} of {len(both)} are sliced otherwise" if count else f"all {len(both)} are sliced alike"
-    lines.append(f"operators: {told_count}")
+    summary = f"{count} of {len(both)} have other layouts" if count else f"all {len(both)} have equal layouts"
+    lines.append(f"operators: {summary}")
     for (name, before, after), number in changed.items():
         times = f" (x {number})" if number > 1 else ""
         lines += [f"  {name}{times}", f"    first   {before.strip()}", f"    second  {after.strip()}"]
@@ -56,7 +56,7 @@ def _amounts(
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers by dotted name; texts are left out."""
+    """Numbers by dotted name; strings are left out."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -85,5 +85,5 @@ def _pattern(name: str) -> str:
     return ".".join("*" + at + number if NUMBER.fullmatch(word) else word + at + number for word, at, number in words)
 
 
-def _folded(names: Sequence[str]) -> list[str]:
+def _patterns(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(map(_pattern, names)))

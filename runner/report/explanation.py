@@ -1,48 +1,67 @@
-"""Why an operator is sliced as it is: who chose, what it costs with all that is sent around it, and the next best."""
+"""Why an operator has its strategy: who chose, what it costs with what is sent around it, and the runner-up; and which
+slices of a tensor the ranks have."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.planning.clusters import cluster_of
+from runner.planning.lowering import pipeline_groups
 from runner.planning.prepare import Prepared
-from runner.report.layer_table import shown_bytes, shown_seconds
 from runner.report.layers import layer_of
+from runner.report.table import text_table
+from runner.report.units import shown_bytes, shown_seconds
 from strategies.core.addressing import addresses, matches
 from strategies.core.errors import closest
-from strategies.core.graph import Operator
+from strategies.core.graph import Operator, OperatorGraph, TensorSpec
+from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL, ReshardingPath
 from strategies.planner.alternatives import Alternative, Neighbourhood
+from strategies.rules import rule_of
 
 REASONS = {
     "data_parallel": "in a module of parallel.set_data_parallel",
     "propagated": "propagated: of the strategies on the most devices, the least redistribution to the neighbours that "
-    "were decided before it",
+    "were assigned before it",
     "default": "not configured and not reached by the search: the batch over as many devices as divide it",
-    "no rule": "its kind has no sharding rule, so every rank computes it whole",
+    "no rule": "its kind has no sharding rule, so it is replicated on every rank",
 }
 
 
 def explanations(prepared: Prepared, pattern: str) -> str:
-    """A paragraph per operator that `pattern` (globs per segment, as in parallel.strategies) means; operators of which
-    the same is to be said share one. Raises ConfigError for a pattern that means none."""
+    """Why operators have their strategies.
+
+    Args:
+        prepared: with a plan.
+        pattern: globs per segment, as in parallel.strategies.
+
+    Returns:
+        A paragraph per operator; operators with the same explanation share one.
+
+    Raises:
+        ConfigError: the pattern matches no operator.
+    """
     assert prepared.graph is not None and prepared.plan is not None
     cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
-    told: dict[tuple[str, ...], list[Operator]] = {}
+    paragraphs: dict[tuple[str, ...], list[Operator]] = {}
     parts = [(stage.graph, stage.plan) for stage in prepared.stages] or [(prepared.graph, prepared.plan)]
     for graph, plan in parts:
         for operator in graph.operators:
             if matches(pattern, operator) is not None:
                 stage, config = prepared.config.parallel.zero.known, prepared.config
                 around = Neighbourhood(graph, plan, operator, cluster, stage, config.parts)
-                told.setdefault(tuple(_lines(around, config)), []).append(operator)
-    if not told:
+                paragraphs.setdefault(tuple(_lines(around, config)), []).append(operator)
+    if not paragraphs:
         names = [name for operator in prepared.graph.operators for name in (operator.name, *addresses(operator))]
         hint = next(filter(None, (_around_it(pattern, name) for name in names)), None)
-        told_hint = closest(pattern, names) if hint is None else f" Did you mean '{hint}'?"
-        raise ConfigError("MW211", f"explain.operator = {pattern!r} matches no operator of the model.{told_hint}")
-    return "\n\n".join("\n".join((_heading(operators), *lines)) for lines, operators in told.items())
+        suggestion = closest(pattern, names) if hint is None else f" Did you mean '{hint}'?"
+        raise ConfigError("MW211", f"explain.operator = {pattern!r} matches no operator of the model.{suggestion}")
+    return "\n\n".join("\n".join((_heading(operators), *lines)) for lines, operators in paragraphs.items())
 
 
 def _around_it(pattern: str, name: str) -> str | None:
@@ -84,9 +103,9 @@ def _lines(around: Neighbourhood, config: Config) -> list[str]:
     lines.append(f"  {title:<9}  {_layouts(best)}")
     lines.append(f"             takes {word}: {_price(best)}")
     if memory:
-        lines.append(f"             holds {shown_bytes(abs(memory))} {'more' if memory > 0 else 'less'} per rank")
+        lines.append(f"             keeps {shown_bytes(abs(memory))} {'more' if memory > 0 else 'less'} per rank")
     if difference < 0:
-        lines.append("             (with its neighbours as they are; changed together they may cost less still)")
+        lines.append("             (with its neighbours unchanged; changed together they may cost less still)")
     return [*lines, f"  legal      {len(others) + 1} strategies on this mesh"]
 
 
@@ -104,8 +123,8 @@ def _layouts(one: Alternative) -> str:
 
 def _price(one: Alternative) -> str:
     parts = {"compute": one.compute, "redistributions": one.communication, "gradients": one.gradients}
-    told = ", ".join(f"{name} {shown_seconds(seconds)}" for name, seconds in parts.items())
-    return f"{shown_seconds(one.seconds)} per step: {told}"
+    by_part = ", ".join(f"{name} {shown_seconds(seconds)}" for name, seconds in parts.items())
+    return f"{shown_seconds(one.seconds)} per step: {by_part}"
 
 
 def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
@@ -122,3 +141,83 @@ def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
                 size = "" if step.kind in LOCAL else f", {shown_bytes(sent)} sent per rank"
                 lines.append(f"{what}, {way}: {step}{size}")
     return lines
+
+
+# Slices
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """`names` are all that address it; `stage` is None without a pipeline."""
+
+    name: str
+    kind: str
+    spec: TensorSpec
+    layout: Layout
+    names: tuple[str, ...]
+    stage: int | None
+
+
+def slices(prepared: Prepared, pattern: str) -> str:
+    """A table per tensor: for every rank the start and stop of its slice of each dim, and the axes over which it is
+    partial.
+
+    Args:
+        prepared: with a plan.
+        pattern: the name of a parameter, buffer, batch entry or operator, or globs.
+
+    Raises:
+        ConfigError: the pattern matches no tensor.
+    """
+    assert prepared.graph is not None and prepared.plan is not None
+    tensors: list[_Tensor] = []
+    for stage in prepared.stages:
+        tensors += _tensors(stage.graph, stage.plan, stage.number)
+    if not prepared.stages:
+        tensors += _tensors(prepared.graph, prepared.plan, None)
+    chosen = [tensor for tensor in tensors if any(fnmatchcase(name, pattern) for name in tensor.names)]
+    if not chosen:
+        names = [name for tensor in tensors for name in tensor.names]
+        raise ConfigError(
+            "MW211",
+            f"explain.slices = {pattern!r} is no parameter, buffer, batch entry or operator of the model."
+            f"{closest(pattern, names)}",
+        )
+    mesh, zero = prepared.plan.mesh, prepared.config.parallel.zero.known
+    lines = [f"mesh {' '.join(f'{axis} {size}' for axis, size in mesh.axes)}; slices are start:stop"]
+    if zero == 3 and any(tensor.kind == "parameter" for tensor in chosen):
+        lines.append("ZeRO stage 3 divides what is shown of a parameter among its replicas")
+    return "\n\n".join(["\n".join(lines), *(_table(prepared, tensor) for tensor in chosen)])
+
+
+def _tensors(graph: OperatorGraph, plan: Plan, stage: int | None) -> Iterator[_Tensor]:
+    for source in graph.sources:
+        if source.kind == "input":
+            if source.name in plan.inputs:
+                layout, known = plan.inputs[source.name], (source.name, f"input.{source.name}")
+                yield _Tensor(source.name, "entry of a micro-batch", source.spec, layout, known, stage)
+        elif source.name in plan.tensors:
+            yield _Tensor(source.name, source.kind, source.spec, plan.tensors[source.name], (source.name,), stage)
+    for operator in graph.operators:
+        planned = plan.operators[operator.name]
+        layouts = planned.outputs or rule_of(operator, graph).result_layouts(planned.assignment)
+        number = operator.name.partition("@")[2]
+        names = tuple(dict.fromkeys((operator.name, *addresses(operator))))
+        names += tuple(f"{name}@{number}" for name in names if number and "@" not in name)
+        for index, (spec, layout) in enumerate(zip(operator.results, layouts, strict=True)):
+            several = f" {index}" if len(operator.results) > 1 else ""
+            yield _Tensor(operator.name, f"result{several} of {operator.where}", spec, layout, names, stage)
+
+
+def _table(prepared: Prepared, tensor: _Tensor) -> str:
+    assert prepared.plan is not None
+    mesh, shape = prepared.plan.mesh, tensor.spec.shape
+    first = 0 if tensor.stage is None else tensor.stage % pipeline_groups(prepared.config) * mesh.size
+    stage = "" if tensor.stage is None else f", stage {tensor.stage}"
+    partial = " ".join(mesh.sorted(tensor.layout.partial)) or "-"
+    rows = [("rank", *(f"dim {dim}" for dim in range(len(shape))), "partial over")]
+    for rank in range(mesh.size):
+        block = tensor.layout.block(shape, mesh, rank)
+        rows.append((str(first + rank), *(f"{start}:{stop}" for start, stop in block), partial))
+    title = f"{tensor.name} {list(shape)} {tensor.spec.dtype}, {tensor.kind}{stage}"
+    return "\n".join([title, *(f"  {line}" for line in text_table(rows).split("\n"))])

@@ -1,6 +1,6 @@
-"""A plan's operators as layers: repeated layers that are sliced alike are one kind, told once.
+"""A plan's operators as layers: repeated layers with equal layouts are one kind, shown once.
 
-Read from the content of plan.json alone. A layer is a module in a list (`layers.3`), the outermost one around an
+Made from the content of plan.json alone. A layer is a module in a list (`layers.3`), the outermost one around an
 operator; outside of lists it is the outermost module. Invariant: every operator is in exactly one kind.
 """
 
@@ -51,15 +51,15 @@ class Row:
         return sums(self.members)
 
     @property
-    def telling(self) -> bool:
-        """Whether it holds parameters or sends anything, so that its slices matter to a reader."""
-        found = self.sums()
-        return found.parameters > 0 or found.sent > 0
+    def matters(self) -> bool:
+        """Whether it has parameters or communicates, so that a reader wants to know its layouts."""
+        total = self.sums()
+        return total.parameters > 0 or total.sent > 0
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of some operators: seconds by part, bytes sent per step, bytes of parameters and results per rank."""
+    """Sums over operators: seconds by part, bytes sent per step, bytes of parameters and results per rank."""
 
     forward: float
     backward: float
@@ -79,7 +79,7 @@ class Sums:
 
 
 def sums(entries: Any) -> Sums:
-    """The sums over entries of plan.json."""
+    """The sums over operators of plan.json."""
     costs = [entry["predicted"] for entry in entries]
     seconds = (sum(cost[part] for cost in costs) for part in SECONDS)
     return Sums(*seconds, *(sum(cost[part] for cost in costs) for part in ("sent", "parameters", "results")))
@@ -90,12 +90,12 @@ def kinds(operators: Sequence[Entry]) -> list[Kind]:
     layers: dict[str, list[Entry]] = {}
     for entry in operators:
         layers.setdefault(layer_of(entry["module"], entry["name"]), []).append(entry)
-    alike: dict[tuple[Any, ...], list[str]] = {}
+    classes: dict[tuple[Any, ...], list[str]] = {}
     for layer, members in layers.items():
         base, _, last = layer.rpartition(".")
         pattern = base if NUMBER.fullmatch(last) else layer
-        alike.setdefault((pattern, *map(_signature, members)), []).append(layer)
-    return [Kind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in alike.values()]
+        classes.setdefault((pattern, *map(_signature, members)), []).append(layer)
+    return [Kind(_together(names), tuple(tuple(layers[name]) for name in names)) for names in classes.values()]
 
 
 def layer_of(module: str, name: str) -> str:
@@ -117,8 +117,8 @@ def relative(entry: Entry) -> str:
 
 
 def _signature(entry: Entry) -> tuple[Any, ...]:
-    told = (entry[key] for key in ("shapes", "in_strategy", "out_strategy", "in_layouts", "out_layouts"))
-    return (relative(entry), entry["op"], entry.get("stage"), *map(repr, told))
+    decisive = (entry[key] for key in ("shapes", "in_strategy", "out_strategy", "in_layouts", "out_layouts"))
+    return (relative(entry), entry["op"], entry.get("stage"), *map(repr, decisive))
 
 
 def _together(names: Sequence[str]) -> str:
@@ -132,5 +132,5 @@ def _together(names: Sequence[str]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    told = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{base}.[{told}]" if base else f"[{told}]"
+    shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{base}.[{shown}]" if base else f"[{shown}]"

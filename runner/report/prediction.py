@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from runner.report.layer_table import CALLS
+from runner.report.text import CALLS
 from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan

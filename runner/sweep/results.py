@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.report.page.markup import element
-from runner.report.page.shell import section, shell
+from runner.report.html import render
+from runner.report.table import text_table
+from runner.report.units import shown_path
 from runner.run_folder.lock import SWEEP, Occupant, leave, occupy
 from runner.sweep.job import STARTED, Job, jobs
-from runner.sweep.pictures import bars, curves
+from runner.sweep.pictures import WIDTH, bars, curves
 
 TABLE, PAGE = "results.csv", "report.html"
 VALUES = {
@@ -57,19 +58,21 @@ class Sweep:
             leave(self.folder)
 
     def _results(self) -> bool:
-        found = jobs(self.folder)
-        if not found:
+        all_jobs = jobs(self.folder)
+        if not all_jobs:
             return True
-        rows = table([job for _, job in found], [folder.relative_to(self.folder) for folder, _ in found])
+        rows = table([job for _, job in all_jobs], [folder.relative_to(self.folder) for folder, _ in all_jobs])
         with (self.folder / TABLE).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
-        (self.folder / PAGE).write_text(page(self.folder, rows, found), encoding="utf-8")
+        (self.folder / PAGE).write_text(page(self.folder, rows, all_jobs), encoding="utf-8")
         print(printed(rows))
-        here = Path.cwd()
-        shown = self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
-        mine = [job.status for _, job in found if job.sweep == self.mark]
+        mine = [job.status for _, job in all_jobs if job.sweep == self.mark]
         done, count = mine.count("done"), self.count or len(mine)
-        print(f"sweep: {done} of {count} jobs done; results in {shown / TABLE} and {shown / PAGE}", flush=True)
+        print(
+            f"sweep: {done} of {count} jobs done; results in {shown_path(self.folder / TABLE)} and "
+            f"{shown_path(self.folder / PAGE)}",
+            flush=True,
+        )
         return done == count
 
 
@@ -79,17 +82,17 @@ def mark_of(folder: Path) -> str:
     return mark
 
 
-def table(found: Sequence[Job], folders: Sequence[Path]) -> list[list[str]]:
+def table(all_jobs: Sequence[Job], folders: Sequence[Path]) -> list[list[str]]:
     """A heading, and a line per job: what was varied, what came of it, and why it failed."""
-    given = [dict(_pair(override) for override in job.overrides) for job in found]
+    given = [dict(_pair(override) for override in job.overrides) for job in all_jobs]
     keys = [
         key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1
     ]
-    names = list(dict.fromkeys(name for job in found for name in job.evaluation or {}))
-    values = sorted({VALUES.get(job.verb, "value") for job in found})
+    names = list(dict.fromkeys(name for job in all_jobs for name in job.evaluation or {}))
+    values = sorted({VALUES.get(job.verb, "value") for job in all_jobs})
     tests = [f"test {name}" for name in names]
     rows = [["job", "folder", "status", *keys, *values, *tests, "seconds", "error"]]
-    for job, folder, overrides in zip(found, folders, given, strict=True):
+    for job, folder, overrides in zip(all_jobs, folders, given, strict=True):
         own = {VALUES.get(job.verb, "value"): job.value}
         numbers = [own.get(name) for name in values] + [(job.evaluation or {}).get(name) for name in names]
         status = "unfinished" if job.status == "running" else job.status
@@ -107,23 +110,21 @@ def table(found: Sequence[Job], folders: Sequence[Path]) -> list[list[str]]:
 
 def printed(rows: Sequence[Sequence[str]]) -> str:
     """The table as text in columns; long errors are cut."""
-    short = [[*row[:-1], row[-1] if len(row[-1]) <= ERROR else f"{row[-1][: ERROR - 3]}..."] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*short, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in short)
+    return text_table([[*row[:-1], row[-1] if len(row[-1]) <= ERROR else f"{row[-1][: ERROR - 3]}..."] for row in rows])
 
 
-def page(folder: Path, rows: Sequence[Sequence[str]], found: Sequence[tuple[Path, Job]]) -> str:
+def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[Path, Job]]) -> str:
     """The report of a sweep."""
-    titles = [_title(job, rows[0]) for _, job in found]
-    lines = [element("tr", *(element("th" if row is rows[0] else "td", cell) for cell in row)) for row in rows]
-    pictures = curves(dict(zip(titles, (place for place, _ in found), strict=True)))
-    values = {title: job.value for title, (_, job) in zip(titles, found, strict=True) if job.value is not None}
-    return shell(
-        f"Sweep {folder.name}",
-        element("h1", f"Sweep {folder.name}"),
-        *([section("Loss by step", pictures)] if pictures else []),
-        *([section(f"Results: {VALUES.get(found[0][1].verb, 'value')}", bars(values))] if values else []),
-        section("Jobs", element("div", element("table", *lines), class_="wide")),
+    titles = [_title(job, rows[0]) for _, job in all_jobs]
+    values = {title: job.value for title, (_, job) in zip(titles, all_jobs, strict=True) if job.value is not None}
+    return render(
+        "sweep.html",
+        name=folder.name,
+        rows=rows,
+        curves=curves(dict(zip(titles, (place for place, _ in all_jobs), strict=True))),
+        value=VALUES.get(all_jobs[0][1].verb, "value"),
+        bars=bars(values),
+        bars_width=1.5 * WIDTH,
     )
 
 

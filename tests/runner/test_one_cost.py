@@ -12,7 +12,8 @@ from small import SMALL
 from runner.cli import recipes
 from runner.errors import ConfigError
 from runner.planning.joint import prepare_decided
-from runner.report import report
+from runner.report import plan_files
+from runner.report.text import headline
 from strategies.core.errors import StrategyError
 from strategies.core.request import SEARCHES
 
@@ -27,8 +28,8 @@ def told(tmp_path: Any, *words: str) -> dict[str, Any]:
     """The content of plan.json."""
     config = compose_config("job=plan", *words)
     prepared = prepare_decided(config, None, say=lambda line: None)
-    content = report.write_plan(prepared, tmp_path)
-    assert content is not None and report.headline(prepared, tmp_path)
+    content = plan_files.write_plan(prepared, tmp_path)
+    assert content is not None and headline(prepared, tmp_path)
     return content
 
 

@@ -9,7 +9,7 @@ from small import MODES, SMALL
 
 from runner.errors import ConfigError, RunFailed
 from runner.planning import prepare
-from runner.report.report import PARTS
+from runner.report.text import MEMORY as PARTS
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.rules.registry import RULES

@@ -36,7 +36,7 @@ def test_two_plans_on_one_mesh(command, plans):
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0] == "mesh: dp 2 x tp 4"
-    assert lines[1] == "operators: 17 of 53 are sliced otherwise"
+    assert lines[1] == "operators: 17 of 53 have other layouts"
     at = lines.index("  layers.*.attention_norm (x 2)")
     assert lines[at + 1 : at + 3] == [
         "    first   (dp, -, -) (-) (-) -> (dp, -, -)",
@@ -64,7 +64,7 @@ def test_two_meshes_are_compared_by_slices(plans):
 def test_a_plan_does_not_differ_from_itself(plans):
     own = content(plans["gpt"])
     text = differences(own, own)
-    assert f"operators: all {len(own['operators'])} are sliced alike" in text and "->" not in text
+    assert f"operators: all {len(own['operators'])} have equal layouts" in text and "->" not in text
 
 
 def test_operators_of_one_plan_only(start, plans):

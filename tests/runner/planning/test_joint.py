@@ -185,7 +185,7 @@ def test_the_cache_remembers_the_decision(start, tmp_path, capsys):
     words = (*DATA, f"parallel.plan_cache={tmp_path / 'cache'}")
     first, again = (start(*words, verb="plan", folder=folder) for folder in ("first", "again"))
     assert again.plan["search"] == first.plan["search"] | {"loaded_from": "the plan cache"}
-    assert "decided: ZeRO " in capsys.readouterr().out
+    assert "jointly optimised: ZeRO " in capsys.readouterr().out
     other = start(*words, "parallel.zero.stage=1", verb="plan", folder="other")
     assert other.plan["search"]["decided"]["zero"] == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.report.decision_table import decision_rows, decision_table
+from runner.report.text import decision_rows, decision_table
 
 GPT = (
     *("+recipe=gpt", "parallel=data_parallel", "parallel.mesh=null", "~parallel.strategies", "+parallel.strategies={}"),
@@ -26,8 +26,8 @@ def test_every_key_has_both_values():
         ("parallel.recompute", "none", "full in 2 layers, the first of every stage"),
         ("seconds per step", "2.00 ms", "2.10 ms, 5.00% more"),
     ]
-    assert decision_table(TOLD).endswith("3 choices priced, 4 left out because their bounds are no better, 1 too large "
-                                         "for the memory of a rank, 0 without a plan")  # fmt: skip
+    assert decision_table(TOLD).endswith("3 choices evaluated, 4 pruned because their bounds are no better, 1 too "
+                                         "large for the memory of a rank, 0 without a plan")  # fmt: skip
 
 
 def test_without_a_runner_up_there_is_only_what_was_chosen():
@@ -38,7 +38,7 @@ def test_explain_and_the_report_tell_it(start, capsys):
     words = ("parallel.zero.stage=auto", "parallel.recompute=auto", "parallel.memory_limit=3MB")
     ended = start(*GPT, *words, verb="explain")
     said, decided = capsys.readouterr().out, ended.plan["search"]["decided"]
-    assert "auto decided" in said and "runner-up" in said
+    assert "jointly optimised" in said and "runner-up" in said
     shown = (ended.folder / "report.html").read_text(encoding="utf-8")
     for row in decision_rows(decided):
         assert all(cell in said for cell in row), row

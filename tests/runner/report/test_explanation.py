@@ -28,7 +28,7 @@ def test_a_propagated_operator_and_its_runner_up(start, capsys):
     out = told(start, capsys, "+recipe=quickstart", "explain.operator=relu")
     assert "  why        propagated: " in out
     assert "  runner-up  (d0, -) -> (d0, -)\n             takes " in out and ") more: " in out
-    assert "             holds 384 B more per rank" in out
+    assert "             keeps 384 B more per rank" in out
     assert "  legal      9 strategies on this mesh" in out
 
 
@@ -46,7 +46,7 @@ def test_equal_layers_share_a_paragraph(start, capsys):
 def test_operators_that_no_one_chose(start, capsys):
     options = (*SMALL, *MODES["data_parallel"], "model.target=networks.Renormed")
     out = told(start, capsys, *options, "explain.operator=renorm")
-    assert "  why        its kind has no sharding rule, so every rank computes it whole" in out
+    assert "  why        its kind has no sharding rule, so it is replicated on every rank" in out
     assert "  runner-up  none: no other strategy is legal on this mesh" in out
     assert "  why        not configured and not reached" in told(start, capsys, *options, "explain.operator=inner")
 
@@ -55,7 +55,7 @@ def test_a_cheaper_neighbour_is_told(start, capsys):
     strategies = "parallel.strategies={inner.matmul: [[4,1],[1,1]], outer.matmul: [[1,4],[4,1]]}"
     out = told(start, capsys, *SMALL, "parallel=semi_auto", strategies, "explain.operator=outer")
     assert "  cheaper    (d0, -) (-, -) (-) -> (d0, -)\n             takes " in out and ") less: " in out
-    assert "(with its neighbours as they are; changed together they may cost less still)" in out
+    assert "(with its neighbours unchanged; changed together they may cost less still)" in out
 
 
 def test_operators_of_a_pipelines_stage(start, capsys):

@@ -82,4 +82,4 @@ def test_the_layer_of_an_operator(module: str, name: str, layer: str, below: str
 def test_an_operator_tells_if_it_holds_or_sends() -> None:
     quiet = {"predicted": entry("a")["predicted"] | {"sent": 0, "parameters": 0}}
     (first, second) = kinds([entry("a", "a"), entry("b", "b") | quiet])
-    assert first.rows()[0].telling and not second.rows()[0].telling
+    assert first.rows()[0].matters and not second.rows()[0].matters

@@ -15,10 +15,9 @@ import pytest
 from composing import compose_config
 
 from runner.commands import plan as planning
+from runner.report.drawings import bar, gauge, layer_drawing, mesh_drawing
 from runner.report.layers import kinds
-from runner.report.page.document import page
-from runner.report.page.markup import Markup, element, joined
-from runner.report.page.pictures import bar, gauge, layer_picture, mesh_picture
+from runner.report.page import plan_page
 
 VOID = {"meta", "br"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "firefox")
@@ -93,7 +92,7 @@ def test_the_report_of_a_plan(folder, content):
         "attention.q_proj",
         "(dp, -, -) (tp, -) (tp) -> (dp, -, tp)",
         ": 4 ranks across, over the gpu link",
-        "is the limit that binds",
+        "is the bottleneck",
         "by what limits it",
         "operator calls ",
         "results of operators, of a rank",
@@ -114,15 +113,15 @@ def test_the_size_does_not_grow_with_the_depth(content):
     for number in range(2, 60):
         text = json.dumps(layers).replace("layers.1", f"layers.{number}")
         deeper["operators"] += json.loads(text)
-    text = page(deeper, "deep")
+    text = plan_page(deeper, "deep")
     assert "layers.[0-59] x 60" in text
-    assert len(text) < 1.1 * len(page(content, "deep"))
+    assert len(text) < 1.1 * len(plan_page(content, "deep"))
     check(text)
 
 
 def test_names_cannot_break_out(content):
     hostile = json.loads(json.dumps(content).replace("attention.q_proj", "<script>alert(1)</script>&amp;'"))
-    parsed = check(page(hostile, '"><b>'))
+    parsed = check(plan_page(hostile, '"><b>'))
     assert any("<script>alert(1)</script>&amp;'" in text for text in parsed.texts)
     assert parsed.texts.count('"><b>') == 1
 
@@ -130,7 +129,7 @@ def test_names_cannot_break_out(content):
 def test_a_plan_that_does_not_fit_says_so(content):
     other = json.loads(json.dumps(content))
     other["prediction"] |= {"memory_limit": 1000, "binding": "memory", "shrunk": {"parallel.zero.stage=3": 900}}
-    told = " ".join(check(page(other, "small")).texts)
+    told = " ".join(check(plan_page(other, "small")).texts)
     assert "; parallel.zero.stage=3 would need 900 B and fit" in told and "of 1000 B are needed at once" in told
 
 
@@ -152,44 +151,41 @@ def test_a_pipeline_has_a_report(start):
     ],
 )
 def test_the_mesh_is_drawn_as_far_as_it_fits(mesh, cells):
-    parsed = Strict(mesh_picture(mesh))
-    ranks = [int(text) for text in parsed.texts if text.isdigit()]
-    assert len(ranks) == parsed.seen["rect"] == cells
+    drawing = mesh_drawing(mesh)
+    ranks = [cell.rank for cell in drawing.cells]
+    assert len(ranks) == len({(cell.x, cell.y) for cell in drawing.cells}) == cells
     assert sorted(set(ranks)) == ranks and max(ranks) < math.prod(mesh.values())
-    left_out = math.prod(mesh.values()) - cells
-    assert (f"{left_out} more ranks are not drawn." in parsed.texts) == bool(left_out)
+    assert drawing.omitted == math.prod(mesh.values()) - cells
+    assert all(0 <= cell.x < drawing.width and 0 <= cell.y < drawing.height for cell in drawing.cells)
 
 
-def widths(picture):
-    return [float(value) for name, value in Strict(picture).attributes if name == "width"][1:]
+def test_ranks_that_are_not_drawn_are_counted(content):
+    other = json.loads(json.dumps(content)) | {"mesh": {"dp": 512}}
+    other["prediction"] |= {"axes": {"dp": "node"}, "ranks": 512}
+    assert "504 more ranks are not drawn." in check(plan_page(other, "large")).texts
 
 
 def test_a_bar_is_to_scale():
-    drawn = widths(bar({"a": (3.0, "3 s"), "none": (0.0, "0 s"), "b": (1.0, "1 s")}, title="t"))
-    assert drawn == [720.0, 240.0]
+    segments = bar({"a": 3.0, "none": 0.0, "b": 1.0}, str)
+    assert [(one.name, one.text, one.x, one.width, one.share) for one in segments] == [
+        ("a", "3.0", 0.0, 720.0, 0.75),
+        ("b", "1.0", 720.0, 240.0, 0.25),
+    ]
 
 
 def test_a_gauge_marks_what_is_too_much():
-    assert widths(gauge(25.0, 100.0, "t")) == [960.0, 240.0]
-    assert widths(gauge(200.0, 100.0, "t")) == [480.0, 480.0, 480.0]
+    below, above = gauge(25.0, 100.0), gauge(200.0, 100.0)
+    assert (below.limit, below.used, below.beyond) == (960.0, 240.0, 0.0)
+    assert (above.limit, above.used, above.beyond) == (480.0, 480.0, 480.0)
 
 
 def test_edges_over_which_something_is_sent_are_marked(content):
     (layers,) = [kind for kind in kinds(content["operators"]) if kind.count == 2]
-    parsed = Strict(layer_picture(layers, list(content["mesh"])))
-    titles = [text for text in parsed.texts if ": all_reduce over tp, " in text]
-    sent = [value for name, value in parsed.attributes if (name, value) == ("class", "sent")]
-    assert len(sent) == len(titles) == 4  # two in forward, two in backward
-    assert any(text.startswith("operand, backward: all_reduce") for text in titles)
-
-
-def test_text_is_escaped_and_markup_is_not():
-    assert (
-        element("p", "a<b", Markup("<i>x</i>"), None, class_="k&m", data_x=None)
-        == '<p class="k&amp;m">a&lt;b<i>x</i></p>'
-    )
-    assert joined("<", element("br")) == "&lt;<br>"
-    assert element("rect", x=1, stroke_width=2) == '<rect x="1" stroke-width="2"/>'
+    sent = [edge.sent for edge in layer_drawing(layers, list(content["mesh"])).edges if edge.sent]
+    assert len(sent) == len([text for text in sent if ": all_reduce over tp, " in text]) == 4  # two in forward
+    assert any(text.startswith("operand, backward: all_reduce") for text in sent)
+    parsed = Strict(plan_page(content, "t"))
+    assert parsed.attributes.count(("class", "sent")) >= 4 and set(sent) <= set(parsed.texts)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a plan promises: speed, the limit that binds, and what would help; on machines that are only described."""
+"""What a plan promises: speed, the bottleneck, and what would help; on machines that are only described."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from composing import compose_config
 from small import MODES, SMALL
 
 from runner.planning.clusters import described, shipped
-from runner.report.layer_table import layer_table, promise, shown_bytes, shown_rate, shown_seconds, shown_share
 from runner.report.prediction import doubled
+from runner.report.text import layer_table, prediction_lines
+from runner.report.units import shown_bytes, shown_rate, shown_seconds, shown_share
 
 LLAMA = "model.args={vocabulary: 4096, length: 512, width: 1024, layers: 4, heads: 8, kv_heads: 4, hidden: 4096}"
 NOTHING = tuple(f"parallel.{key}" for key in ("mesh=null", "strategies=null", "dataset_strategy=data_parallel"))
@@ -90,7 +91,7 @@ def test_slow_links_bind_and_faster_ones_help(start, capsys):
     assert max(told["speedups"], key=told["speedups"].get) == "gpu link"
     assert 1.5 < told["speedups"]["gpu link"] < 2
     out = capsys.readouterr().out
-    assert "limit that binds: gpu link" in out and "next better: a gpu link twice as fast 1." in out
+    assert "bottleneck: gpu link" in out and "next better: a gpu link twice as fast 1." in out
 
 
 def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
@@ -101,9 +102,7 @@ def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(st
     assert told["binding"] == "operator calls"
     assert told["shares"]["operator calls"] > 100 * (told["shares"]["flops"] + told["shares"]["memory bandwidth"])
     assert told["speedups"]["operator calls"] > 1.5
-    assert re.search(
-        r"next better: calls that begin in half the time [12]\.\d\d times as fast", capsys.readouterr().out
-    )
+    assert re.search(r"next better: launching calls in half the time [12]\.\d\d times as fast", capsys.readouterr().out)
 
 
 def test_ranks_that_are_of_no_use_are_told(start, capsys):
@@ -144,7 +143,7 @@ def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
     assert "x 4" in next(line for line in lines if line.startswith("layers"))
     assert any(line.startswith("  attention.q_proj ") and "(tp, -)" in line for line in lines)
     out = capsys.readouterr().out
-    assert layer_table(plan) in out and promise(plan) in out
+    assert layer_table(plan) in out and prediction_lines(plan) in out
 
 
 def test_plans_without_words_have_no_tokens(start):

@@ -20,7 +20,7 @@ def test_metrics_of_a_run(start, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("networks.Classifier: parallel.mode=auto, 4 ranks on cpu, run folder ")
     assert lines[1].startswith("plan: mesh ")
-    assert lines[2].startswith("propagation: followed step by step, ")
+    assert lines[2].startswith("propagation: ")
     assert lines[3].startswith("first step after ")
     told = [line.partition("  ")[0] for line in lines[4:-1]]
     assert told == ["step 2/6", "step 4/6", "step 4/6", "step 6/6", "step 6/6"]
@@ -78,7 +78,7 @@ def test_explain_names_operators_without_a_rule(start, capsys):
     start(*SMALL, *MODES["data_parallel"], "model.target=networks.Renormed", verb="explain")
     out = capsys.readouterr().out
     assert "no sharding rule for renorm (renorm, " in out
-    assert "every rank computes these whole" in out
+    assert "replicated on every rank" in out
 
 
 def test_modes_without_a_plan_have_nothing_to_explain(start, capsys):

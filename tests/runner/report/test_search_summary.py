@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.report.search_summary import lines, mesh_line, propagation_line
+from runner.report.text import mesh_line, propagation_line, search_lines
 
 MESH = {"mesh": [2, 4], "seconds": 2.0}
 
@@ -10,7 +10,7 @@ MESH = {"mesh": [2, 4], "seconds": 2.0}
 def test_the_mesh_and_its_runner_up():
     told = {"mesh": MESH, "runner_up": {"mesh": [8], "seconds": 2.5}, "meshes": 3, "left_out": 1}
     assert mesh_line(told) == (
-        "mesh: 2 x 4, the best of 4 factorisations of the ranks (1 left out by bounds); "
+        "mesh: 2 x 4, the best of 4 factorisations of the ranks (1 pruned by bounds); "
         "the runner-up 8 takes 2.5 s per step, 25 % more"
     )
     alone = mesh_line({"mesh": {"mesh": [], "seconds": 0.0}, "runner_up": None, "meshes": 1, "left_out": 0})
@@ -21,10 +21,10 @@ def test_the_mesh_and_its_runner_up():
 def test_what_propagation_followed():
     prices = {"followed": 3.0, "cheapest": 1.0, "by_price": False}
     kept, taken = (propagation_line({"propagation": prices | {"by_price": by_price}}) for by_price in (False, True))
-    assert kept is not None and "followed step by step, 3 s per step; by price alone, 1 s" in kept
-    assert taken == "propagation: 1 s per step, decided again by price; followed step by step it was 3 s"
+    assert kept is not None and "3 s per step as propagated; 1 s if optimised by cost" in kept
+    assert taken == "propagation: 1 s per step, re-optimised by cost; the propagated plan takes 3 s"
     assert propagation_line({"propagation": prices | {"cheapest": 3.0}}) is None and propagation_line({}) is None
-    assert lines({"propagation": prices}) == [kept] and lines({}) == []
+    assert search_lines({"propagation": prices}) == [kept] and search_lines({}) == []
 
 
 def test_command_and_report_say_the_same(start, capsys):

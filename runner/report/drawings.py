@@ -1,0 +1,232 @@
+"""Where the marks of the report's pictures go, in pixels: bars of amounts, the mesh, and operators as a graph. The
+templates draw them as SVG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, product
+from math import prod
+from typing import Any
+
+from runner.report.html import COLOURS
+from runner.report.layers import Kind, Row
+from runner.report.text import kind_title
+from runner.report.units import shown_bytes
+from strategies.core.steps import LOCAL
+from strategies.rules.traits import traits
+
+BAR = 960
+"""Width of a bar."""
+CELL, GAP, MOST = 30, 10, 8
+"""Of the mesh: the side of a rank, the gap between blocks, and how many ranks are drawn along an axis."""
+NODE_WIDTH, NODE_HEIGHT, LANE, STEP, MARGIN = 196, 22, 212, 40, 40
+AXIS = re.compile(r"[\w.]+")
+RESULT = -1
+"""The operand of redistributions behind an operator."""
+LARGEST = 120
+"""Operators of a layer beyond which only those are drawn that have parameters or communicate."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a bar, and its entry in the legend."""
+
+    name: str
+    text: str
+    share: float
+    x: float
+    width: float
+    colour: str
+
+
+def bar(amounts: Mapping[str, float], show: Any) -> list[Segment]:
+    """Positive amounts side by side, to scale; `show` formats one."""
+    amounts = {name: amount for name, amount in amounts.items() if amount > 0}
+    total, x, segments = sum(amounts.values()), 0.0, []
+    for (name, amount), colour in zip(amounts.items(), cycle(COLOURS), strict=False):
+        width = BAR * amount / total
+        segments.append(Segment(name, show(amount), amount / total, round(x, 2), round(width, 2), colour))
+        x += width
+    return segments
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """Widths of a limit, of what is used of it, and of what exceeds it."""
+
+    limit: float
+    used: float
+    beyond: float
+
+
+def gauge(used: float, limit: float) -> Gauge:
+    """How much of a limit is used, to scale."""
+    scale = BAR / max(used, limit)
+    return Gauge(
+        *(round(width * scale, 2) for width in (limit, min(used, limit), max(used - limit, 0.0))),
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rank of the mesh."""
+
+    rank: int
+    x: int
+    y: int
+
+
+@dataclass(frozen=True)
+class MeshDrawing:
+    """The ranks that are drawn, and how many are not."""
+
+    width: int
+    height: int
+    cells: tuple[Cell, ...]
+    omitted: int
+
+
+def mesh_drawing(mesh: Mapping[str, int]) -> MeshDrawing:
+    """Every rank as a cell: the last axis runs across, the one before down, the others in blocks. Long axes are cut
+    short, and axes of size 1 left out."""
+    sizes = [size for size in mesh.values() if size > 1] or [1]
+    shown = [min(size, MOST) for size in sizes]
+    while prod(shown) > MOST * MOST * 2:
+        shown[max(range(len(shown)), key=lambda axis: shown[axis])] -= 1
+    strides = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    across, down, outer = shown[-1], shown[-2] if len(shown) > 1 else 1, shown[:-2]
+    width, height = across * CELL + GAP, down * CELL + GAP
+    per_row = max(1, 640 // width)
+    cells = []
+    for block, position in enumerate(product(*(range(size) for size in outer))):
+        left, top = block % per_row * width, block // per_row * height
+        for row, column in product(range(down), range(across)):
+            inner = (row, column) if len(shown) > 1 else (column,)
+            rank = sum(c * stride for c, stride in zip((*position, *inner), strides, strict=True))
+            cells.append(Cell(rank, left + column * CELL, top + row * CELL))
+    blocks = prod(outer)
+    size = min(blocks, per_row) * width, -(-blocks // per_row) * height
+    return MeshDrawing(*size, tuple(cells), prod(sizes) - prod(shown))
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator or a kind of layers: `stripes` are the colours of the axes that slice it."""
+
+    label: str
+    title: str
+    x: int
+    y: int
+    has_parameters: bool
+    stripes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The path from one node to another, and what is sent over it."""
+
+    path: str
+    sent: str
+
+
+@dataclass(frozen=True)
+class GraphDrawing:
+    """Nodes in lines by their depth."""
+
+    width: int
+    height: int
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+def layer_drawing(kind: Kind, axes: Sequence[str]) -> GraphDrawing:
+    """The operators of one layer. Operators that only show elements in another shape are drawn if they communicate."""
+    rows = kind.rows()
+    drawn = [row for row in rows if row.matters or not traits(row.first["op"]).view]
+    if len(drawn) > LARGEST:
+        drawn = [row for row in rows if row.matters]
+    by_name = {row.first["name"]: row for row in rows}
+    names = {row.first["name"] for row in drawn}
+    origins = {row.first["name"]: _origins(row.first, by_name, names) for row in drawn}
+    places, size = _placed({name: [other for other in producers if other] for name, producers in origins.items()})
+    nodes, edges = [], []
+    for row in drawn:
+        entry, (x, y) = row.first, places[row.first["name"]]
+        layouts = f"{' '.join(entry['in_layouts'])} -> {' '.join(entry['out_layouts'])}"
+        used = set(AXIS.findall(layouts))
+        stripes = tuple(COLOURS[number % len(COLOURS)] for number, axis in enumerate(axes) if axis in used)
+        title = f"{entry['name']} ({entry['op']}, {entry['source']}): {layouts}"
+        nodes.append(Node(_short(row.name), title, x, y, bool(entry["predicted"]["parameters"]), stripes))
+        for other, operands in origins[entry["name"]].items():
+            sent = "; ".join(_sends(entry, operands))
+            if other or sent:
+                edges.append(_edge(places[other] if other else (x, y - STEP), (x, y), sent))
+    return GraphDrawing(*size, tuple(nodes), tuple(edges))
+
+
+def flow_drawing(layers: Sequence[Kind]) -> GraphDrawing:
+    """The kinds of layers and which takes values of which, but for those of one layer of a kind to the next."""
+    owner = {entry["name"]: at for at, kind in enumerate(layers) for layer in kind.instances for entry in layer}
+    producers: dict[str, list[str]] = {kind.name: [] for kind in layers}
+    for at, kind in enumerate(layers):
+        before = {owner.get(name, at) for layer in kind.instances for entry in layer for name in entry["inputs"]}
+        producers[kind.name] = [layers[other].name for other in sorted(before) if other < at]
+    places, size = _placed(producers)
+    nodes = tuple(Node(_short(kind_title(kind)), "", *places[kind.name], has_parameters=True) for kind in layers)
+    edges = tuple(_edge(places[other], places[name], "") for name, others in producers.items() for other in others)
+    return GraphDrawing(*size, nodes, edges)
+
+
+def _placed(producers: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
+    """Where the nodes of a graph go, given in topological order, a line per depth; and the size of the drawing."""
+    depth: dict[str, int] = {}
+    lanes: dict[int, int] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for name, others in producers.items():
+        depth[name] = max((depth[other] + 1 for other in others), default=0)
+        lane = lanes.get(depth[name], 0)
+        lanes[depth[name]] = lane + 1
+        places[name] = (lane * LANE + MARGIN, depth[name] * STEP + 4)
+    return places, (max(lanes.values(), default=1) * LANE + MARGIN, (max(depth.values(), default=0) + 1) * STEP)
+
+
+def _origins(entry: Mapping[str, Any], rows: Mapping[str, Row], drawn: set[str]) -> dict[str, set[int]]:
+    """The drawn operators of the layer from which an operator's operands come, through those that are not drawn, with
+    the positions of these operands; those from outside of the layer, and the result, are under an empty name."""
+    origins: dict[str, set[int]] = {"": {RESULT}}
+    for position, operand in enumerate(entry["inputs"]):
+        queue = [operand]
+        while queue:
+            name = queue.pop(0)
+            if name in drawn or name not in rows:
+                origins.setdefault(name if name in drawn else "", set()).add(position)
+            else:
+                queue += rows[name].first["inputs"]
+    return origins
+
+
+def _sends(entry: Mapping[str, Any], operands: set[int]) -> list[str]:
+    """What is sent for some operands of an operator, step by step."""
+    return [
+        f"{'result' if one['operand'] == RESULT else 'operand'}, {way}: {step['step']}, {shown_bytes(step['bytes'])}"
+        for one in entry["redistributions"]
+        if one["operand"] in operands
+        for way in ("forward", "backward")
+        for step in one[way]
+        if step["collective"] not in LOCAL
+    ]
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 26 else f"{label[:12]}…{label[-13:]}"
+
+
+def _edge(start: tuple[int, int], end: tuple[int, int], sent: str) -> Edge:
+    """From one node down to another; past nodes in between it bends to the side."""
+    (x1, y1), (x2, y2) = start, end
+    if y2 - y1 > STEP and x1 == x2:
+        side, out, back = x1 - 0.6 * MARGIN, y1 + NODE_HEIGHT / 2, y2 + NODE_HEIGHT / 2
+        return Edge(f"M{x1} {out} C{side} {out} {side} {back} {x2} {back}", sent)
+    return Edge(f"M{x1 + NODE_WIDTH / 2} {y1 + NODE_HEIGHT} L{x2 + NODE_WIDTH / 2} {y2}", sent)

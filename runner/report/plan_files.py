@@ -1,0 +1,144 @@
+"""The files of a plan in a run folder: plan.json, report.html, and the dumped IR of every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runner import home
+from runner.errors import ConfigError
+from runner.planning import lowering
+from runner.planning.clusters import cluster_of
+from runner.planning.estimate import settings_of
+from runner.planning.prepare import Prepared
+from runner.report.page import plan_page
+from runner.report.prediction import Part, predict
+from strategies.core.graph import OperatorGraph
+from strategies.core.plan import Plan
+from strategies.core.program import Program
+from strategies.cost.cluster import Cluster
+from strategies.lowering import ir
+from strategies.planner.description import describe, describe_stages
+
+
+def programs_of(prepared: Prepared) -> list[Program]:
+    """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
+    assert prepared.step is not None
+    if prepared.stages:
+        return list(
+            lowering.pipeline_programs(prepared.config, prepared.stages, lowering.training_options(prepared.config))
+        )
+    return [lowering.training_program(prepared.config, *prepared.step)]
+
+
+def _part(prepared: Prepared, number: int) -> tuple[OperatorGraph, Plan]:
+    """Graph and plan of a stage, or of the whole step where there is no pipeline."""
+    assert prepared.step is not None
+    if not prepared.stages:
+        return prepared.step
+    return prepared.stages[number].graph, prepared.stages[number].plan
+
+
+def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
+    """Write plan.json, and the IR of every rank if asked for. Returns the plan's content; None for modes without."""
+    if prepared.graph is None or prepared.plan is None:
+        return None
+    config = prepared.config
+    cluster = cluster_of(config, prepared.device, prepared.world_size)
+    settings = settings_of(config, prepared.graph, prepared.device)
+    programs = programs_of(prepared)
+    if prepared.stages:
+        content = describe_stages(
+            prepared.plan,
+            prepared.stages,
+            programs,
+            lowering.schedule_of(prepared.config),
+            settings=settings,
+            cluster=cluster,
+        )
+        content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
+    else:
+        content = describe(
+            prepared.graph,
+            prepared.plan,
+            programs[0],
+            settings=settings,
+            cluster=cluster,
+            in_step=prepared.step,
+        )
+    content["copies"] = _copies(prepared)
+    if content["search"]["cost"] is None:
+        content["search"] |= {"cost": content["cost"]["total"]}
+    _predict(content, prepared, programs, cluster)
+    (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if (wanted := config.parallel.dump_ir) is not False:
+        try:
+            _write_ir(prepared, programs, run_dir / "ir" if wanted is True else home.expanded(wanted))
+        except OSError as error:
+            raise ConfigError(
+                "MW603",
+                f"parallel.dump_ir = {wanted!r}: {error.filename} cannot be written ({error.strerror}); name a folder "
+                "that can.",
+            ) from error
+    return content
+
+
+def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> None:
+    """`rank_R/step_parallel_begin.ir` and `..._end.ir` of every rank in `place`, numbered for further stages."""
+    assert prepared.plan is not None
+    for rank in range(prepared.world_size):
+        folder = place / f"rank_{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        group, local = divmod(rank, prepared.plan.mesh.size)
+        for number in range(group, len(programs), lowering.pipeline_groups(prepared.config)):
+            graph, plan = _part(prepared, number)
+            first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
+            name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
+            for which, text in (
+                ("begin", ir.begin(graph, plan)),
+                ("end", ir.end(graph, plan, programs[number], local)),
+            ):
+                (folder / name.format(which)).write_text(first + text, encoding="utf-8")
+
+
+def _copies(prepared: Prepared) -> dict[str, Any]:
+    """How many copies of the batch a step has, how many operators work on each, and which see the whole batch."""
+    assert prepared.graph is not None and prepared.step is not None
+    graph = prepared.step[0]
+    shares = [operator.batch_slice for operator in graph.operators if operator.batch_slice is not None]
+    if not shares:
+        return {"count": 1}
+    apart = {share.name for share in shares}
+    whole = [operator.name for operator in prepared.graph.operators if operator.name not in apart]
+    return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": whole}
+
+
+def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program], cluster: Cluster) -> None:
+    """Add what the plan promises on its cluster to the content of plan.json."""
+    config = prepared.config
+    assert prepared.graph is not None
+    batch = prepared.graph.of_kind("input")
+    words = next(
+        (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
+    )
+    settings = settings_of(config, prepared.graph, prepared.device)
+    predict(
+        content,
+        [Part(*_part(prepared, number), program, settings) for number, program in enumerate(programs)],
+        cluster,
+        ranks=prepared.world_size,
+        samples=config.data.batch_size,
+        tokens=config.data.batch_size * words,
+    )
+
+
+def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:
+    """Write report.html beside plan.json. Returns its path."""
+    file = run_dir / "report.html"
+    config = prepared.config
+    file.write_text(
+        plan_page(content, f"{config.model.target}, parallel.mode={config.parallel.mode}"), encoding="utf-8"
+    )
+    return file

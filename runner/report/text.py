@@ -1,0 +1,373 @@
+"""A plan as text: the headline of a command, tables of layers, operators and decisions, and what the plan promises.
+
+All but the headline is made from the content of plan.json alone, so commands and the page say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.planning.clusters import DESCRIBING
+from runner.planning.joint import choice_of
+from runner.planning.prepare import Prepared
+from runner.report.layers import Kind, Row, Sums, kinds
+from runner.report.table import text_table
+from runner.report.units import shown_bytes, shown_path, shown_rate, shown_seconds, shown_share
+from strategies.core.plan import Plan
+
+Content = Mapping[str, Any]
+CALLS = "operator calls"
+"""The limit of operators that compute for less time than their launch takes."""
+ROUNDING = 1e-9
+"""Relative, of two sums of the same seconds in another order."""
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
+"""The parts of plan.json's `memory`, in the order in which they are shown."""
+LAYERS = ("layer", "number", "layouts", "compute", "communication", "sent", "parameters", "results")
+DECISION = ("jointly optimised", "chosen", "runner-up")
+DECIDED = {
+    "parallel.zero.stage": "zero",
+    "parallel.pipeline.stages": "stages",
+    "parallel.pipeline.micro_batches": "micro_batches",
+    "parallel.recompute": "recompute",
+}
+"""Entries of plan.json's `search.decided`, by key of the config."""
+
+
+# Headline
+
+
+def headline(prepared: Prepared, run_dir: Path) -> str:
+    """What is about to run, and where."""
+    config, plan = prepared.config, prepared.plan
+    only_described = config.cluster.machine is not None and config.job.name in DESCRIBING
+    where = f"as described by cluster={config.cluster.name}" if only_described else f"on {prepared.device}"
+    ranks = f"{prepared.world_size} rank{'s' * (prepared.world_size > 1)} {where}"
+    lines = [f"{config.model.target}: parallel.mode={config.parallel.mode}, {ranks}, run folder {shown_path(run_dir)}"]
+    if prepared.graph is not None and plan is not None:
+        origins = Counter(operator.origin for operator in plan.operators.values())
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes)
+        by_origin = ", ".join(f"{count} {origin}" for origin, count in origins.items())
+        lines.append(
+            f"plan: mesh {mesh}; {len(plan.operators)} operators: {by_origin}; {source(plan.search)}"
+            f"{_certificate(plan)}"
+        )
+        lines += search_lines(plan.search)
+        unruled = [one.where for one in prepared.graph.operators if plan.operators[one.name].origin == "no rule"]
+        if unruled:
+            lines.append(f"plan: no sharding rule for {', '.join(unruled)}: replicated on every rank")
+        if plan.search.get("decided") is not None:
+            lines.append(_decided(plan.search["decided"]))
+    if prepared.stages and plan is not None:
+        operators = " + ".join(str(len(stage.graph.operators)) for stage in prepared.stages)
+        pipeline = config.parallel.pipeline
+        dealt = f", dealt out to {pipeline.stages} groups of ranks" if pipeline.virtual > 1 else ""
+        lines.append(
+            f"pipeline: {len(prepared.stages)} stages of {operators} operators, each on {plan.mesh.size} ranks{dealt}; "
+            f"{pipeline.schedule} over {pipeline.parts} micro-batches"
+        )
+    return "\n".join(lines)
+
+
+def source(search: Content) -> str:
+    """Where a plan comes from; `search` is that of plan.json."""
+    loaded = search.get("loaded_from")
+    return f"loaded from {loaded}" if loaded else f"found in {search['seconds']:.2f} s"
+
+
+def _certificate(plan: Plan) -> str:
+    if plan.search.get("gap") is None:
+        return ""
+    cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
+    return f"; {cost:.4g} s per step, lower bound {bound:.4g} s, optimality gap {shown_gap(gap)}"
+
+
+def shown_gap(gap: float) -> str:
+    """By how much at most another plan may cost less, in percent."""
+    return f"{100 * gap:.2g} %" if gap > ROUNDING else "0 %"
+
+
+def search_lines(search: Content) -> list[str]:
+    """The mesh that a search chose, and what sharding propagation compared."""
+    return [line for line in (mesh_line(search), propagation_line(search)) if line is not None]
+
+
+def mesh_line(search: Content) -> str | None:
+    """The mesh and by how much the next one is slower; None for a configured mesh."""
+    if search.get("mesh") is None:
+        return None
+    best, second = search["mesh"], search["runner_up"]
+    line = f"mesh: {_sizes(best)}, the best of {search['meshes'] + search['left_out']} factorisations of the ranks"
+    if search["left_out"]:
+        line += f" ({search['left_out']} pruned by bounds)"
+    if second is None:
+        return f"{line}; the others that were searched have the same best plan, so there is no runner-up"
+    slower = second["seconds"] / best["seconds"] - 1 if best["seconds"] else 0.0
+    return f"{line}; the runner-up {_sizes(second)} takes {second['seconds']:.4g} s per step, {100 * slower:.2g} % more"
+
+
+def _sizes(mesh: Content) -> str:
+    return " x ".join(map(str, mesh["mesh"])) or "1"
+
+
+def propagation_line(search: Content) -> str | None:
+    """Both costs of propagation; None for other searches, and where both plans cost the same."""
+    costs = search.get("propagation")
+    if costs is None or costs["cheapest"] >= costs["followed"]:
+        return None
+    propagated, cheapest = (f"{costs[key]:.4g} s" for key in ("followed", "cheapest"))
+    if costs["by_price"]:
+        return f"propagation: {cheapest} per step, re-optimised by cost; the propagated plan takes {propagated}"
+    return (
+        f"propagation: {propagated} per step as propagated; {cheapest} if optimised by cost around the same strategies "
+        "(parallel.search=dynamic_programming)"
+    )
+
+
+# The joint decision
+
+
+def _decided(content: Content) -> str:
+    second, seconds = content["runner_up"], content["seconds"]
+    line = (
+        f"jointly optimised: {_choice(content)}; {content['tried']} choices evaluated, {content['pruned']} pruned by "
+        f"bounds, {content['over']} too large"
+    )
+    if second is None:
+        return line
+    slower = f"{100 * (second['seconds'] / seconds - 1):.2g} % slower"
+    known = "is known to" if second.get("fits", True) else "may"  # older plans hold only runners-up that fit
+    return f"{line}; the next that {known} fit ({_choice(second)}) is {slower}"
+
+
+def _choice(content: Content) -> str:
+    return str(choice_of({**content, "recompute": recompute_of(content)}))
+
+
+def recompute_of(content: Content) -> str:
+    """What a choice recomputes, and in how many layers if not in all."""
+    recompute, modules = str(content["recompute"]), content["modules"]
+    if modules is None:
+        return recompute
+    layers = f"{len(modules)} layer{'s' * (len(modules) > 1)}"
+    if content["stages"] > 1:
+        return f"{recompute} in {layers}, the first of every stage"
+    return f"{recompute} in the first {layers}"
+
+
+def decision_rows(content: Content) -> list[tuple[str, str, str]]:
+    """The rows below `DECISION`, empty for a missing runner-up; `content` is `search.decided` of plan.json."""
+    second = content["runner_up"]
+    rows = [
+        (key, _decided_value(content, entry), "" if second is None else _decided_value(second, entry))
+        for key, entry in DECIDED.items()
+    ]
+    slower = ""
+    if second is not None:
+        more = f", {second['seconds'] / content['seconds'] - 1:.2%} more" if content["seconds"] else ""
+        slower = shown_seconds(second["seconds"]) + more
+    return [*rows, ("seconds per step", shown_seconds(content["seconds"]), slower)]
+
+
+def _decided_value(choice: Content, entry: str) -> str:
+    if entry == "recompute":
+        return recompute_of(choice)
+    return "no pipeline" if entry != "zero" and choice["stages"] == 1 else str(choice[entry])
+
+
+def decision_counts(content: Content) -> str:
+    """How many choices there were, and what became of them."""
+    return (
+        f"{content['tried']} choices evaluated, {content['pruned']} pruned because their bounds are no better, "
+        f"{content['over']} too large for the memory of a rank, {content['refused']} without a plan"
+    )
+
+
+def decision_table(content: Content) -> str:
+    """What `auto` was replaced by; `content` is `search.decided` of plan.json."""
+    return f"{text_table([DECISION, *decision_rows(content)])}\n{decision_counts(content)}"
+
+
+# Layers and operators
+
+
+def layer_table(content: Content) -> str:
+    """A line per kind of layer with the sums over its layers, and below it a line per operator that has parameters or
+    communicates."""
+    rows: list[tuple[str, ...]] = [LAYERS]
+    for kind in kinds(content["operators"]):
+        operators = kind.rows()
+        layouts = shown_layouts(operators[0]) if len(operators) == 1 else ""
+        rows.append((kind.name, f"x {kind.count}" if kind.count > 1 else "", layouts, *_cells(kind.sums())))
+        if len(operators) > 1:
+            rows += [(f"  {row.name}", "", shown_layouts(row), *_cells(row.sums())) for row in operators if row.matters]
+    return text_table(rows, numbers=range(3, len(LAYERS)))
+
+
+def shown_layouts(row: Row) -> str:
+    """The layouts of an operator's operands and results."""
+    return f"{' '.join(row.first['in_layouts'])} -> {' '.join(row.first['out_layouts'])}"
+
+
+def _cells(sums: Sums) -> tuple[str, ...]:
+    seconds = shown_seconds(sums.compute), shown_seconds(sums.communication + sums.gradients)
+    return (*seconds, *map(shown_bytes, (sums.sent, sums.parameters, sums.results)))
+
+
+def kind_title(kind: Kind) -> str:
+    """A kind of layers, with how many there are."""
+    return kind.name + (f" x {kind.count}" if kind.count > 1 else "")
+
+
+def operator_table(content: Content) -> str:
+    """A line per operator, and above it one per step of its redistributions."""
+    staged = "pipeline" in content
+    rows = [(*("stage", "ranks") * staged, "operator", "shapes", "slices", "result", "chosen", "source")]
+    for operator in content["operators"]:
+        shapes = (_shapes(operator[key]) for key in ("shapes", "in_strategy", "out_strategy"))
+        stage = (str(operator["stage"]), _ranks(content["mesh"], operator["group"])) if staged else ()
+        rows.append((*stage, operator["name"], *shapes, operator["origin"], operator["source"]))
+    head, *body = text_table(rows).split("\n")
+    lines = [f"mesh {content['mesh']}", head]
+    for line, operator in zip(body, content["operators"], strict=True):
+        for entry in operator["redistributions"]:
+            tensor = f"operand {entry['operand']}" if entry["operand"] >= 0 else "result"
+            tensor += f", copy {entry['copy']}" if content["copies"]["count"] > 1 else ""
+            lines += [
+                f"    {tensor}, {way}: {step['step']}, rank 0 with {step['group']}, {shown_bytes(step['bytes'])}"
+                for way in ("forward", "backward")
+                for step in entry[way]
+            ]
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _ranks(mesh: Mapping[str, int], group: int) -> str:
+    size = math.prod(mesh.values())
+    return str(group) if size == 1 else f"{group * size}-{(group + 1) * size - 1}"
+
+
+def _shapes(shapes: list[list[int]]) -> str:
+    return "(" + ", ".join(f"({','.join(map(str, shape))})" for shape in shapes) + ")"
+
+
+# Totals
+
+
+def totals(content: Content) -> str:
+    """Estimated bytes sent, memory and time."""
+    sent = ", ".join(f"{kind} {shown_bytes(count)}" for kind, count in content["communication"].items()) or "nothing"
+    needed, cost = content["memory"], content["cost"]
+    memory = ", ".join(f"{part} {shown_bytes(needed[part])}" for part in MEMORY)
+    times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step_parts(cost).items() if seconds > 0)
+    lines = [
+        f"sent per step and rank: {sent}",
+        f"memory per rank: {memory}; at most {shown_bytes(needed['peak'])} at once, in {needed['peak_in']}",
+        f"estimated time per step: {cost['total'] * 1e3:.2f} ms on {cost['cluster']}: {times}",
+    ]
+    copies, recompute = content["copies"], content.get("recompute")
+    if copies["count"] > 1:
+        lines.append(
+            f"batch splits: {copies['count']} of {copies['rows']} rows of a micro-batch, {copies['operators']} "
+            f"operators for each; once for all: {', '.join(copies['once']) or 'nothing'}"
+        )
+    if recompute:
+        kept = f", {len(recompute['kept'])} operators in them kept" if recompute["kept"] else ""
+        collectives = "collectives kept" if recompute["keeps_communication"] else "collectives repeated"
+        lines.append(
+            f"recomputed in backward: {', '.join(recompute['modules'])}{kept}, {collectives}: "
+            f"{shown_bytes(recompute['stored_bytes'])} stored between forward and backward instead of "
+            f"{shown_bytes(recompute['stored_bytes_without'])}, {shown_bytes(recompute['sent_again_bytes'])} sent again"
+        )
+    if "pipeline" in content:
+        pipeline = content["pipeline"]
+        lines.append(
+            f"estimated bubble: {pipeline['bubble']:.1%} of the time the stages wait; micro-batches whose activations "
+            f"a rank keeps: {', '.join(map(str, pipeline['held']))}"
+        )
+    return "\n".join(lines)
+
+
+def step_parts(cost: Content) -> dict[str, float]:
+    """The seconds of the parts that add up to a step; `cost` is that of plan.json."""
+    parts = {name: cost[name] for name in ("forward", "backward", "recomputed")}
+    parts |= cost["redistributions"]
+    parts |= {"gradients beyond backward": cost["gradients_exposed"]}
+    parts |= {f"ZeRO's {kind}": seconds for kind, seconds in cost["zero"].items()}
+    return parts | {name: cost[name] for name in ("send", "waiting", "optimizer") if name in cost}
+
+
+# Prediction
+
+
+def used_devices(prediction: Content) -> str:
+    """How many devices are used, of how many if not all."""
+    ranks, devices = prediction["ranks"], prediction["devices"]
+    return f"{ranks} of {devices}" if ranks < devices else str(ranks)
+
+
+def prediction_lines(content: Content) -> str:
+    """Speed, the bottleneck, and what the next better thing would need."""
+    prediction = content["prediction"]
+    seconds = shown_seconds(prediction["seconds"])
+    line = f"on {used_devices(prediction)} devices of {prediction['cluster']}: {seconds} per step"
+    if prediction["seconds"]:
+        line += f", {shown_rate(prediction['samples_per_second'])} samples/s"
+        if prediction["tokens_per_second"]:
+            line += f", {shown_rate(prediction['tokens_per_second'])} tokens/s"
+        line += f", {shown_share(prediction['mfu'])} of peak flops (MFU)"
+    total = sum(prediction["shares"].values())
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in prediction["shares"].items() if seconds)
+    return "\n".join([line, f"bottleneck: {prediction['binding']} (time by limit: {shares})", *next_better(content)])
+
+
+def next_better(content: Content) -> list[str]:
+    """What would make the plan fit or, if it does, faster; and whether more than one rank is of any use."""
+    prediction, lines = content["prediction"], []
+    replicated = all(set(layout) <= set("(-, )") for one in content["operators"] for layout in one["out_layouts"])
+    if prediction["ranks"] > 1 and replicated:
+        lines.append("nothing is sliced: every rank computes the whole batch, and world_size=1 would be no slower")
+    if prediction["memory"] > prediction["memory_limit"]:
+        lines.append(_does_not_fit(prediction))
+    elif prediction["seconds"]:
+        gains = sorted(prediction["speedups"].items(), key=lambda entry: -entry[1])
+        best = ", ".join(f"{_better(name)} {gain:.2f} times as fast" for name, gain in gains if gain > 1.005)
+        free = shown_bytes(prediction["memory_limit"] - prediction["memory"])
+        line = f"next better: {best or 'no single rate helps'}; {free} of memory per device are free"
+        if prediction["ranks"] < prediction["devices"] and not replicated:
+            line += f", and {prediction['devices'] - prediction['ranks']} devices idle (world_size=null takes all)"
+        lines.append(line)
+    return lines
+
+
+def _does_not_fit(prediction: Content) -> str:
+    limit, smaller = prediction["memory_limit"], prediction["shrunk"]
+    options = [
+        f"{keys} would need {shown_bytes(needed)}{' and fit' if needed <= limit else ''}"
+        for keys, needed in smaller.items()
+    ]
+    open_keys = {word.partition("=")[0] for keys in smaller for word in keys.split()}
+    auto = " ".join(f"{key}=auto" for key in sorted(open_keys, reverse=True))
+    if auto and min(smaller.values()) <= limit:
+        options.append(f"{auto} finds the fastest that fits")
+    else:
+        options.append(
+            "take more ranks, smaller micro-batches (train.accumulate), sliced parameters (parallel.mode=auto), or "
+            "keep less on a device (parallel.offload)"
+        )
+        if auto and prediction["ranks"] > 1:
+            options.append(f"{auto} finds out what fits without that, if anything")
+    return (
+        f"it does not fit: {shown_bytes(prediction['memory'])} per rank, and a device has {shown_bytes(limit)}; "
+        f"{'; '.join(options)}"
+    )
+
+
+def _better(name: str) -> str:
+    """What doubles a rate, in words; a link's bandwidth is doubled and its latency halved together."""
+    if name == CALLS:
+        return "launching calls in half the time"
+    return f"a {name} twice as fast" if name.endswith(" link") else f"twice the {name}"

@@ -1,0 +1,40 @@
+"""Numbers and paths as people read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def shown_seconds(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= (0.1 if unit == "ms" else 1.0) * size:
+            return f"{seconds / size:.2f} {unit}"
+    if not seconds:
+        return "0 ms"
+    return f"{seconds * 1e6:.1f} us" if seconds >= 5e-8 else "<0.1 us"
+
+
+def shown_bytes(count: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def shown_rate(rate: float) -> str:
+    """Samples or tokens per second."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def shown_share(share: float) -> str:
+    """A share, such as MFU."""
+    return f"{share:.1%}" if share >= 0.0005 else "<0.1%"
+
+
+def shown_path(path: Path) -> str:
+    """A path relative to the working directory, if it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
