@@ -38,10 +38,9 @@ from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
 from strategies.lowering.pipeline.schedule import Schedule, held
 from strategies.lowering.recompute import recomputed
-from strategies.memory.outline import Outline, outline
+from strategies.memory.estimate import Outline, outline, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
-from strategies.memory.saved_bytes import least_stored
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import cost_of_stages
 from strategies.rules import rule_of
@@ -220,7 +219,7 @@ class Estimate:
         """A lower bound of the bytes that every group stores for backward, from shapes and layouts."""
         if self.settings.offload.activations != "none":
             return [0] * self.groups
-        by_part = [least_stored(part.graph, part.plan) for part in self.parts]
+        by_part = [stored_lower_bound(part.graph, part.plan) for part in self.parts]
         return by_part if self.schedule is None else [int(held(actions, by_part)) for actions in self.schedule]
 
     def with_stored(self, share: float) -> list[int]:

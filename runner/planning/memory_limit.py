@@ -23,7 +23,7 @@ from strategies.core.request import RecomputeRequest, Request
 from strategies.lowering.pipeline.schedule import Schedule
 from strategies.memory.limit import check_limit
 from strategies.memory.parts import group_memory, memory
-from strategies.memory.recompute_selection import Fitting
+from strategies.memory.recompute_selection import RecomputeSelection
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import trace
 
@@ -90,7 +90,7 @@ def within_limit(
     if section.operators == "auto":
         wanted = RecomputeRequest("full", section.modules, section.communication, section.slice_inputs)
         cluster = cluster_of(config, device, plan.mesh.size)
-        return Fitting(graph, plan, wanted, settings, cluster, lowered).within(limit)
+        return RecomputeSelection(graph, plan, wanted, settings, cluster, lowered).within(limit)
     check_limit(memory(trace(lowered(plan), settings), settings), limit, plan, settings)
     return plan
 

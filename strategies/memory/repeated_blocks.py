@@ -28,7 +28,7 @@ from torch import Tensor
 from strategies.core.graph import Ref, Source, rewrite
 from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Ordinal, Program, Redistribute, Start, Wait
 from strategies.lowering.recompute import parts_of, region_of
-from strategies.memory.outline import KnownBytes
+from strategies.memory.estimate import KnownBytes
 from strategies.memory.trace import Trace, Traced, on_shapes, trace
 from strategies.memory.zero import ZeroBuffers
 from strategies.optimizer.replicated import BucketedUpdates

@@ -12,7 +12,7 @@ from strategies.core.graph import OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster
-from strategies.memory.saved import saved
+from strategies.memory.estimate import saved
 from strategies.rules.sharding import Assignment, Sharding
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from strategies.core.program import LoweringOptions
 from strategies.core.request import RecomputeRequest
 from strategies.lowering.lowering import lower
 from strategies.lowering.recompute import recomputed, repeated_layers
-from strategies.memory.saved_bytes import least_stored
+from strategies.memory.estimate import stored_lower_bound
 from strategies.memory.trace import trace
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
@@ -37,7 +37,7 @@ def made(request):
 
 def stored(graph: OperatorGraph, plan) -> tuple[int, int]:
     found = trace(lower(graph, plan, LoweringOptions(partial_loss=True)), OptimizerSettings())
-    return least_stored(graph, plan), min(found.activations, found.kept)
+    return stored_lower_bound(graph, plan), min(found.activations, found.kept)
 
 
 @pytest.mark.parametrize("again", [None, "selective", "full"])
@@ -60,4 +60,4 @@ def test_it_is_most_of_what_a_transformer_stores():
         least, true = stored(graph, replace(plan, recompute=wanted))
         assert least > (0.5 if again != "full" else 0.25) * true
     sliced = replace(wanted, slices_inputs=True)
-    assert least_stored(graph, replace(plan, recompute=sliced)) < least
+    assert stored_lower_bound(graph, replace(plan, recompute=sliced)) < least

@@ -19,12 +19,12 @@ from strategies.cost.step import step_cost
 from strategies.lowering.lowering import lower
 from strategies.memory.limit import over
 from strategies.memory.parts import Memory
-from strategies.memory.recompute_selection import Choice, Fitting, Way, choices, together
+from strategies.memory.recompute_selection import Mode, RecomputedLayers, RecomputeSelection, combined, front_of_kind
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from tests.strategies.machines import cluster
 
-KINDS: dict[str, dict[Way, tuple[float, int]]] = {
+KINDS: dict[str, dict[Mode, tuple[float, int]]] = {
     "a": {"full": (3.0, 10), "selective": (1.0, 4)},
     "b": {"full": (2.0, 9)},
     "c": {"full": (5.0, 11), "selective": (2.5, 7)},
@@ -34,16 +34,16 @@ LAYERS = {"a": 3, "b": 2, "c": 2}
 
 
 def test_no_other_choice_saves_as_much_in_less_time():
-    frontier = [Choice(0.0, 0, {})]
+    frontier = [RecomputedLayers(0.0, 0, {})]
     for kind, ways in KINDS.items():
-        frontier = together(frontier, choices(LAYERS[kind], kind, ways))
+        frontier = combined(frontier, front_of_kind(LAYERS[kind], kind, ways))
     options = [[(0.0, 0), *KINDS[kind].values()] for kind, count in LAYERS.items() for _ in range(count)]
     every = [
         (sum(time for time, _ in picked), sum(saves for _, saves in picked)) for picked in itertools.product(*options)
     ]
     for lacking in range(1, max(saves for _, saves in every) + 1):
         found = next(one for one in frontier if one.saves >= lacking)
-        assert found.time == pytest.approx(min(time for time, saves in every if saves >= lacking))
+        assert found.seconds == pytest.approx(min(time for time, saves in every if saves >= lacking))
         counted = [(count, KINDS[kind][way]) for (kind, way), count in found.counts.items() if count]
         assert sum(n * saves for n, (_, saves) in counted) == found.saves
 
@@ -62,9 +62,9 @@ def gpt() -> Captured:
 
 def fitting(
     found: Captured, wanted: RecomputeRequest | None = None, settings: OptimizerSettings | None = None
-) -> Fitting:
+) -> RecomputeSelection:
     plan = make_plan(found.graph, Request("data_parallel", 2))
-    return Fitting(
+    return RecomputeSelection(
         found.graph,
         plan,
         wanted or RecomputeRequest("full"),
@@ -74,9 +74,9 @@ def fitting(
     )
 
 
-def every_plan(one: Fitting) -> list[Plan]:
+def every_plan(one: RecomputeSelection) -> list[Plan]:
     paths = ("layers.0", "layers.1")
-    ways: list[tuple[Way | None, ...]] = list(itertools.product((None, "full", "selective"), repeat=2))
+    ways: list[tuple[Mode | None, ...]] = list(itertools.product((None, "full", "selective"), repeat=2))
     alone = {path: [path] for path in paths}
     return [
         one._with({(path, way): 1 for path, way in zip(paths, some, strict=True) if way}, alone, "recompute")
@@ -86,13 +86,13 @@ def every_plan(one: Fitting) -> list[Plan]:
 
 def test_the_plan_keeps_the_limit_and_none_that_does_is_faster(gpt):
     one = fitting(gpt)
-    priced = [(one._time(plan), one._needed(plan).peak) for plan in every_plan(one)]
+    priced = [(one._seconds(plan), one._memory(plan).peak) for plan in every_plan(one)]
     peaks = sorted({peak for _, peak in priced})
     assert len(peaks) >= 3
     for limit in peaks:
         plan = one.within(limit)
-        assert one._needed(plan).peak <= limit
-        assert one._time(plan) <= 1.001 * min(time for time, peak in priced if peak <= limit)
+        assert one._memory(plan).peak <= limit
+        assert one._seconds(plan) <= 1.001 * min(time for time, peak in priced if peak <= limit)
     assert one.within(peaks[-1]) is one.plan
     with pytest.raises(StrategyError, match="even with all repeated layers computed again the plan needs"):
         one.within(peaks[0] - 1)
@@ -100,7 +100,7 @@ def test_the_plan_keeps_the_limit_and_none_that_does_is_faster(gpt):
 
 def test_first_layers_come_first(gpt):
     one = fitting(gpt)
-    most = one._needed(one.plan).peak
+    most = one._memory(one.plan).peak
     plan = one.within(most - 1)
     assert plan.recompute is not None
     assert plan.recompute.modules == ("layers.0",)
@@ -108,7 +108,7 @@ def test_first_layers_come_first(gpt):
 
 def test_only_what_may_be_computed_again_is(gpt):
     one = fitting(gpt, RecomputeRequest("full", ("layers.0.feed_forward",), "keep"))
-    plan = one.within(one._needed(one.plan).peak - 1)
+    plan = one.within(one._memory(one.plan).peak - 1)
     assert plan.recompute is not None
     assert plan.recompute.modules == ("layers.0.feed_forward",)
     assert plan.recompute.keeps_communication

@@ -1,0 +1,257 @@
+"""The memory of a rank, estimated without running anything: from shapes, layouts and what autograd saves by the traits
+of operators.
+
+`saved` says which results stay for backward; the search adds up their bytes. `stored_lower_bound` counts the bytes that
+a plan stores at least, `Outline` those that are there beside them. Invariant: lower bounds are never above what
+`strategies.memory.trace` counts.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from strategies.core.graph import ITEM_BYTES, Operator, OperatorGraph, Ref
+from strategies.core.layout import Layout
+from strategies.core.plan import Plan
+from strategies.core.program import Program
+from strategies.memory.trace import local_tensors, optimizer_need, parameters_of, persistent_bytes
+from strategies.memory.zero import ZeroBuffers
+from strategies.optimizer.buckets import buckets
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.rules import rule_of
+from strategies.rules.traits import traits
+
+
+def saved(graph: OperatorGraph) -> frozenset[Ref]:
+    """The results of operators that autograd saves; in place of views the tensors that they show."""
+    refs: set[Ref] = set()
+
+    def saves(user: Operator, position: int) -> bool:
+        """Whether a user keeps its operand: for its own gradient, or as a view of which others keep something."""
+        if traits(user.op).view:
+            return any(Ref(user.id, index) in refs for index in range(len(user.results)))
+        return user.id in graph.returning and _saves_operand(graph, user, position)
+
+    for operator in reversed(graph.operators):
+        for index in range(len(operator.results)):
+            ref = Ref(operator.id, index)
+            by_itself = operator.id in graph.returning and traits(operator.op).saves_result(index)
+            if by_itself or any(saves(user, position) for user, position in graph.users[ref]):
+                refs.add(ref)
+    views = {operator.id for operator in graph.operators if traits(operator.op).view}
+    return frozenset(ref for ref in refs if ref.id not in views)
+
+
+def _saves_operand(graph: OperatorGraph, user: Operator, position: int) -> bool:
+    """Whether the gradients of an operator need its operand at `position`."""
+    return traits(user.op).saves_operand(position, [ref in graph.trained for ref in user.operands])
+
+
+@dataclass(frozen=True)
+class _Use:
+    """By an operator that does more than return a value; `saves`: autograd surely saves it there."""
+
+    user: Operator
+    position: int
+    saves: bool
+
+
+_uses: dict[int, dict[Ref, tuple[_Use, ...]]] = {}
+"""Of all results, by graph, as long as it lives."""
+
+
+def stored_lower_bound(graph: OperatorGraph, plan: Plan) -> int:
+    """Bytes that a rank stores for backward at least.
+
+    What operators surely save is counted once, in the smallest of the layouts in which it is handed on and used; of
+    recomputed modules, their inputs, and of what they keep what is saved.
+
+    Args:
+        graph: The graph of a step, or of a stage of a pipeline.
+        plan: Its plan.
+    """
+    if id(graph) not in _uses:
+        _uses[id(graph)] = {
+            Ref(operator.id, index): tuple(_uses_of(graph, Ref(operator.id, index)))
+            for operator in graph.operators
+            if traits(operator.op).result == "new"
+            for index in range(len(operator.results))
+        }
+        weakref.finalize(graph, _uses.pop, id(graph), None)
+    return _Stored(graph, plan, _uses[id(graph)]).total()
+
+
+def _uses_of(graph: OperatorGraph, ref: Ref) -> Iterator[_Use]:
+    for user, position in graph.users[ref]:
+        if traits(user.op).result != "new":
+            for index in range(len(user.results)):
+                yield from _uses_of(graph, Ref(user.id, index))
+        else:
+            sure = traits(user.op).certain and user.id in graph.returning
+            yield _Use(user, position, sure and _saves_operand(graph, user, position))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What one forward stores under a plan."""
+
+    graph: OperatorGraph
+    plan: Plan
+    uses: Mapping[Ref, tuple[_Use, ...]]
+    needed: dict[Ref, bool] = field(default_factory=dict)
+    """Whether the second run of its module needs a result."""
+
+    def total(self) -> int:
+        return int(sum(self._bytes_of(ref, uses) for ref, uses in self.uses.items() if self.graph.specs[ref].floating))
+
+    def _bytes_of(self, ref: Ref, uses: Sequence[_Use]) -> float:
+        """Bytes of a result; 0 where it need not be stored."""
+        operator, module = self.graph.by_id[ref.id], self._modules[ref.id]
+        assert isinstance(operator, Operator)
+        made_once = module is None or operator.name in self._kept
+        if not any(self._stores(module, made_once, use) for use in uses):
+            return 0.0
+        own = self.plan.operators[operator.name]
+        given = own.outputs or rule_of(operator, self.graph).result_layouts(own.assignment)
+        layouts = [(ref, given[ref.index]), *self._operand_layouts(uses)]
+        return min(self._local_bytes(value, layout) for value, layout in layouts)
+
+    def _stores(self, module: str | None, made_once: bool, use: _Use) -> bool:
+        """Whether a use stores a result of a recomputed `module`, which makes it once or again."""
+        others = self._modules[use.user.id]
+        if others not in (None, module):
+            return self.plan.recompute is not None and not self.plan.recompute.slices_inputs
+        if others == module and module is not None:
+            return made_once and self._asks(use)
+        return use.saves
+
+    def _asks(self, use: _Use) -> bool:
+        """Whether the second run of a module needs an operand of one of its operators: for backward, or to make
+        something again that is needed."""
+        if use.saves:
+            return True
+        again = use.user.name not in self._kept
+        return again and any(self._is_needed(Ref(use.user.id, index)) for index in range(len(use.user.results)))
+
+    def _is_needed(self, ref: Ref) -> bool:
+        if ref not in self.needed:
+            module = self._modules[ref.id]
+            inside = (use for use in self.uses[ref] if self._modules[use.user.id] == module)
+            self.needed[ref] = any(self._asks(use) for use in inside)
+        return self.needed[ref]
+
+    def _operand_layouts(self, uses: Sequence[_Use]) -> Iterator[tuple[Ref, Layout]]:
+        for use in uses:
+            assignment = self.plan.operators[use.user.name].assignment
+            layouts = rule_of(use.user, self.graph).operand_layouts(assignment)
+            yield use.user.operands[use.position], layouts[use.position]
+
+    def _local_bytes(self, ref: Ref, layout: Layout) -> float:
+        spec = self.graph.specs[ref]
+        return math.prod(layout.local_shape(spec.shape, self.plan.mesh)) * spec.item_bytes
+
+    @cached_property
+    def _modules(self) -> dict[str, str | None]:
+        """The recomputed module around every operator."""
+        recompute = self.plan.recompute
+        return {one.id: None if recompute is None else recompute.region(one.path) for one in self.graph.operators}
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        return frozenset(() if self.plan.recompute is None else self.plan.recompute.kept)
+
+
+class KnownBytes:
+    """Of one program.
+
+    Attributes:
+        need: What the optimizer needs per element.
+        sizes: Elements of every trainable parameter.
+        zero: The stand-in for ZeRO, where there is any.
+        persistent: What stays from step to step.
+        joined: Bytes of the largest bucket of several gradients at stage 0.
+    """
+
+    def __init__(self, program: Program, settings: OptimizerSettings) -> None:
+        tensors, self.need = local_tensors(program, "meta"), optimizer_need(program, settings)
+        held = parameters_of(tensors)
+        trained = [held[name] for name in program.trainable_names]
+        self.sizes = [one.numel() for one in trained]
+        self.zero = ZeroBuffers(program, held, self.need, settings) if settings.stage and trained else None
+        self.persistent = persistent_bytes(program, tensors, self.need, self.zero)
+        wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
+        self._added = sum(one.numel() * max(one.itemsize, wide) for one in trained)
+        sums = buckets(program, settings.cut) if settings.stage == 0 else ()
+        self.joined = max((one.elements * ITEM_BYTES[one.dtype] for one in sums if len(one.names) > 1), default=0)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients that have been added up, at least."""
+        return self._added if self.zero is None or self.zero.stage == 1 else 0
+
+    @property
+    def ending(self) -> int:
+        """Bytes at the end of backward: stage 1 of ZeRO copies all gradients at once."""
+        if self.zero is None or self.zero.stage > 1:
+            return 0
+        return int(self.bucket) * self.zero.dtype.itemsize + self.copied(self.trainable)
+
+    def update(self, gradients: int) -> int:
+        """The most while the optimizer works on so many bytes of gradients."""
+        return gradients + self.need.during(self.sizes) if self.zero is None else self.zero.during_update()
+
+    @property
+    def bucket(self) -> float:
+        """Elements of a bucket of ZeRO."""
+        return math.inf if self.zero is None else self.zero.bucket
+
+    @property
+    def trainable(self) -> int:
+        """Elements of all trainable parameters."""
+        return sum(self.sizes)
+
+    def copied(self, elements: int) -> int:
+        """Bytes of the copies of a bucket while it is added up."""
+        return 0 if self.zero is None else elements * sum(dtype.itemsize for dtype in self.zero.copied)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Bytes of a rank that are there at least.
+
+    Attributes:
+        persistent: From step to step; the others are beside it.
+        gradients: Between two micro-batches.
+        ending: At the end of the last backward.
+        update: In the update.
+    """
+
+    persistent: int
+    gradients: int
+    ending: int
+    update: int
+
+    def least(self, stored: int) -> int:
+        """Bytes at the peak, at least, where so many are stored for backward."""
+        return self.persistent + max(self.gradients + stored, self.ending, self.update)
+
+    @classmethod
+    def together(cls, stages: Sequence[Outline]) -> Outline:
+        """Of programs that one rank runs in turn."""
+        return cls(
+            sum(one.persistent for one in stages),
+            sum(one.gradients for one in stages),
+            max(one.ending for one in stages),
+            sum(one.update for one in stages),
+        )
+
+
+def outline(program: Program, settings: OptimizerSettings) -> Outline:
+    """Of a program, which may have no trainable parameter."""
+    known = KnownBytes(program, settings)
+    added = known.gradients if settings.accumulate > 1 else 0
+    return Outline(known.persistent.total, added, known.ending, known.update(known.gradients))
