@@ -9,10 +9,10 @@ constants).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Kind = Literal["input", "parameter", "buffer", "constant"]
 
@@ -225,16 +225,21 @@ class OperatorGraph:
         return tuple(self.specs[ref] for ref in operator.operands)
 
 
-def refs(value: Any) -> Iterator[Ref]:
-    """Every `Ref` in nested plain data, in order."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, (tuple, list)):
+def leaves(value: Any) -> Iterator[Any]:
+    """Every leaf of nested plain data (tuples, lists, dicts), in order."""
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from refs(item)
+            yield from leaves(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from refs(item)
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def refs(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested plain data, in order."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Ref))
 
 
 def _said(value: Any) -> Any:
@@ -255,3 +260,20 @@ def rewrite(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: rewrite(item, change) for key, item in value.items()}
     return change(value)
+
+
+Call = TypeVar("Call")
+
+
+def with_leaves(call: Call, change: Callable[[Any], Any], **fields: Any) -> Call:
+    """An operator or instruction with `change` applied to every leaf of its arguments, and with other `fields`."""
+    given: Any = call
+    changed: Call = replace(given, args=rewrite(given.args, change), kwargs=rewrite(given.kwargs, change), **fields)
+    return changed
+
+
+def fresh(name: str, taken: Container[str]) -> str:
+    """`name`, with underscores appended until it is not `taken`."""
+    while name in taken:
+        name += "_"
+    return name

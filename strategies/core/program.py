@@ -16,7 +16,7 @@ from strategies.core.graph import Ref, Source, TensorSpec, refs
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Recompute
-from strategies.core.steps import LOCAL, ReshardingPath
+from strategies.core.steps import LOCAL, ReshardingPath, Step
 
 KEY = Ref("random_key")
 """The program's random key: a python integer that flows in beside the batch."""
@@ -80,6 +80,17 @@ class Redistribute:
     def operands(self) -> tuple[Ref, ...]:
         """The values that it takes."""
         return (self.value,)
+
+    @property
+    def parts(self) -> tuple[Redistribute, ...]:
+        """Itself, as the one part of what its collectives carry."""
+        return (self,)
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        """The steps that send something, forward and then backward."""
+        steps = (*self.forward, *self.backward) if self.differentiable else self.forward
+        return tuple(step for step in steps if step.kind not in LOCAL)
 
 
 @dataclass(frozen=True)
@@ -192,10 +203,7 @@ class Program:
     @cached_property
     def redistributions(self) -> tuple[Redistribute, ...]:
         """All of them, also those that are parts of a `Fused` or have a `Start` and a `Wait`."""
-        found: list[Redistribute] = []
-        for one in self._carried:
-            found += one.parts if isinstance(one, Fused) else [one]
-        return tuple(found)
+        return tuple(part for carried in self._carried for part in carried.parts)
 
     @property
     def _carried(self) -> Iterator[Redistribute | Fused]:
@@ -220,12 +228,7 @@ class Program:
     @cached_property
     def calls(self) -> Counter[str]:
         """How often a rank calls each collective for one forward and backward."""
-        found: Counter[str] = Counter()
-        for step in self._carried:
-            one = step.parts[0] if isinstance(step, Fused) else step
-            for chain in (one.forward, one.backward) if one.differentiable else (one.forward,):
-                found.update(part.kind for part in chain if part.kind not in LOCAL)
-        return found
+        return Counter(step.kind for carried in self._carried for step in carried.parts[0].collectives)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,23 @@ anything sent and without knowing where its slice lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import BatchSlice, Operator, OperatorGraph, Ref, Source, TensorSpec, rewrite
+from strategies.core.graph import (
+    BatchSlice,
+    Operator,
+    OperatorGraph,
+    Ref,
+    Source,
+    TensorSpec,
+    fresh,
+    leaves,
+    rewrite,
+    with_leaves,
+)
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -142,7 +153,7 @@ class _Copying:
         def own(leaf: Any) -> Any:
             return Ref(next(given).id) if isinstance(leaf, Ref) else leaf
 
-        alone = replace(operator, args=rewrite(operator.args, own), kwargs=rewrite(operator.kwargs, own))
+        alone = with_leaves(operator, own)
         results = tuple(Ref(operator.id, index) for index in range(len(operator.results)))
         inputs = {source.name: layout for source, layout in zip(sources, layouts, strict=True)}
         plan = Plan(mesh, {operator.name: OperatorPlan(assignment, "default")}, inputs, {})
@@ -153,7 +164,7 @@ class _Copying:
         return not draws(operator) and any(
             isinstance(leaf, RankValue) and leaf.axes
             for one in program.instructions
-            for leaf in _leaves((getattr(one, "args", ()), getattr(one, "kwargs", ())))
+            for leaf in leaves((getattr(one, "args", ()), getattr(one, "kwargs", ())))
         )
 
     def _check_work(self) -> None:
@@ -219,7 +230,7 @@ class _Building:
         """An operator for all copies, and its results' rows for each copy that uses them."""
         new = lambda leaf: self._whole(leaf) if isinstance(leaf, Ref) else leaf  # noqa: E731
         self._append(
-            replace(operator, args=rewrite(operator.args, new), kwargs=rewrite(operator.kwargs, new)),
+            with_leaves(operator, new),
             self.plan.operators[operator.name],
             self._result_layouts(operator),
         )
@@ -372,18 +383,6 @@ class _Building:
             self.layouts[Ref(operator.id, index)] = layout
 
     def _fresh(self, name: str) -> str:
-        while name in self.taken:
-            name += "_"
+        name = fresh(name, self.taken)
         self.taken.add(name)
         return name
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value

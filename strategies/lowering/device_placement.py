@@ -12,7 +12,7 @@ from typing import Any
 
 from strategies.core.addressing import in_module
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
+from strategies.core.graph import Operator, OperatorGraph, Ref, fresh, with_leaves
 from strategies.core.program import KEY, Compute, Copy, Fused, Instruction, Program, Start, Wait
 
 
@@ -62,8 +62,7 @@ class _Placing:
             return self._copied(leaf, host, instruction.operator, instruction.path) if isinstance(leaf, Ref) else leaf
 
         if isinstance(instruction, Compute):
-            kwargs = tuple((name, rewrite(value, local)) for name, value in instruction.kwargs)
-            return replace(instruction, args=rewrite(instruction.args, local), kwargs=kwargs, host=host)
+            return with_leaves(instruction, local, host=host)
         assert not isinstance(instruction, Fused | Start | Wait), "operators are placed before anything is rearranged"
         return replace(instruction, value=local(instruction.value))
 
@@ -75,11 +74,9 @@ class _Placing:
             return ref
         if (ref, host) not in self.copies:
             name = f"{ref.id}_{ref.index}" if ref.index else ref.id
-            fresh = f"{name}_on_{'host' if host else 'device'}"
-            while fresh in self.names:
-                fresh += "_"
-            self.names.add(fresh)
-            self.host[fresh] = host
-            self.instructions.append(Copy(fresh, ref, host, operator, path))
-            self.copies[ref, host] = Ref(fresh)
+            fresh_id = fresh(f"{name}_on_{'host' if host else 'device'}", self.names)
+            self.names.add(fresh_id)
+            self.host[fresh_id] = host
+            self.instructions.append(Copy(fresh_id, ref, host, operator, path))
+            self.copies[ref, host] = Ref(fresh_id)
         return self.copies[ref, host]

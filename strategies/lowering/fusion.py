@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from strategies.core.graph import Ref, rewrite
+from strategies.core.graph import Ref, fresh, with_leaves
 from strategies.core.mesh import Mesh
 from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute
-from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, Step
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """The collectives that can be joined."""
@@ -51,7 +51,7 @@ def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
         carried = _carried(instruction, program.mesh)
         if group is not None and placed.get(instruction.value.id, -1) < group.first:
             together = [a + b for a, b in zip(group.carried, carried, strict=True)]
-            limits = [sizes[step.kind] for step in _collectives(instruction)]
+            limits = [sizes[step.kind] for step in instruction.collectives]
             if all(total <= limit for total, limit in zip(together, limits, strict=True)):
                 group.parts.append(instruction)
                 group.carried = together
@@ -62,14 +62,9 @@ def fuse(program: Program, sizes: Mapping[str, int]) -> Program:
     return _rewritten(program, [group for group in groups if len(group.parts) > 1])
 
 
-def _collectives(instruction: Redistribute) -> list[Step]:
-    chains = (instruction.forward, instruction.backward) if instruction.differentiable else (instruction.forward,)
-    return [step for chain in chains for step in chain if step.kind not in LOCAL]
-
-
 def _can_be_joined(instruction: Redistribute, sizes: Mapping[str, int]) -> bool:
-    found = _collectives(instruction)
-    return bool(found) and all(step.kind in sizes for step in found)
+    steps = instruction.collectives
+    return bool(steps) and all(step.kind in sizes for step in steps)
 
 
 def _kind(instruction: Redistribute) -> Kind:
@@ -88,7 +83,7 @@ def _carried(instruction: Redistribute, mesh: Mesh) -> list[int]:
     """Bytes that a rank puts into each collective."""
     return [
         math.prod(step.before.local_shape(step.shape, mesh)) * instruction.spec.item_bytes
-        for step in _collectives(instruction)
+        for step in instruction.collectives
     ]
 
 
@@ -97,9 +92,7 @@ def _rewritten(program: Program, groups: list[_Group]) -> Program:
     renamed: dict[Ref, Ref] = {}
     taken = {instruction.id for instruction in program.instructions} | {source.id for source in program.sources}
     for group in groups:
-        name = f"{group.parts[0].id}_and_{len(group.parts) - 1}_more"
-        while name in taken:
-            name += "_"
+        name = fresh(f"{group.parts[0].id}_and_{len(group.parts) - 1}_more", taken)
         taken.add(name)
         renamed |= {Ref(part.id): Ref(name, index) for index, part in enumerate(group.parts)}
 
@@ -112,8 +105,7 @@ def _rewritten(program: Program, groups: list[_Group]) -> Program:
     instructions: list[Instruction] = []
     for instruction in program.instructions:
         if isinstance(instruction, Compute):
-            kwargs = tuple((name, rewrite(value, new)) for name, value in instruction.kwargs)
-            instructions.append(replace(instruction, args=rewrite(instruction.args, new), kwargs=kwargs))
+            instructions.append(with_leaves(instruction, new))
         elif instruction.id in begins:
             parts = begins[instruction.id].parts
             same = len({part.path for part in parts}) == 1

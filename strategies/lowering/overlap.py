@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from strategies.core.graph import fresh
 from strategies.core.program import Compute, Fused, Instruction, Program, Redistribute, Start, Wait
 from strategies.core.steps import LOCAL
 from strategies.lowering.recompute import parts_of, region_of
@@ -41,17 +42,14 @@ def overlap(program: Program, work: Mapping[str, float] | None = None, *, by_uni
 
 
 def _communicates(one: Redistribute | Fused) -> bool:
-    first = one.parts[0] if isinstance(one, Fused) else one
-    chains = (first.forward, first.backward) if first.differentiable else (first.forward,)
-    return any(step.kind not in LOCAL for chain in chains for step in chain)
+    return bool(one.parts[0].collectives)
 
 
 def _sends_forward(instruction: Instruction) -> bool:
     """What must not be asked for before its time: not a start, nor a wait for what is sent in backward alone."""
     if not isinstance(instruction, Wait):
         return not isinstance(instruction, Start)
-    one = instruction.of.parts[0] if isinstance(instruction.of, Fused) else instruction.of
-    return any(step.kind not in LOCAL for step in one.forward)
+    return any(step.kind not in LOCAL for step in instruction.of.parts[0].forward)
 
 
 def _joined(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
@@ -117,9 +115,7 @@ class _Order:
             return (instruction,)
         if self.kept_whole and region_of(instruction, self.program) is not None:
             return (instruction,)
-        name = f"{instruction.id}_start"
-        while name in self.names:
-            name += "_"
+        name = fresh(f"{instruction.id}_start", self.names)
         self.names.add(name)
         start = Start(name, instruction, instruction.path)
         return start, Wait(instruction.id, name, instruction, instruction.path)

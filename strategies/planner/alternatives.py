@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, with_leaves
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
@@ -145,7 +145,7 @@ class Neighbourhood:
 
         return OperatorGraph(
             (*sources.values(), *inputs.values()),
-            tuple(replace(o, args=rewrite(o.args, there), kwargs=rewrite(o.kwargs, there)) for o in operators),
+            tuple(with_leaves(o, there) for o in operators),
             tuple(
                 ref
                 for operator in operators

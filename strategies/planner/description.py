@@ -12,7 +12,7 @@ from typing import Any
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.program import Program, Redistribute
-from strategies.core.steps import ALL_REDUCE, LOCAL, ReshardingPath
+from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline.cutting import Stage
@@ -160,16 +160,9 @@ def communication(program: Program, settings: OptimizerSettings, traced: Traced 
     if traced is not None and program.recompute is not None:
         total.update({kind: settings.accumulate * count for kind, count in traced.sent.items()})
     for redistribution in program.redistributions if traced is None or program.recompute is None else ():
-        chains = (
-            (redistribution.forward, redistribution.backward)
-            if redistribution.differentiable
-            else (redistribution.forward,)
-        )
-        for chain in chains:
-            for step in chain:
-                if step.kind not in LOCAL:
-                    size = step.busiest(program.mesh) * redistribution.spec.item_bytes
-                    total[step.kind] += settings.accumulate * size
+        for step in redistribution.collectives:
+            size = step.busiest(program.mesh) * redistribution.spec.item_bytes
+            total[step.kind] += settings.accumulate * size
     if program.loss_axes:  # one double
         ranks = program.mesh.product(program.loss_axes)
         total[ALL_REDUCE] += 8 * -(-2 * (ranks - 1) // ranks)

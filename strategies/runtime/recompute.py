@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from strategies.core.graph import leaves
 from strategies.core.layout import Layout
 from strategies.lowering.recompute import Part
 from strategies.resharding.path import resharding_path
@@ -80,13 +81,7 @@ def _result(tensor: Tensor) -> _Result:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in the arguments or results of a call, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 class _Stored(torch.autograd.Function):

@@ -164,13 +164,9 @@ class _Wait(torch.autograd.Function):
         return None, None, None, gradients[0].new_zeros(())
 
 
-def _parts(of: Redistribute | Fused) -> tuple[Redistribute, ...]:
-    return of.parts if isinstance(of, Fused) else (of,)
-
-
 def starting(instruction: Start, communicator: Communicator) -> Callable[..., Token]:
     """The function that begins to carry values to their uses."""
-    parts = _parts(instruction.of)
+    parts = instruction.of.parts
     launch = communicator.launcher([part.forward for part in parts])
     differentiable = instruction.of.differentiable
 
@@ -185,7 +181,7 @@ def starting(instruction: Start, communicator: Communicator) -> Callable[..., To
 
 def waiting(instruction: Wait, communicator: Communicator) -> Callable[[Token], Any]:
     """The function that waits for what `starting` began: a tensor, or one per joined redistribution."""
-    parts = _parts(instruction.of)
+    parts = instruction.of.parts
     backward = communicator.launcher([part.backward for part in parts]) if instruction.of.differentiable else None
     scales, joined = tuple(part.scale for part in parts), isinstance(instruction.of, Fused)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from strategies.core.graph import Ref
+from strategies.core.graph import Ref, leaves
 from strategies.core.program import (
     CARRYING,
     Compute,
@@ -71,8 +71,7 @@ class Forms:
         if isinstance(step, Copy):
             return ("copy", step.host)
         of = step.of if isinstance(step, Start | Wait) else step
-        parts = of.parts if isinstance(of, Fused) else (of,)
-        carried = tuple((self._chain(one.forward), self._chain(one.backward), one.scale) for one in parts)
+        carried = tuple((self._chain(one.forward), self._chain(one.backward), one.scale) for one in of.parts)
         return type(step).__name__, type(of).__name__, carried, of.differentiable
 
     def _chain(self, steps: ReshardingPath) -> int:
@@ -124,8 +123,7 @@ def scalars(program: Program) -> frozenset[str]:
 
 def function_of(of: Redistribute | Fused) -> Hashable:
     """All that decides the function of a redistribution."""
-    parts = of.parts if isinstance(of, Fused) else (of,)
-    return type(of), tuple((one.forward, one.backward, one.scale) for one in parts), of.differentiable
+    return type(of), tuple((one.forward, one.backward, one.scale) for one in of.parts), of.differentiable
 
 
 def several(step: Instruction) -> bool:
@@ -141,16 +139,8 @@ def constants_of(step: Instruction, parts: Mapping[str, Part], placing: bool) ->
     if placing and isinstance(step, CARRYING):
         found.append(recorder.place(step.operator))
     if isinstance(step, Compute):
-        found += _ordinals((step.args, dict(step.kwargs)))
+        found += [leaf for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, Ordinal)]
     return found
-
-
-def _ordinals(value: Any) -> list[Ordinal]:
-    if isinstance(value, (tuple, list)):
-        return [one for item in value for one in _ordinals(item)]
-    if isinstance(value, dict):
-        return _ordinals(list(value.values()))
-    return [value] if isinstance(value, Ordinal) else []
 
 
 def tensors_of(steps: Sequence[Instruction], outputs: Sequence[Ref], owned: Mapping[Ref, str]) -> tuple[Ref, ...]:

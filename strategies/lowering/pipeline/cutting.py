@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, rewrite
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, fresh, with_leaves
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
 from strategies.lowering.recompute import around
@@ -96,8 +96,7 @@ class _Cutting:
         for ref in self.crossing:
             operator = graph.by_id[ref.id]
             id = f"{ref.id}_{ref.index}_received" if ref.index else f"{ref.id}_received"
-            while id in taken:
-                id += "_"
+            id = fresh(id, taken)
             taken.add(id)
             self.inputs[ref] = Source(
                 id, "input", f"{operator.name}[{ref.index}]", graph.specs[ref], ref in self.gradients
@@ -131,9 +130,7 @@ class _Cutting:
             return renamed.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
 
         operators = tuple(
-            replace(operator, args=rewrite(operator.args, there), kwargs=rewrite(operator.kwargs, there))
-            if not renamed.keys().isdisjoint(operator.operands)
-            else operator
+            with_leaves(operator, there) if not renamed.keys().isdisjoint(operator.operands) else operator
             for operator in self.graph.operators
             if self.placed[operator.id] == number
         )
