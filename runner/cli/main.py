@@ -41,7 +41,6 @@ from runner.cli import arguments as words
 from runner.cli import console, recipes
 from runner.cli.hydra_errors import reword
 from runner.cli.run_folders import (
-    CONFIG_FILE,
     check_files,
     remove_if_unused,
     require_working_directory,
@@ -54,7 +53,7 @@ from runner.config.origins import Origins, given
 from runner.config.schema import Config
 from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
-from runner.run_folder import lineage
+from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder.lock import occupied
 from runner.sweep.job import Job, folder_of, records, typed
 from runner.sweep.results import Sweep, mark_of

@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.errors import ConfigError
-from runner.run_folder import lineage
+from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder import lock as occupancy
 from strategies.core.errors import StrategyError
 
-CONFIG_FILE = "config.json"
 FILES = (CONFIG_FILE, "plan.json", "run.json", "metrics.jsonl", "restarts.jsonl", "error.txt", "job.json")
 """Files that a command or its ranks read or write."""
 EARLIER = (lineage.FILE, "plan.json")

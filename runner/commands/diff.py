@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.errors import ConfigError
-from runner.planning.stored import read_content
 from runner.report.differences import differences
+from runner.run_folder.plan_file import read_content
 
 
 def run(words: Sequence[str]) -> int:

@@ -15,9 +15,9 @@ from runner.checkpoint import branch, folder, index, reading
 from runner.checkpoint import manifest as header
 from runner.checkpoint.index import Index
 from runner.checkpoint.manifest import Header
-from runner.cli.run_folders import CONFIG_FILE
 from runner.errors import ConfigError
-from runner.planning.stored import PLAN, read_content
+from runner.run_folder import CONFIG_FILE
+from runner.run_folder.plan_file import PLAN, read_content
 from strategies.core.bounded_files import is_count, read_json
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh

@@ -33,7 +33,7 @@ from runner.planning.estimate import Estimate, MemoryBounds, Programs, estimate,
 from runner.planning.memory_limit import FewestLayers, SearchBudget
 from runner.planning.prepare import Accept, Prepared, accept_any, check_model, prepare
 from runner.planning.sources import cache_folder, request_of, wanted_recompute
-from runner.planning.stored import read_content
+from runner.run_folder.plan_file import read_content
 from strategies.capture import Captured, Objective
 from strategies.core.errors import StrategyError, TooLarge
 from strategies.core.gc_paused import gc_paused

@@ -19,7 +19,7 @@ from runner.build import optimizers
 from runner.config.recompute import Recompute
 from runner.config.schema import Config
 from runner.planning import lowering
-from runner.planning.stored import read_content
+from runner.run_folder.plan_file import read_content
 from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan
 from strategies.core.request import NamedDims, NamedMatrix, Operand, OperatorStrategy, RecomputeRequest, Request

@@ -1,1 +1,4 @@
-"""The folder of a run: which process works in it, and which run it belongs to. Imports no torch."""
+"""The folder of a run: which process works in it, which run it belongs to, and its plan. Imports no torch."""
+
+CONFIG_FILE = "config.json"
+"""All that was configured."""

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.cli.run_folders import CONFIG_FILE
 from runner.config.origins import as_typed
+from runner.run_folder import CONFIG_FILE
 from strategies.core import bounded_files as bounded
 
 FILE = "job.json"

@@ -15,7 +15,7 @@ from runner.checkpoint.content import name_of
 from runner.checkpoint.index import Entry
 from runner.checkpoint.manifest import read_header
 from runner.errors import ConfigError
-from runner.planning.stored import read_content
+from runner.run_folder.plan_file import read_content
 from strategies.core.layout import Block, Layout
 from strategies.core.plan import Plan
 

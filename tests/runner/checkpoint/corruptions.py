@@ -37,10 +37,10 @@ from runner.checkpoint.folder import HEADER, INDEX  # noqa: E402
 from runner.commands import doctor_checkpoint as examination  # noqa: E402
 from runner.config import load as config  # noqa: E402
 from runner.errors import ConfigError  # noqa: E402
-from runner.planning.stored import read_content  # noqa: E402
 from runner.run_folder import lineage  # noqa: E402
 from runner.run_folder.lineage import Lineage  # noqa: E402
 from runner.run_folder.lock import Occupant  # noqa: E402
+from runner.run_folder.plan_file import read_content  # noqa: E402
 from runner.sweep import job as jobs  # noqa: E402
 from runner.training.metrics import Metrics  # noqa: E402
 from strategies.core.bounded_files import read_json  # noqa: E402

@@ -18,7 +18,7 @@ from runner.checkpoint.folder import HEADER, INDEX
 from runner.config import load as config
 from runner.config.schema import Model
 from runner.errors import ConfigError
-from runner.planning.stored import read_content
+from runner.run_folder.plan_file import read_content
 from strategies.core.errors import StrategyError
 from strategies.planner import plan_cache
 from strategies.runtime import tensor_files as stored

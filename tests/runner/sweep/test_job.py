@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.cli.run_folders import CONFIG_FILE
+from runner.run_folder import CONFIG_FILE
 from runner.sweep.job import Job, folder_of, jobs, read, records
 
 DONE = Job(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)

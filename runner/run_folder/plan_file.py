@@ -1,4 +1,4 @@
-"""Reading plan.json, without torch."""
+"""plan.json, read without torch."""
 
 from __future__ import annotations
 
