@@ -22,15 +22,15 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan, Recompute
 from strategies.core.program import LoweringOptions, Program
 from strategies.cost.cluster import Cluster
-from strategies.cost.lower_bounds import least
+from strategies.cost.lower_bounds import step_lower_bound
 from strategies.cost.roofline import Work, operator_work
 from strategies.cost.step import (
     StepCost,
     calling_seconds,
-    least_with_zero,
+    lower_bound_with_zero,
     need_of,
     norm_seconds,
-    seconds_again,
+    recomputed_seconds,
     step_cost,
     works_of,
 )
@@ -234,7 +234,7 @@ class Estimate:
     def seconds_with_zero(self, settings: OptimizerSettings) -> float:
         """A lower bound of the seconds of this plan, which has no ZeRO, with the ZeRO stage of `settings`. The slowest
         stage of a pipeline may then be another one, so all get the shortest update."""
-        costs = [least_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
+        costs = [lower_bound_with_zero(part.cost, part.program, self.cluster, settings) for part in self.parts]
         shortest = min(cost.optimizer for cost in costs)
         return self._step([replace(cost, optimizer=shortest) for cost in costs])
 
@@ -243,7 +243,7 @@ class Estimate:
         costs = []
         for part in self.parts:
             own = recompute_in(part.graph.operators, recompute)
-            seconds = self.settings.accumulate * seconds_again(part.graph, part.works, own)
+            seconds = self.settings.accumulate * recomputed_seconds(part.graph, part.works, own)
             costs.append(replace(part.cost, recomputed=seconds))
         return self._step(costs)
 
@@ -333,7 +333,7 @@ def step_price(
     parallel, groups = config.parallel, lowering.pipeline_groups(config)
     if groups > 1 or parallel.copies > 1:
         waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and groups > 1
-        bound = least(graph, cluster, ())
+        bound = step_lower_bound(graph, cluster, ())
         floor = bound.seconds(groups, ranks // groups, parallel.pipeline.parts, 1, again=False, waits=waits)
         return StepPrice(seconds, floor=config.train.accumulate * floor)
     return StepPrice(seconds, running_of(config, graph, settings, cluster, ranks))
@@ -355,6 +355,6 @@ def running_of(
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         recompute, alone = recomputed(graph, rules, wanted), Mesh((("alone", 1),))
         works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
-        constant += config.parts * seconds_again(graph, works, recompute) / ranks
+        constant += config.parts * recomputed_seconds(graph, works, recompute) / ranks
     overlapped = config.parallel.comm_async and not config.train.compile
     return Running(overlapped, bool(lowering.fused_bytes(config)), bucket, need_of(settings).moved, constant)

@@ -41,7 +41,7 @@ from strategies.core.graph import OperatorGraph
 from strategies.core.plan import Plan, Recompute
 from strategies.core.request import RecomputeRequest, Request
 from strategies.cost.cluster import Cluster
-from strategies.cost.lower_bounds import least
+from strategies.cost.lower_bounds import step_lower_bound
 from strategies.lowering.device_placement import on_host
 from strategies.lowering.recompute import recomputed, repeated_layers
 from strategies.memory.repeated_blocks import Traces
@@ -373,7 +373,7 @@ class JointDecision:
         """Lower bounds of all choices that the model has layers for. Raises StrategyError if there are none."""
         parallel, graph = self.config.parallel, self.captured(self.rows)[1].graph
         repeated = repeated_layers(graph, parallel.recompute.modules)
-        found = least(graph, self.cluster, repeated)
+        found = step_lower_bound(graph, self.cluster, repeated)
         bounds = {}
         for choice in self.choices:
             if parallel.pipeline.stages == "auto" and len(repeated) % choice.stages:
@@ -387,7 +387,7 @@ class JointDecision:
                     choice.stages, ranks, choice.micro_batches, self.rows // self._rows(choice),
                     again=again, waits=parallel.pipeline.schedule in ("gpipe", "1f1b"),
                 ),
-                found.held(choice.stages, ranks, settings, sliced=parallel.mode != "data_parallel"),
+                found.persistent(choice.stages, ranks, settings, sliced=parallel.mode != "data_parallel"),
             )  # fmt: skip
         if not bounds:
             raise StrategyError(

@@ -1,5 +1,5 @@
 """What each operator of a plan costs one rank per step: seconds of computing, of redistributions and of adding its
-parameters' gradients, bytes sent and bytes held.
+parameters' gradients, bytes sent and bytes of memory.
 
 A redistribution belongs to the operator that asks for it, a parameter to its first user. Invariant: nothing is counted
 twice, and the seconds of computing and of gradients add up to those of the step.
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.graph import OperatorGraph, Ref, Source
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, LOCAL, REDUCE_SCATTER, ReshardingPath
 from strategies.cost.cluster import Cluster
-from strategies.cost.collectives import collective_seconds, path_seconds
-from strategies.cost.roofline import operator_work, shares
-from strategies.cost.step import repeated, step_cost
+from strategies.cost.collectives import collective_seconds, step_seconds
+from strategies.cost.roofline import operator_work, result_dtype, shares
+from strategies.cost.step import is_recomputed, step_cost
 from strategies.optimizer.buckets import LARGEST
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.rules import rule_of
@@ -31,17 +31,27 @@ GRADIENTS = {
     2: (REDUCE_SCATTER, ALL_GATHER),
     3: (REDUCE_SCATTER, ALL_GATHER, ALL_GATHER),
 }
-"""The collectives that a replicated parameter causes per step, by ZeRO stage: its gradient is added, and what ranks
-hold or have updated by parts is gathered."""
+"""The collectives that a replicated parameter causes per step, by ZeRO stage: its gradient is added, and the parts that
+ranks own or have updated are gathered."""
 
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """Seconds and bytes of one rank per step. `backward` holds what is computed again, `gradients` the operator's share
-    of what is added or gathered for parameters and not hidden behind backward. `flops` are those of the whole operator,
-    forward, for one micro-batch; `flop_bound` says whether computing takes as long as its flops ask for, and `calls` is
-    the part of `forward` and `backward` that it takes to begin. `levels` are the seconds of communication by the
-    slowest level that they cross."""
+    """Seconds and bytes of one rank per step.
+
+    Attributes:
+        forward: Seconds of computing.
+        backward: Seconds of computing, with what is recomputed.
+        communication: Seconds of redistributions, if nothing hid them.
+        gradients: Seconds of what is added or gathered for its parameters, as far as backward does not hide it.
+        sent: Bytes of communication.
+        parameters: Bytes of the parameters that it is the first to use.
+        results: Bytes of its results.
+        flops: Of the unsliced operator, forward, for one micro-batch.
+        flop_bound: Whether flops, not bytes, are the bottleneck of forward.
+        calls: The part of `forward` and `backward` that kernel launches take.
+        levels: Seconds of communication by the slowest level of the cluster that they cross.
+    """
 
     forward: float
     backward: float
@@ -56,60 +66,52 @@ class OperatorCost:
     levels: Mapping[str, float]
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Of two copies of one operator, which have its parameters together."""
-        return OperatorCost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.communication + other.communication,
-            self.gradients + other.gradients,
-            self.sent + other.sent,
-            max(self.parameters, other.parameters),
-            self.results + other.results,
-            self.flops + other.flops,
-            self.flop_bound,
-            self.calls + other.calls,
-            {key: self.levels.get(key, 0.0) + other.levels.get(key, 0.0) for key in {**self.levels, **other.levels}},
-        )
+        """Of two batch splits of one operator, which share its parameters."""
+        summed = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)[:-1]}
+        levels = {
+            key: self.levels.get(key, 0.0) + other.levels.get(key, 0.0) for key in {**self.levels, **other.levels}
+        }
+        shared = {"parameters": max(self.parameters, other.parameters), "flop_bound": self.flop_bound}
+        return OperatorCost(**{**summed, **shared}, levels=levels)
 
 
 def operator_costs(
     graph: OperatorGraph, plan: Plan, program: Program, cluster: Cluster, settings: OptimizerSettings
 ) -> dict[str, OperatorCost]:
-    """The costs by plan name, of a step that goes on as `settings` says."""
+    """The cost of every operator by its plan name, of a step with these `settings`; `program` is `plan` lowered."""
     zero_stage, accumulate = settings.stage, settings.accumulate
     step = step_cost(graph, plan, program, cluster, settings)
-    found, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
-    gradients = found.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
+    communication, owned = _Communication(plan, program, cluster, accumulate), _first_users(graph)
+    gradients = communication.gradients(graph, owned, zero_stage, step.exposed + sum(step.zero.values()))
     costs = {}
     for operator in graph.operators:
         sharding, assignment = rule_of(operator, graph), plan.operators[operator.name].assignment
         work = operator_work(sharding, assignment, operator, graph, plan.mesh, cluster)
-        held = 0
+        parameters = 0
         for source in owned.get(operator.name, ()):
             replicas = plan.tensors[source.name].replica_axes(plan.mesh)
-            held += _slice_bytes(source, plan) // (plan.mesh.product(replicas) if zero_stage == 3 else 1)
+            parameters += _slice_bytes(source, plan) // (plan.mesh.product(replicas) if zero_stage == 3 else 1)
         layouts = plan.operators[operator.name].outputs or sharding.result_layouts(assignment)
         results = sum(
             math.prod(layout.local_shape(spec.shape, plan.mesh)) * spec.item_bytes
             for layout, spec in zip(layouts, operator.results, strict=True)
         )
         flops = sharding.flops * math.prod(shares(sharding, assignment, plan.mesh).values())
-        dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
-        twice = plan.recompute is not None and repeated(operator, plan.recompute)
-        again = work.forward if twice else 0.0
-        begun = cluster.view if traits(operator.op).view else cluster.launch
+        twice = plan.recompute is not None and is_recomputed(operator, plan.recompute)
+        recomputed = work.forward if twice else 0.0
+        launch = cluster.view if traits(operator.op).view else cluster.launch
         costs[operator.name] = OperatorCost(
             accumulate * work.forward,
-            accumulate * (work.backward + again),
-            found.seconds.get(operator.name, 0.0),
+            accumulate * (work.backward + recomputed),
+            communication.seconds.get(operator.name, 0.0),
             gradients.get(operator.name, 0.0),
-            found.sent.get(operator.name, 0),
-            held,
+            communication.sent.get(operator.name, 0),
+            parameters,
             results,
             sharding.flops,
-            flops / cluster.peak(dtype) + cluster.launch >= 0.999 * work.forward > 0,
-            accumulate * (work.calls + (begun if twice else 0.0)),
-            found.levels.get(operator.name, {}),
+            flops / cluster.peak(result_dtype(operator)) + cluster.launch >= 0.999 * work.forward > 0,
+            accumulate * (work.calls + (launch if twice else 0.0)),
+            communication.levels.get(operator.name, {}),
         )
     return costs
 
@@ -124,13 +126,13 @@ class _Communication:
         self.sent: dict[str, int] = {}
         self.levels: dict[str, dict[str, float]] = {}
         for redistribution in program.redistributions:
-            ways = (redistribution.forward, redistribution.backward)
-            for chain in ways if redistribution.differentiable else ways[:1]:
-                self._add(redistribution.operator, chain, redistribution.spec.item_bytes)
+            paths = (redistribution.forward, redistribution.backward)
+            for path in paths if redistribution.differentiable else paths[:1]:
+                self._add(redistribution.operator, path, redistribution.spec.item_bytes)
 
-    def _add(self, operator: str, chain: ReshardingPath, item_bytes: int) -> None:
-        for step in chain:
-            seconds = self.accumulate * path_seconds((step,), item_bytes, self.mesh, self.cluster)
+    def _add(self, operator: str, path: ReshardingPath, item_bytes: int) -> None:
+        for step in path:
+            seconds = self.accumulate * step_seconds(step, item_bytes, self.mesh, self.cluster)
             self.seconds[operator] = self.seconds.get(operator, 0.0) + seconds
             if step.kind not in LOCAL:
                 sent = self.accumulate * step.busiest(self.mesh) * item_bytes
@@ -171,23 +173,20 @@ class _Communication:
 
 def marginal_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> float:
     """Seconds that `sent` bytes add to a collective that carries many tensors."""
-    with_it, without = (collective_seconds(kind, size, axes, mesh, cluster) for size in (LARGEST + sent, LARGEST))
-    return with_it - without
+    larger, smaller = (collective_seconds(kind, size, axes, mesh, cluster) for size in (LARGEST + sent, LARGEST))
+    return larger - smaller
 
 
 def _slice_bytes(source: Source, plan: Plan) -> int:
-    """Of a rank's slice of a parameter."""
+    """Bytes of a rank's slice of a parameter."""
     return math.prod(plan.tensors[source.name].local_shape(source.spec.shape, plan.mesh)) * source.spec.item_bytes
 
 
 def _first_users(graph: OperatorGraph) -> dict[str, list[Source]]:
     """The parameters that an operator is the first to use."""
-    found: dict[str, list[Source]] = {}
-    order: Mapping[str, int] = {operator.id: number for number, operator in enumerate(graph.operators)}
+    owned: dict[str, list[Source]] = {}
     for source in graph.of_kind("parameter"):
-        users: list[Operator] = sorted(
-            (user for user, _ in graph.users[Ref(source.id)]), key=lambda user: order[user.id]
-        )
+        users = graph.users[Ref(source.id)]  # in the order of the graph
         if users:
-            found.setdefault(users[0].name, []).append(source)
-    return found
+            owned.setdefault(users[0][0].name, []).append(source)
+    return owned

@@ -27,9 +27,9 @@ Crossed = tuple[tuple[int, Link], ...]
 """Per level that a group crosses: among how many units, and their link; outermost first."""
 
 
-def path_seconds(chain: ReshardingPath, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of a redistribution of a tensor with elements of `item_bytes`."""
-    return sum(step_seconds(step, item_bytes, mesh, cluster) for step in chain)
+def path_seconds(path: ReshardingPath, item_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of resharding a tensor with elements of `item_bytes` along a path."""
+    return sum(step_seconds(step, item_bytes, mesh, cluster) for step in path)
 
 
 def joined_seconds(steps: Sequence[tuple[Step, int]], mesh: Mesh, cluster: Cluster) -> float:
@@ -68,13 +68,13 @@ def collective_seconds(kind: str, sent: float, axes: tuple[str, ...], mesh: Mesh
     call = max(link.call for _, link in crossed)
     if kind in (ALL_TO_ALL, EXCHANGE):
         return call + _direct(sent, crossed)
-    ways = 2 if kind == ALL_REDUCE else 1
-    found = [ways * _ring(sent / ways, crossed)] if RING in cluster.algorithms else []
+    passes = 2 if kind == ALL_REDUCE else 1
+    seconds = [passes * _ring(sent / passes, crossed)] if RING in cluster.algorithms else []
     if TREE in cluster.algorithms and kind == ALL_REDUCE:
-        found.append(2 * _tree(sent / 2, crossed, chained=len(cluster.levels) > 1 and spread[-1] > 1))
+        seconds.append(2 * _tree(sent / 2, crossed, chained=len(cluster.levels) > 1 and spread[-1] > 1))
     if HIERARCHICAL in cluster.algorithms and len(crossed) > 1:
-        found.append(ways * _hierarchical(sent / ways, crossed))
-    return call + min(found)
+        seconds.append(passes * _hierarchical(sent / passes, crossed))
+    return call + min(seconds)
 
 
 def _members(crossed: Crossed, position: int) -> int:
@@ -91,14 +91,14 @@ def _ring(sent: float, crossed: Crossed) -> float:
 
 
 def _tree(sent: float, crossed: Crossed, *, chained: bool) -> float:
-    """`sent` is what a ring sends one way, (n - 1) / n of the tensor; `chained`: the last level crossed has chains."""
+    """`sent` is what a ring sends per pass, (n - 1) / n of the tensor; `chained`: the last level crossed has chains."""
     ranks = math.prod(count for count, _ in crossed)
-    whole = sent * ranks / (ranks - 1)
+    tensor = sent * ranks / (ranks - 1)
     seconds = 0.0
     for position, (count, link) in enumerate(crossed):
         chain_here = chained and position == len(crossed) - 1
         seconds += (count - 1 if chain_here else math.ceil(math.log2(count))) * link.latency
-    return seconds + whole / min(link.bandwidth * _members(crossed, i) for i, (_, link) in enumerate(crossed))
+    return seconds + tensor / min(link.bandwidth * _members(crossed, i) for i, (_, link) in enumerate(crossed))
 
 
 def _hierarchical(sent: float, crossed: Crossed) -> float:
@@ -112,13 +112,13 @@ def _hierarchical(sent: float, crossed: Crossed) -> float:
 
 def _direct(sent: float, crossed: Crossed) -> float:
     """Messages to peers in other units of a level leave over that level's link; all links work at once."""
-    ranks, inside, slowest, rounds = math.prod(count for count, _ in crossed), 1, 0.0, 0.0
+    ranks, inside, slowest, latency = math.prod(count for count, _ in crossed), 1, 0.0, 0.0
     for count, link in reversed(crossed):
         peers = inside * count - inside
-        rounds += peers * link.latency
+        latency += peers * link.latency
         slowest = max(slowest, sent * peers / (ranks - 1) / link.bandwidth)
         inside *= count
-    return rounds + slowest
+    return latency + slowest
 
 
 def copied_elements(step: Step, mesh: Mesh) -> int:
@@ -128,5 +128,5 @@ def copied_elements(step: Step, mesh: Mesh) -> int:
     if step.kind in (ALL_TO_ALL, EXCHANGE):
         return before + after
     if step.kind == ALL_REDUCE:
-        return after  # the operand is kept
+        return after  # the operand stays as it was
     return max(before, after) if step.dim or step.kind in LOCAL else 0

@@ -1,16 +1,17 @@
 """What redistributions add to a step: a rank computes and sends in two queues, each in the order of the program.
 
-A redistribution that nothing runs beside holds both queues. One that is begun early holds computing where its wait
-comes before it is done, and always for the share of its time that cannot be hidden (1 - `Cluster.overlap`). Of a chain
-the first collective runs beside computing, as `Communicator.launcher` has it; what comes before belongs to the start,
-what comes after to the wait. Backward takes the instructions in reverse. Invariant: nothing adds more than if all
-were done at once, and without starts exactly that. Cost: linear in the instructions.
+A redistribution that nothing overlaps blocks both queues. One that starts early blocks computing where its wait comes
+before it is done, and always for the share of its time that cannot be hidden (1 - `Cluster.overlap`). Of a path the
+first collective runs beside computing, as `Communicator.launcher` has it; steps before belong to the start, steps after
+to the wait. Backward takes the instructions in reverse. Invariant: nothing adds more than if every redistribution
+blocked, and without starts exactly that. Cost: linear in the instructions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 
 from strategies.core.program import Compute, Copy, Fused, Instruction, Program, Redistribute, Start, Wait
 from strategies.core.steps import LOCAL
@@ -22,24 +23,27 @@ COPIES = "copies"
 """The kind of steps that send nothing."""
 
 Stages = Sequence[tuple[str, float]]
-"""The kinds of the steps of chains that share their calls, and their seconds."""
+"""The kinds of the steps of paths that share their calls, and their seconds."""
 
 
 def added_seconds(
     program: Program, works: Mapping[str, Work], cluster: Cluster, without: Container[str] = ()
 ) -> dict[str, float]:
-    """Seconds by kind that redistributions add to the `works` of the operators (by plan name) in one micro-batch. What
-    carries sources whose ids are in `without` is left out."""
+    """Seconds that redistributions add to one micro-batch, by kind.
+
+    Args:
+        program: What a rank runs.
+        works: Of the operators, by plan name.
+        cluster: The machine.
+        without: Ids of sources whose redistributions are left out.
+    """
     added: defaultdict[str, float] = defaultdict(float)
 
-    def forward(one: Redistribute | Fused) -> Stages:
-        return () if any(ref.id in without for ref in one.operands) else _stages(one, False, program, cluster)
-
-    def backward(one: Redistribute | Fused) -> Stages:
-        return () if any(ref.id in without for ref in one.operands) else _stages(one, True, program, cluster)
+    def stages(one: Redistribute | Fused, backward: bool) -> Stages:
+        return () if any(ref.id in without for ref in one.operands) else _stages(one, backward, program, cluster)
 
     main = main_calls(program.instructions)
-    ahead, back = _Queues(forward, cluster.overlap, added), _Queues(backward, cluster.overlap, added)
+    ahead, back = (_Queues(partial(stages, backward=way), cluster.overlap, added) for way in (False, True))
     for queues, instructions in ((ahead, program.instructions), (back, program.instructions[::-1])):
         left = {name: work.forward if queues is ahead else work.backward for name, work in works.items()}
         for one in instructions:
@@ -51,36 +55,35 @@ def added_seconds(
             elif not isinstance(one, Copy):
                 queues.carry(queues.stages(one))
     if program.recompute is not None and not program.recompute.keeps_communication:
-        for one in program.instructions:  # nothing that is computed again is begun early
+        for one in program.instructions:  # nothing that is recomputed starts early
             if isinstance(one, Redistribute | Fused) and program.recompute.region(one.path) is not None:
-                back.carry(forward(one))
+                back.carry(stages(one, backward=False))
     return dict(added)
 
 
 def main_calls(instructions: Iterable[Instruction]) -> dict[str, Compute]:
-    """The call that stands for all of an operator's, by the operator's name: the first of those that take most
+    """The call that represents all of an operator's, by the operator's name: the first of those that take most
     values."""
-    found: dict[str, Compute] = {}
+    calls: dict[str, Compute] = {}
     for one in instructions:
         if isinstance(one, Compute):
-            known = found.setdefault(one.operator, one)
+            known = calls.setdefault(one.operator, one)
             if len(one.operands) > len(known.operands):
-                found[one.operator] = one
-    return found
+                calls[one.operator] = one
+    return calls
 
 
 def _stages(one: Redistribute | Fused, backward: bool, program: Program, cluster: Cluster) -> Stages:
-    """What it does one way, with a value or its gradient. Fused ones are one call."""
+    """What it does in one direction, with a value or its gradient. Fused ones are one call."""
     if backward and not one.differentiable:
         return ()
     parts = one.parts if isinstance(one, Fused) else (one,)
-    chains = [part.backward if backward else part.forward for part in parts]
-    found = []
-    for steps in zip(*chains, strict=True):
+    stages = []
+    for steps in zip(*(part.backward if backward else part.forward for part in parts), strict=True):
         sized = [(step, part.spec.item_bytes) for step, part in zip(steps, parts, strict=True)]
         kind = COPIES if steps[0].kind in LOCAL else steps[0].kind
-        found.append((kind, joined_seconds(sized, program.mesh, cluster)))
-    return found
+        stages.append((kind, joined_seconds(sized, program.mesh, cluster)))
+    return stages
 
 
 class _Queues:
@@ -94,7 +97,7 @@ class _Queues:
         self.under_way: dict[str, tuple[str, float, Stages]] = {}
 
     def begin(self, one: Redistribute | Fused) -> None:
-        """What can be done before its first collective, and the beginning of that."""
+        """The steps before its first collective, and the start of that."""
         stages = self.stages(one)
         first = next((i for i, (kind, _) in enumerate(stages) if kind != COPIES), len(stages))
         self.carry(stages[:first])
@@ -104,7 +107,7 @@ class _Queues:
             self._hold(kind, self.now + (1 - self.hidden) * seconds)
 
     def finish(self, one: Redistribute | Fused) -> None:
-        """Waits for it, and does what is left of its chain."""
+        """Waits for it, and does the rest of its path."""
         if one.id in self.under_way:
             kind, end, rest = self.under_way.pop(one.id)
             self._hold(kind, end)

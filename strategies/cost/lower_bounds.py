@@ -1,7 +1,7 @@
-"""The least that a step can take and a rank can hold, whatever the plan is: bounds that cost a walk over the graph.
+"""Lower bounds of a step's seconds and a rank's bytes, whatever the plan is: they cost a walk over the graph.
 
-Invariant: both are no more than what any plan of that many ranks is priced at, because work is cut among ranks without
-a rest, nothing is sent, and only what stands from step to step is held.
+Invariant: no plan of that many ranks is estimated below, because work is divided evenly among ranks, nothing is sent,
+and only what stays from step to step counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from strategies.rules import rule_of
 
 
 @dataclass(frozen=True)
-class Least:
-    """Of one micro-batch on one device: seconds of all operators without their launches, seconds of the launches, and
-    seconds of forward inside repeated layers; and the learning elements with their bytes."""
+class StepLowerBound:
+    """Of one micro-batch on one device.
+
+    Attributes:
+        work: Seconds of all operators without their kernel launches.
+        launches: Seconds of the launches.
+        repeated: Seconds of forward inside repeated layers, without launches.
+        elements: Of the trainable parameters.
+        bytes: Of the trainable parameters.
+    """
 
     work: float
     launches: float
@@ -32,18 +39,28 @@ class Least:
     bytes: int
 
     def seconds(self, stages: int, ranks: int, micro_batches: int, more: int, *, again: bool, waits: bool) -> float:
-        """Of `micro_batches` that are `more` times as small as the one that was measured, through `stages` of `ranks`
-        each. Where a stage `waits`, t seconds of all stages of one micro-batch take at least t / (1 - (1 - 1/m)**s):
-        stage k starts when those before it have passed one micro-batch, and then takes m times its own part."""
+        """Seconds of a step of a pipeline.
+
+        Where a stage `waits`, t seconds of all stages of one micro-batch take at least t / (1 - (1 - 1/m)**s): stage k
+        starts when those before it have passed one micro-batch, and then takes m times its own part.
+
+        Args:
+            stages: Stages, s.
+            ranks: Ranks of one stage.
+            micro_batches: Micro-batches, m.
+            more: How many times as small they are as the measured one.
+            again: Whether repeated layers are recomputed.
+            waits: Whether a stage waits for the one before it.
+        """
         work = self.work + (self.repeated if again else 0.0)
         once = work / more / ranks + self.launches
         if not waits or stages == 1:
             return once * micro_batches / stages
         return once / (1 - (1 - 1 / micro_batches) ** stages)
 
-    def held(self, stages: int, ranks: int, settings: OptimizerSettings, *, sliced: bool) -> float:
-        """Bytes of a rank: weights, gradients and states, cut among as many ranks as may hold parts of them. `sliced`:
-        plans may slice parameters."""
+    def persistent(self, stages: int, ranks: int, settings: OptimizerSettings, *, sliced: bool) -> float:
+        """Bytes of a rank: weights, gradients and states, divided among as many ranks as may have parts of them.
+        `sliced`: plans may slice parameters."""
         if settings.offload.optimizer != "none" or settings.offload.parameters != "none":
             return 0.0
         zero, among = settings.stage, ranks if sliced else 1
@@ -52,8 +69,8 @@ class Least:
         return (own + states / (ranks if zero else among)) / stages
 
 
-def least(graph: OperatorGraph, cluster: Cluster, layers: Collection[str]) -> Least:
-    """What the `graph` of a training step costs at least; `layers` are the paths of the repeated ones."""
+def step_lower_bound(graph: OperatorGraph, cluster: Cluster, layers: Collection[str]) -> StepLowerBound:
+    """The bound of the `graph` of a training step; `layers` are the paths of the repeated ones."""
     alone, work, launches, repeated = Mesh((("alone", 1),)), 0.0, 0.0, 0.0
     for operator in graph.operators:
         seconds = operator_work(rule_of(operator, graph), {}, operator, graph, alone, cluster)
@@ -64,4 +81,4 @@ def least(graph: OperatorGraph, cluster: Cluster, layers: Collection[str]) -> Le
             repeated += max(seconds.forward - cluster.launch, 0.0)
     learning = [source.spec for source in graph.of_kind("parameter") if source.trainable]
     elements, size = sum(one.elements for one in learning), sum(one.elements * one.item_bytes for one in learning)
-    return Least(work, launches, repeated, elements, size)
+    return StepLowerBound(work, launches, repeated, elements, size)

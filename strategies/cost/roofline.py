@@ -1,6 +1,6 @@
 """Seconds of one operator on one rank: a roofline of flops and bytes, forward and backward, from its rule alone.
 
-Invariant: what is priced is the rank's own slice, padding included, so a strategy that repeats work on every rank is
+Invariant: the cost is that of the rank's own slice, padding included, so a strategy that repeats work on every rank is
 not cheaper than the operator on one device.
 """
 
@@ -21,7 +21,7 @@ from strategies.rules.traits import traits
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one rank for one micro-batch; `calls` is the part of both that begins calls, whatever they compute."""
+    """Seconds of one rank for one micro-batch; `calls` is the part of both directions that kernel launches take."""
 
     forward: float
     backward: float
@@ -45,7 +45,7 @@ def operator_seconds(
 def operator_work(
     sharding: Sharding, assignment: Assignment, operator: Operator, graph: OperatorGraph, mesh: Mesh, cluster: Cluster
 ) -> Work:
-    """The seconds of both ways; backward is 0 where no operand has a gradient."""
+    """The seconds of both directions; backward is 0 where no operand has a gradient."""
     return Work(*roofline(sharding, shares(sharding, assignment, mesh), operator, graph, cluster, max))
 
 
@@ -57,11 +57,19 @@ def roofline(
     cluster: Cluster,
     larger: Callable[[Any, Any], Any],
 ) -> tuple[Any, Any, Any]:
-    """The three seconds of `Work` where a rank has so much of every factor (1 where it is not told): numbers, or arrays
-    of as many strategies; `larger` takes the larger one of each two."""
-    learns = [ref in graph.trained for ref in operator.operands]
+    """The three seconds of `Work`, for one strategy or for many at once.
+
+    Args:
+        sharding: The operator's rule.
+        share: The share of every factor that a rank has, 1 where it is absent: numbers, or arrays [strategies].
+        operator: The operator.
+        graph: Its graph.
+        cluster: The machine.
+        larger: The larger one of each two: `max`, or numpy's `maximum`.
+    """
+    trained = [ref in graph.trained for ref in operator.operands]
     if traits(operator.op).view:
-        return cluster.view, cluster.view * any(learns), cluster.view * (1 + any(learns))
+        return cluster.view, cluster.view * any(trained), cluster.view * (1 + any(trained))
     flops: Any = sharding.flops
     for part in share.values():
         flops = flops * part
@@ -73,53 +81,57 @@ def roofline(
         _local(dims, share) * spec.elements * spec.item_bytes
         for dims, spec in zip(sharding.results, operator.results, strict=True)
     )
-    dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
-    peak, bandwidth = cluster.peak(dtype), cluster.memory_bandwidth
+    peak, bandwidth = cluster.peak(result_dtype(operator)), cluster.memory_bandwidth
     forward = cluster.launch + larger(flops / peak, (sum(operands) + results) / bandwidth)
-    if not any(learns):
+    if not any(trained):
         return forward, 0.0, cluster.launch
-    own = sum(size for size, learn in zip(operands, learns, strict=True) if learn)
-    moved = results + own + (sum(operands) if traits(operator.op).rereads else 0.0)
-    calls, ratio = backward_work(sharding, operator, learns)
+    gradients = sum(size for size, learns in zip(operands, trained, strict=True) if learns)
+    moved = results + gradients + (sum(operands) if traits(operator.op).rereads else 0.0)
+    calls, ratio = backward_work(sharding, operator, trained)
     backward = calls * cluster.launch + larger(ratio * flops / peak, moved / bandwidth)
     return forward, backward, (1 + calls) * cluster.launch
 
 
-def backward_work(sharding: Sharding, operator: Operator, learns: list[bool]) -> tuple[int, float]:
-    """How many calls backward makes, and its flops relative to forward's: a product per factor of a product that
-    learns."""
+def result_dtype(operator: Operator) -> str:
+    """The dtype in which an operator computes."""
+    return next((spec.dtype for spec in operator.results if spec.floating), "float32")
+
+
+def backward_work(sharding: Sharding, operator: Operator, trained: list[bool]) -> tuple[int, float]:
+    """The calls of backward, and its flops relative to forward's: a product per factor of a product that has a
+    gradient; `trained` says which operands have one."""
     fused = traits(operator.op).backward_products
     if fused is not None:
         return 1, fused
     products = sum(
-        learn and any(factor in sharding.sums for factor in dims)
-        for learn, dims in zip(learns, sharding.operands, strict=True)
+        learns and any(factor in sharding.sums for factor in dims)
+        for learns, dims in zip(trained, sharding.operands, strict=True)
     )
-    others = sum(learns) - products
+    others = sum(trained) - products
     return max(products + (others > 0), 1), float(products or (2 if sharding.flops else 0))
 
 
 def shares(sharding: Sharding, assignment: Assignment, mesh: Mesh) -> dict[str, float]:
     """The share of every sliced factor that one rank has, padding included."""
-    found = {}
+    share = {}
     for factor, axes in assignment.items():
         size = sharding.sizes[factor]
-        found[factor] = -(-size // mesh.product(axes)) / size if size else 1.0
-    return found
+        share[factor] = -(-size // mesh.product(axes)) / size if size else 1.0
+    return share
 
 
 def _local(dims: Dims, share: Mapping[str, Any]) -> Any:
-    found: Any = 1.0
+    product: Any = 1.0
     for factor in dims:
         if factor is not None:
-            found = found * share.get(factor, 1.0)
-    return found
+            product = product * share.get(factor, 1.0)
+    return product
 
 
 def flops_of(graph: OperatorGraph, plan: Plan) -> dict[str, float]:
     """Flops of each operator's slice in forward, by name."""
-    found = {}
+    flops = {}
     for operator in graph.operators:
         sharding, assignment = rule_of(operator, graph), plan.operators[operator.name].assignment
-        found[operator.name] = sharding.flops / plan.mesh.product(sharding.used(assignment))
-    return found
+        flops[operator.name] = sharding.flops / plan.mesh.product(sharding.used(assignment))
+    return flops

@@ -1,5 +1,6 @@
 """Seconds of a training step by part: from the graph's operators, the program's collectives and a described machine.
 
+The search evaluates plans by `step_cost`, `run plan` prints it, and `run explain` divides it among operators.
 Invariant: `total` is the sum of what nothing else hides: compute, communication, the exposed part of adding gradients,
 ZeRO's collectives and the optimizer. Bytes are those that `strategies.planner.description.communication` predicts.
 """
@@ -38,9 +39,20 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of one rank on `cluster`. `forward`, `backward`, `recomputed` and `redistributions` (by collective) are
-    of all micro-batches of a step, `weights` are those redistributions that carry parameters; `gradients` is the whole
-    time of adding them, `exposed` what backward does not hide."""
+    """Seconds of one rank per step, of all its micro-batches.
+
+    Attributes:
+        cluster: The machine's name.
+        forward: Computing.
+        backward: Computing, without what is recomputed.
+        recomputed: Forward of recomputed modules, once more.
+        redistributions: Not hidden behind computing, by collective.
+        weights: Of the redistributions, those that carry parameters.
+        gradients: Adding gradients at stage 0.
+        exposed: Of `gradients`, what backward does not hide.
+        zero: ZeRO's collectives.
+        optimizer: The update.
+    """
 
     cluster: str
     forward: float
@@ -55,18 +67,21 @@ class StepCost:
 
     @property
     def compute(self) -> float:
+        """Seconds of all operators."""
         return self.forward + self.backward + self.recomputed
 
     @property
     def communication(self) -> float:
+        """Seconds of communication that nothing hides."""
         return sum(self.redistributions.values()) + self.exposed + sum(self.zero.values())
 
     @property
     def total(self) -> float:
+        """Seconds of the step."""
         return self.compute + self.communication + self.optimizer
 
     def to_json(self) -> dict[str, str | float | dict[str, float]]:
-        """What plan.json holds; `total` is `compute` + `communication` + `optimizer`."""
+        """For plan.json; `total` is `compute` + `communication` + `optimizer`."""
         return {
             "cluster": self.cluster,
             "forward": self.forward,
@@ -93,12 +108,17 @@ def works_of(graph: OperatorGraph, plan: Plan, cluster: Cluster) -> list[Work]:
     ]
 
 
-def seconds_again(graph: OperatorGraph, works: Sequence[Work], recompute: Recompute | None) -> float:
-    """Seconds of the operators that backward computes again, for one micro-batch."""
+def recomputed_seconds(graph: OperatorGraph, works: Sequence[Work], recompute: Recompute | None) -> float:
+    """Seconds of the operators that backward recomputes, for one micro-batch."""
     if recompute is None:
         return 0.0
     pairs = zip(graph.operators, works, strict=True)
-    return sum(work.forward for operator, work in pairs if repeated(operator, recompute))
+    return sum(work.forward for operator, work in pairs if is_recomputed(operator, recompute))
+
+
+def is_recomputed(operator: Operator, recompute: Recompute) -> bool:
+    """Whether backward runs the forward of `operator` again."""
+    return recompute.region(operator.path) is not None and operator.name not in recompute.kept
 
 
 def step_cost(
@@ -109,19 +129,29 @@ def step_cost(
     settings: OptimizerSettings,
     works: Sequence[Work] | None = None,
 ) -> StepCost:
-    """What a step of `program`, which is `plan` lowered, costs on `cluster`; `works` are those of `works_of`, if they
-    are known. Raises StrategyError if the cluster has fewer devices than the plan."""
-    mesh, parts = plan.mesh, settings.accumulate
+    """What a step costs.
+
+    Args:
+        graph: What a step computes.
+        plan: Its plan.
+        program: `plan` lowered.
+        cluster: The machine.
+        settings: Of the optimizer step.
+        works: Those of `works_of`, if they are known.
+
+    Raises:
+        StrategyError: The cluster has fewer devices than the plan.
+    """
+    mesh, micro_batches = plan.mesh, settings.accumulate
     works = works_of(graph, plan, cluster) if works is None else works
     forward, backward = sum(work.forward for work in works), sum(work.backward for work in works)
-    again = seconds_again(graph, works, plan.recompute)
     by_name = dict(zip((operator.name for operator in graph.operators), works, strict=True))
-    redistributed = {kind: parts * one for kind, one in added_seconds(program, by_name, cluster).items()}
+    redistributed = {kind: micro_batches * one for kind, one in added_seconds(program, by_name, cluster).items()}
     weights = dict[str, float]()
     names = frozenset(source.id for source in parameters(program))
     if any(one.value.id in names and (one.forward or one.backward) for one in program.redistributions):
         others = added_seconds(program, by_name, cluster, without=names)
-        weights = {kind: seconds - parts * others.get(kind, 0.0) for kind, seconds in redistributed.items()}
+        weights = {kind: seconds - micro_batches * others.get(kind, 0.0) for kind, seconds in redistributed.items()}
     if program.loss_axes:
         size = 8 * sent([1], mesh.product(program.loss_axes))
         seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
@@ -131,9 +161,9 @@ def step_cost(
         gradients, exposed = _gradients(buckets(program, settings.cut), program, cluster, settings.overlap, backward)
     return StepCost(
         cluster.name,
-        parts * forward,
-        parts * backward,
-        parts * again,
+        micro_batches * forward,
+        micro_batches * backward,
+        micro_batches * recomputed_seconds(graph, works, plan.recompute),
         redistributed,
         weights,
         gradients,
@@ -143,8 +173,8 @@ def step_cost(
     )
 
 
-def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, settings: OptimizerSettings) -> StepCost:
-    """What `cost`, of a `program` without ZeRO, is at least at the stage of `settings`: ZeRO may take over what carries
+def lower_bound_with_zero(cost: StepCost, program: Program, cluster: Cluster, settings: OptimizerSettings) -> StepCost:
+    """A lower bound of `cost`, of a `program` without ZeRO, at the stage of `settings`: ZeRO may take over what carries
     parameters, and brings its own collectives and update. What stage 3 gathers depends on its own program."""
     kept = {kind: seconds - cost.weights.get(kind, 0.0) for kind, seconds in cost.redistributions.items()}
     zero, optimizer = _zero(program, cluster, settings), optimizer_seconds(program, cluster, settings)
@@ -153,22 +183,13 @@ def least_with_zero(cost: StepCost, program: Program, cluster: Cluster, settings
     return replace(cost, redistributions=kept, weights={}, gradients=0.0, exposed=0.0, zero=zero, optimizer=optimizer)
 
 
-def repeated(operator: Operator, recompute: Recompute) -> bool:
-    """Whether backward computes `operator` again."""
-    return _inside(operator.path, recompute) and operator.name not in recompute.kept
-
-
-def _inside(path: tuple[str, ...], recompute: Recompute) -> bool:
-    return recompute.region(path) is not None
-
-
 def _gradients(
-    parts: Iterable[Bucket], program: Program, cluster: Cluster, overlap: bool, backward: float
+    sums: Iterable[Bucket], program: Program, cluster: Cluster, overlap: bool, backward: float
 ) -> tuple[float, float]:
     """Seconds of adding all gradients, and how much of that backward of the last micro-batch does not hide: at least
     the last bucket, which is complete when backward ends."""
     times = []
-    for one in parts:
+    for one in sums:
         item_bytes, ranks = ITEM_BYTES[one.dtype], program.mesh.product(one.axes)
         size = sent([one.elements], ranks) * item_bytes
         seconds = collective_seconds(ALL_REDUCE, size, one.axes, program.mesh, cluster)
@@ -183,19 +204,16 @@ def _gradients(
 
 def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> dict[str, float]:
     """Seconds of what ZeRO sends, by collective, with the norm of the gradients, which DeepSpeed always asks for."""
-    found: dict[str, float] = {}
-    mesh, calls = (
-        program.mesh,
-        zero_traffic.calls(program, settings.stage, settings.accumulate, settings.groups_for(program)),
-    )
-    for call in calls:
-        seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, mesh, cluster)
-        found[call.kind] = found.get(call.kind, 0.0) + call.count * seconds
+    by_kind: dict[str, float] = {}
+    groups = settings.groups_for(program)
+    for call in zero_traffic.calls(program, settings.stage, settings.accumulate, groups):
+        seconds = collective_seconds(call.kind, call.bytes / call.count, call.axes, program.mesh, cluster)
         if call.kind == ALL_GATHER and settings.stage == 3:
-            found[call.kind] += call.count * HOST_PER_GATHER * cluster.view
-    if settings.stage and mesh.size > 1:
-        found[ALL_REDUCE] = found.get(ALL_REDUCE, 0.0) + norm_seconds(mesh, cluster)
-    return found
+            seconds += HOST_PER_GATHER * cluster.view
+        by_kind[call.kind] = by_kind.get(call.kind, 0.0) + call.count * seconds
+    if settings.stage and program.mesh.size > 1:
+        by_kind[ALL_REDUCE] = by_kind.get(ALL_REDUCE, 0.0) + norm_seconds(program.mesh, cluster)
+    return by_kind
 
 
 def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
@@ -204,8 +222,8 @@ def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
 
 
 def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSettings) -> float:
-    """Seconds of the optimizer's own work: what its calls read and write of what a rank updates. ZeRO copies every
-    gradient between parameters, buckets and flat tensors, and updates its part of them."""
+    """Seconds of the optimizer's own work: what its calls read and write of the parameters that a rank updates. ZeRO
+    copies every gradient between parameters, buckets and flat tensors, and updates its part of them."""
     need = need_of(settings)
     moved, count, names = 0.0, 0, set(program.trainable_names)
     for source in parameters(program):
@@ -219,7 +237,7 @@ def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSet
 
 
 def need_of(settings: OptimizerSettings) -> Need:
-    """What the optimizer needs for fp32."""
+    """What the optimizer needs for parameters in fp32."""
     return needed(settings.factory, torch.float32, at_once=settings.device != "cpu")
 
 
