@@ -57,7 +57,7 @@ class StrategyError(CodedError):
 
 
 class TooLarge(StrategyError):
-    """No plan keeps so many bytes; the one that keeps least has `smallest`, by the search's own count."""
+    """No plan fits into the memory limit; the smallest needs `smallest` bytes, by the search's memory estimate."""
 
     def __init__(self, code: str, text: str, smallest: float) -> None:
         super().__init__(code, text)

@@ -78,7 +78,7 @@ class Source:
 @dataclass(frozen=True)
 class BatchSlice:
     """The rows of the batch for which an operator is computed: `index`, `index + count`, ... They are `rows` in number
-    and lie along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
+    along dim `dim` of the results (the first of what is joined in that dim). `of` and `name` are id and plan
     name of the operator in the model."""
 
     index: int
@@ -194,7 +194,7 @@ class OperatorGraph:
         numbers: dict[tuple[Any, ...], int] = {}
         values: dict[tuple[Any, ...], int] = {}
         lone = {source.id for source in self.of_kind("parameter") if len(self.users[Ref(source.id)]) == 1}
-        told = {
+        numbers_of_values = {
             ref: values.setdefault((spec, ref in self.trained, ref.id in lone), len(values))
             for ref, spec in self.specs.items()
         }
@@ -204,7 +204,7 @@ class OperatorGraph:
                     operator.target,
                     _said(operator.args),
                     _said(operator.kwargs),
-                    tuple([told[ref] for ref in operator.operands]),
+                    tuple([numbers_of_values[ref] for ref in operator.operands]),
                     operator.results,
                     operator.id in self.returning,
                 ),
@@ -243,7 +243,7 @@ def refs(value: Any) -> Iterator[Ref]:
 
 
 def _said(value: Any) -> Any:
-    """Nested plain data without the names of values; equal where it prints alike."""
+    """Nested plain data without the names of values; equal where its text is equal."""
     if isinstance(value, Ref):
         return "*"
     if isinstance(value, (tuple, list)):
@@ -254,7 +254,7 @@ def _said(value: Any) -> Any:
 
 
 def rewrite(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested plain data with `change` applied to every leaf (a leaf that does not change is returned as it is)."""
+    """Nested plain data with `change` applied to every leaf (a leaf that does not change is returned itself)."""
     if isinstance(value, (tuple, list)):
         return type(value)(rewrite(item, change) for item in value)
     if isinstance(value, dict):

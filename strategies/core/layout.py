@@ -1,4 +1,4 @@
-"""How one tensor lies over the mesh: which axes slice each dim (major to minor), and over which it is a partial sum.
+"""The layout of one tensor on the mesh: the axes that slice each dim (major to minor), and those of a partial sum.
 
 Invariant: an axis occurs at most once in a layout. Every rank's slice is one rectangular block of the tensor, and all
 slices have the same local shape: where a dim does not divide, slices are as long as the first one, and what the last

@@ -143,8 +143,10 @@ def meshing(
             )
         refined = finer
     if mesh is None:
-        for asked in counts:
-            refined = common_refinement(refined, (*asked, world_size // math.prod(asked))) or refined
+        for matrix_of_counts in counts:
+            refined = (
+                common_refinement(refined, (*matrix_of_counts, world_size // math.prod(matrix_of_counts))) or refined
+            )
     fine = tuple(prime for size in refined for prime in primes(size)) or (1,)
     first = next(iter(explicit.values()), None)
     names = _names(fine, *first) if first else tuple(f"{spare}{UNNAMED}{i}" for i in range(len(fine)))

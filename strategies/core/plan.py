@@ -1,4 +1,4 @@
-"""The plan: for every operator which mesh axes slice which factor, for every source how it lies. Search, explanation,
+"""The plan: for every operator which mesh axes slice which factor, for every source its layout. Search, explanation,
 engine and checkpoints meet at this type; it is plain data, JSON in and out.
 
 Invariant: together with the operator graph it determines the program of every rank.

@@ -34,7 +34,8 @@ class RankValue:
 
 
 class Ordinal(int):
-    """The number of a random operator among those of its graph: what differs between layers that draw alike."""
+    """The number of a random operator among those of its graph: what differs between layers with the same random
+    operators."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Redistribute:
 
 @dataclass(frozen=True)
 class Fused:
-    """Redistributions that do not depend on one another, with the same collectives over the same axes both ways: every
-    collective is called once for all of them. `Ref(id, k)` is the result of `parts[k]`."""
+    """Redistributions that do not depend on one another, with the same collectives over the same axes, forward and
+    backward: every collective is called once for all of them. `Ref(id, k)` is the result of `parts[k]`."""
 
     id: str
     parts: tuple[Redistribute, ...]
@@ -109,7 +110,7 @@ class Fused:
 
     @property
     def operator(self) -> str:
-        """The operator that asked for the first of them."""
+        """The operator that needs the first of them."""
         return self.parts[0].operator
 
     @property
@@ -148,13 +149,13 @@ class Start:
 
     @property
     def operator(self) -> str:
-        """The operator that asked for it."""
+        """The operator that needs it."""
         return self.of.operator
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The results of `of`, which the Start `start` has begun, under the id of `of`. Every Start has one Wait."""
+    """The results of `of`, which the Start `start` launched, under the id of `of`. Every Start has one Wait."""
 
     id: str
     start: str
@@ -168,7 +169,7 @@ class Wait:
 
     @property
     def operator(self) -> str:
-        """The operator that asked for it."""
+        """The operator that needs it."""
         return self.of.operator
 
 

@@ -64,7 +64,7 @@ def call(
     if key not in _known:
         if len(_known) >= MOST:
             forget()
-        _known[key] = _told(results, given)
+        _known[key] = _remembered(results, given)
     return results
 
 
@@ -93,7 +93,7 @@ def _only_reads(func: Callable[..., Any]) -> bool:
 
 def _key(value: Any) -> Hashable:
     """Raises _Unknown for what is not plain: a tensor without dims may be a number, whose dtype counts for less.
-    Numbers are told apart by their kinds."""
+    1, 1.0 and True are different keys."""
     kind = type(value)
     if kind is FakeTensor:
         if not value.ndim or value.dtype.is_complex or value.layout is not torch.strided or value.constant is not None:
@@ -109,7 +109,7 @@ def _key(value: Any) -> Hashable:
 _SIMPLE = frozenset((bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
-def _told(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Made | None, ...]] | None:
+def _remembered(results: Any, given: Sequence[Tensor]) -> tuple[type | None, tuple[_Made | None, ...]] | None:
     """What is remembered of results; None if they are not plain, or share new memory."""
     several = type(results) if isinstance(results, (tuple, list)) else None
     found: list[_Made | None] = []

@@ -1,13 +1,13 @@
 """The batch in several copies inside one step: the same model as a graph in which operators appear once per copy.
 
-Copy k takes the rows k, k + count, ... of the batch, so the rows of a copy lie where the batch lies. What works on
+Copy k takes the rows k, k + count, ... of the batch, so the rows of a copy are on the ranks of the batch. What works on
 each row by itself is there once per copy; what does not depend on the batch is there once, for all. Where rows meet,
 which is at the loss, the copies are joined again in their order and the rest is done once on the whole batch: means,
 ignored labels and weights are those of one batch, whatever they are. Invariant: the graph computes what the model
 computes, in any plan; random operators know which rows they draw for.
 
 Whether an operator works on each row by itself is what its sharding rule says: it can be sliced along the rows without
-anything sent and without knowing where its slice lies.
+anything sent and without knowing the position of its slice.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Copying:
         return not self._looks_around(operator, factor)
 
     def _looks_around(self, operator: Operator, factor: str) -> bool:
-        """Whether a slice of `factor` sends anything or needs to know where it lies (as random numbers do)."""
+        """Whether a slice of `factor` sends anything or needs its position (as random operators do)."""
         sharding, mesh = rule_of(operator, self.graph), Mesh((("rows", self.count),))
         assignment = {factor: ("rows",)}
         specs, layouts = self.graph.operand_specs(operator), sharding.operand_layouts(assignment)
@@ -173,10 +173,10 @@ class _Copying:
         whole = sum(work[id] for id in self.joined)
         if not apart or whole > LARGEST * (apart + whole):
             what = self.blamed or next((o for o in self.graph.operators if o.id in self.joined), None)
-            told = "no operator takes the batch row by row" if what is None else f"{what.where} mixes the rows"
+            cause = "no operator takes the batch row by row" if what is None else f"{what.where} mixes the rows"
             raise StrategyError(
                 "MW440",
-                f"parallel.copies = {self.count}: {told} of the batch, and {whole / max(apart + whole, 1.0):.0%} of "
+                f"parallel.copies = {self.count}: {cause} of the batch, and {whole / max(apart + whole, 1.0):.0%} of "
                 "the work on the batch is done there or depends on it, which copies cannot compute by themselves. Use "
                 "parallel.copies=1, or an operator that treats every row by itself.",
             )
@@ -358,7 +358,7 @@ class _Building:
     def _made(
         self, about: Operator, args: tuple[Any, ...], results: tuple[TensorSpec, ...], operands: Sequence[Ref]
     ) -> Operator:
-        """A new operator that is sliced as its operands lie."""
+        """A new operator with the slices of its operands."""
         id = self._fresh(f"{operands[0].id}_{about.op}")
         made = replace(about, id=id, args=args, kwargs=(), results=results)
         sharding = RULES[about.op](made, [self.specs[ref] for ref in operands])

@@ -19,7 +19,7 @@ from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """The collectives that can be joined."""
 LARGEST = 25 * 2**20
-"""Bytes of one call where nothing else is asked for: calls that carry more gain nothing from others."""
+"""Bytes of one call where no size is configured: larger calls gain nothing from others."""
 
 Kind = tuple[object, ...]
 

@@ -146,7 +146,7 @@ def _word(leaf: Any) -> _Word:
 
 
 class _Word(str):
-    """A leaf as it is printed, without quotes."""
+    """The printed form of a leaf, without quotes."""
 
     __slots__ = ()
 

@@ -51,18 +51,18 @@ _ordinals: dict[int, dict[LoweringOptions, dict[str, int]]] = {}
 
 
 def random_ordinals(graph: OperatorGraph, plan: Plan, options: LoweringOptions = DEFAULT_OPTIONS) -> dict[str, int]:
-    """The numbers of the random operators, by id: those of every plan, so the first one that is asked for tells all."""
+    """The numbers of the random operators, by id. They are the same for every plan, so they are computed once."""
     if id(graph) not in _ordinals:
         _ordinals[id(graph)] = {}
         weakref.finalize(graph, _ordinals.pop, id(graph), None)
-    told = _ordinals[id(graph)]
-    if options not in told and not any(draws(operator) for operator in graph.operators):
-        told[options] = {}
-    if options not in told:
+    by_options = _ordinals[id(graph)]
+    if options not in by_options and not any(draws(operator) for operator in graph.operators):
+        by_options[options] = {}
+    if options not in by_options:
         lowering = _Lowering(graph, plan, options, (), None, {})
         lowering.program()
-        told[options] = lowering.ordinals
-    return told[options]
+        by_options[options] = lowering.ordinals
+    return by_options[options]
 
 
 def left_axes(have: Layout, returned: Layout, shape: tuple[int, ...], mesh: Mesh) -> frozenset[str]:
@@ -96,7 +96,7 @@ class _Lowering:
         self.graph, self.plan, self.mesh, self.options = graph, plan, plan.mesh, options
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.instructions: list[Instruction] = []
-        self.layouts: dict[Ref, Layout] = {}  # of every global value, as it is handed on
+        self.layouts: dict[Ref, Layout] = {}  # of every global value, as its users receive it
         self.local: dict[Ref, Ref] = {}  # global value -> its slice in the program
         self.gradient: dict[Ref, bool] = {}
         self.returning = graph.returning
@@ -104,9 +104,9 @@ class _Lowering:
         self.uses: dict[tuple[Ref, str, int], Ref] = {}  # (parameter, operator, position) -> its slice there
         self.added_wide: set[Ref] = set()  # partial sums that the ranks hold in fp32
         self.names: set[str] = set()
-        self.asked, self.given, self.open_axes = outputs, ordinals, open_axes
+        self.output_layouts, self.given, self.open_axes = outputs, ordinals, open_axes
         self.ordinals: dict[str, int] = {}
-        self.drawn: dict[str, int] = {}
+        self.random_numbers: dict[str, int] = {}
         for source in graph.sources:
             ref = Ref(source.id)
             self.layouts[ref] = plan.inputs[source.name] if source.kind == "input" else plan.tensors[source.name]
@@ -118,8 +118,8 @@ class _Lowering:
         for operator in self.graph.operators:
             self._operator(operator)
         loss_axes: tuple[str, ...] = ()
-        if self.asked:
-            pairs = zip(self.graph.outputs, self.asked, strict=True)
+        if self.output_layouts:
+            pairs = zip(self.graph.outputs, self.output_layouts, strict=True)
             outputs: tuple[Ref, ...] = tuple(self._output(ref, layout) for ref, layout in pairs)
         elif self.options.partial_loss:
             (loss,) = self.graph.outputs
@@ -343,10 +343,12 @@ class _Lowering:
         return self._carried(step, ref, replace(producer, path=()))
 
     def ordinal(self, operator: Operator) -> int:
-        """The number of a random operator, the same whenever it is asked for; exact copies of one share it."""
+        """The number of a random operator, the same for every call; exact copies of one share it."""
         if operator.id not in self.ordinals:
-            drawn = operator.batch_slice.of if operator.batch_slice is not None and self.options.exact else operator.id
-            number = self.drawn.setdefault(drawn, len(self.drawn))
+            random_numbers = (
+                operator.batch_slice.of if operator.batch_slice is not None and self.options.exact else operator.id
+            )
+            number = self.random_numbers.setdefault(random_numbers, len(self.random_numbers))
             self.ordinals[operator.id] = number if self.given is None else self.given[operator.id]
         return self.ordinals[operator.id]
 

@@ -2,9 +2,9 @@
 program to program.
 
 What does not depend on a redistribution under way runs meanwhile. Where the batch has several copies, each runs as if
-it had a device of its own, all at one speed and shifted against one another, so that one computes while another
-communicates. Backward takes the instructions in reverse, so what overlaps there is what lies between a start and its
-wait too. Invariant: every instruction still follows those whose results it takes; the values, the bytes and the calls
+it had its own device, all at one speed and shifted against one another, so that one computes while another
+communicates. Backward takes the instructions in reverse, so what overlaps there is also what stands between a start and
+its wait. Invariant: every instruction still follows those whose results it takes; the values, the bytes and the calls
 are those of the program before. Without copies the users of a value keep their order if there are more than two, so
 gradients are added in the same order, bit for bit.
 """
@@ -22,7 +22,7 @@ from strategies.core.steps import LOCAL
 from strategies.lowering.recompute import parts_of, region_of
 
 AHEAD = 8
-"""How many instructions before its use a parameter is asked for."""
+"""How many instructions before its use the redistribution of a parameter starts."""
 WINDOW = 32
 """How many instructions may be looked through for one that need not wait."""
 
@@ -46,7 +46,7 @@ def _communicates(one: Redistribute | Fused) -> bool:
 
 
 def _sends_forward(instruction: Instruction) -> bool:
-    """What must not be asked for before its time: not a start, nor a wait for what is sent in backward alone."""
+    """Whether an instruction must not be moved ahead: not a start, nor a wait for what is sent in backward alone."""
     if not isinstance(instruction, Wait):
         return not isinstance(instruction, Start)
     return any(step.kind not in LOCAL for step in instruction.of.parts[0].forward)
@@ -54,12 +54,12 @@ def _sends_forward(instruction: Instruction) -> bool:
 
 def _joined(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
     """Starts and waits with no work between them are one redistribution again."""
-    worked, begun, idle = 0, dict[str, int](), set[str]()
+    worked, work_at_start, idle = 0, dict[str, int](), set[str]()
     for one in instructions:
         if isinstance(one, Start):
-            begun[one.id] = worked
+            work_at_start[one.id] = worked
         elif isinstance(one, Wait):
-            idle |= {one.start} if begun[one.start] == worked else set()
+            idle |= {one.start} if work_at_start[one.start] == worked else set()
         else:
             worked += not isinstance(one, Redistribute) or bool(one.forward or one.backward)
     for one in instructions:
@@ -121,7 +121,7 @@ class _Order:
         return start, Wait(instruction.id, name, instruction, instruction.path)
 
     def _follows(self, start: Start) -> bool:
-        """Whether a start may follow right behind what it carries: not a parameter, which would be asked for before all
+        """Whether a start may follow right behind what it carries: not a parameter, which would start before all
         else, nor one of many uses, whose gradients are added in their order."""
         return all(ref.id not in self.sources and self.users[ref] <= 2 for ref in start.operands)
 

@@ -48,24 +48,24 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
 def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
     """The outermost modules that are meant, by path, in the order in which they run. Raises StrategyError for globs
     that match nothing."""
-    held = Counter(path for operator in graph.operators for path in around(operator))
+    counts = Counter(path for operator in graph.operators for path in around(operator))
     if patterns is None:
-        found = {path for path, count in held.items() if count > 1 and path.rpartition(".")[2].isdigit()}
+        found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
         if not found:
             raise StrategyError(
                 "MW441",
                 "parallel.recompute: the model has no repeated layers (modules of several operators whose path ends in "
-                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(held))}",
+                f"a number), so parallel.recompute.modules must name what to recompute.{closest('', sorted(counts))}",
             )
     else:
         found = set()
         for pattern in patterns:
-            matched = {path for path in held if segments_match(pattern, path)}
+            matched = {path for path in counts if segments_match(pattern, path)}
             if not matched:
                 raise StrategyError(
                     "MW211",
                     f"parallel.recompute.modules: {pattern!r} matches no module of the "
-                    f"model.{closest(pattern, sorted(held))}",
+                    f"model.{closest(pattern, sorted(counts))}",
                 )
             found |= matched
     return tuple(dict.fromkeys(path for operator in graph.operators for path in _outermost(operator, found)))

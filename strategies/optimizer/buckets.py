@@ -72,8 +72,8 @@ def buckets(program: Program, cut: BucketLimits = DEFAULT_BUCKETS) -> tuple[Buck
     for position, name in enumerate(order):
         segment = 0 if cut.at is None else bisect_right(cut.at, position)
         key = (program.reductions[name], dtypes[name], segment)
-        held = sum(elements[other] for other in open_.get(key, ()))
-        if key in open_ and cut.at is None and (held + elements[name]) * ITEM_BYTES[key[1]] > size:
+        elements_so_far = sum(elements[other] for other in open_.get(key, ()))
+        if key in open_ and cut.at is None and (elements_so_far + elements[name]) * ITEM_BYTES[key[1]] > size:
             close(key)
         open_.setdefault(key, []).append(name)
     for key in list(open_):
@@ -98,5 +98,5 @@ def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
 
 
 def sent(elements: Iterable[int], ranks: int) -> int:
-    """Elements that a rank sends in an all-reduce of tensors of so many elements each, however they are joined."""
+    """Elements that a rank sends in an all-reduce of tensors with `elements` elements each, however they are joined."""
     return sum(-(-2 * (ranks - 1) * count // ranks) for count in elements)

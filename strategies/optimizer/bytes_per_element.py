@@ -38,7 +38,7 @@ class Need:
     each: float
 
     def during(self, sizes: Sequence[int]) -> int:
-        """Bytes that an update of tensors of so many elements, in this order, takes for a while."""
+        """Temporary bytes of an update of tensors with `sizes` elements, in this order."""
         pairs = zip(sizes, [0, *sizes], strict=False)
         most = max((self.alone * size + self.before * last for size, last in pairs), default=0.0)
         return int(most + self.together * sum(sizes))

@@ -18,7 +18,7 @@ SMALLEST = 1.0
 @dataclass
 class LossScale:
     """`value` multiplies the loss; `skipped` steps have left the weights as they were, the last `good` steps have not.
-    A scale that is not `adapts` stays as it is given."""
+    A scale that is not `adapts` stays constant."""
 
     value: float = 2.0**POWER
     adapts: bool = True

@@ -1,4 +1,4 @@
-"""What else an operator could have done: every legal strategy, priced with its neighbours as they are.
+"""What else an operator could have done: every legal strategy, with its cost while its neighbours keep theirs.
 
 The operator, the users of its results and the other users of its operands are lowered by themselves, so a price holds
 exactly the collectives that the engine would execute for it. Invariant: the price of the planned strategy is what the
@@ -80,7 +80,7 @@ class Neighbourhood:
         return sorted(found, key=lambda other: other.seconds)
 
     def price(self, assignment: Assignment) -> Alternative:
-        """The operator with another strategy, all others as they are; a parameter that lies as this operator needs it
+        """The operator with another strategy, all others unchanged; a parameter in the layout that this operator needs
         follows."""
         mesh, cluster, sharding = self.plan.mesh, self.cluster, self._sharding
         plan = self._changed(assignment)
@@ -185,7 +185,7 @@ class Neighbourhood:
         return Plan(self.plan.mesh, operators, inputs, tensors)
 
     def _handed_on(self, received: Source) -> Layout:
-        """How a value from outside of the part lies."""
+        """The layout of a value from outside of the part."""
         id, _, index = received.id.rpartition("[")
         producer = self.graph.by_id[id]
         assert isinstance(producer, Operator)

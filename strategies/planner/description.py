@@ -1,4 +1,4 @@
-"""What a plan means, told: the entries of plan.json, predicted bytes, memory and time. Derived from graph, plan and
+"""The content of plan.json, predicted bytes, memory and time. Derived from graph, plan and
 program alone."""
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def steps(chain: ReshardingPath, plan: Plan, item_bytes: int) -> list[dict[str, 
 
 
 def communication(program: Program, settings: OptimizerSettings, traced: Traced | None = None) -> dict[str, int]:
-    """Bytes that the busiest rank sends per training step, by collective: redistributions both ways once per
+    """Bytes that the busiest rank sends per training step, by collective: redistributions forward and backward once per
     micro-batch (and what recomputed modules send again, as it was `traced`), the loss, and gradients and weights as
     stage 0 or ZeRO sends them, without the norm."""
     total: Counter[str] = Counter()
@@ -188,7 +188,7 @@ def describe_stages(
     micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     found = Traces()
     traces = [found.of(program, settings) for program in programs]
-    told = [
+    entries = [
         describe(stage.graph, stage.plan, program, settings=settings, cluster=cluster, traced=traced)
         for stage, program, traced in zip(stages, programs, traces, strict=True)
     ]
@@ -197,29 +197,29 @@ def describe_stages(
         own: dict[str, int] = {}
         for number in range(group, len(stages), groups):
             between = _between(stages[number], stages, groups, parts, settings.stage)
-            for counts in (told[number]["communication"], between):
+            for counts in (entries[number]["communication"], between):
                 for kind, count in counts.items():
                     own[kind] = own.get(kind, 0) + count
         sent.append(own)
         memories.append(group_memory(group, dict(enumerate(traces)), actions, groups, settings).to_json())
-    cost, own_times = cost_of_stages(stages, [one["cost"] for one in told], schedule, parts, cluster)
+    cost, own_times = cost_of_stages(stages, [one["cost"] for one in entries], schedule, parts, cluster)
     even = own_times if any(own_times) else [1.0] * len(stages)  # nothing to compare
     parameters: dict[str, Any] = {}
-    for stage, one in zip(stages, told, strict=True):
+    for stage, one in zip(stages, entries, strict=True):
         for name, entry in one["parameters"].items():
             parameters[name] = entry | {"stages": list(stage.holders.get(name, (stage.number,)))}
     return plan.to_json() | {
         "operators": [
             operator | {"stage": stage.number, "group": stage.number % groups}
-            for stage, one in zip(stages, told, strict=True)
+            for stage, one in zip(stages, entries, strict=True)
             for operator in one["operators"]
         ],
         "parameters": parameters,
         "cost": cost,
         "communication": {kind: max(own.get(kind, 0) for own in sent) for own in sent for kind in own},
         "memory": max(memories, key=lambda one: one["peak"]),
-        "recompute": _recompute(plan, [one["recompute"] for one in told if one["recompute"] is not None]),
-        "unsliced": [where for one in told for where in one["unsliced"]],
+        "recompute": _recompute(plan, [one["recompute"] for one in entries if one["recompute"] is not None]),
+        "unsliced": [where for one in entries for where in one["unsliced"]],
         "pipeline": {
             "stages": groups,
             "virtual_stages": len(stages) // groups,

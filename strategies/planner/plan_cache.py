@@ -1,6 +1,6 @@
 """Plans that were found before, in a folder: one file per question.
 
-The question is everything that decides a plan: the graph, what is asked of the planner, and the code that answers.
+The question is everything that decides a plan: the graph, the request, and the code of the planner.
 Invariant: an entry is whole or not there (it is written beside its place and renamed), and what it holds is known by
 its hash, so a damaged one is never believed. A folder that cannot be written costs a warning, never a run.
 """
@@ -24,14 +24,14 @@ MOST = 256
 """Entries that are kept; the oldest go first."""
 
 
-def key_of(graph: OperatorGraph, *asked: object) -> str:
-    """The name of the entry for a graph and everything that was asked; the values are told apart by their `repr`."""
-    said = "\n".join(map(repr, (graph.signature(), *asked)))
-    return hashlib.sha256(f"{_code()}\n{said}".encode()).hexdigest()[:32]
+def key_of(graph: OperatorGraph, *request: object) -> str:
+    """The name of the entry for a graph and a request; values are equal where their `repr` is."""
+    text = "\n".join(map(repr, (graph.signature(), *request)))
+    return hashlib.sha256(f"{_code()}\n{text}".encode()).hexdigest()[:32]
 
 
 def load(folder: Path, key: str, warn: Callable[[str], None]) -> Plan | None:
-    """The plan of an entry; None where there is none or it is damaged, of which `warn` is told."""
+    """The plan of an entry; None where there is none or it is damaged, which `warn` reports."""
     file = folder / f"{key}.json"
     try:
         entry = read_json(file)
@@ -46,7 +46,7 @@ def load(folder: Path, key: str, warn: Callable[[str], None]) -> Plan | None:
 
 
 def store(folder: Path, key: str, plan: Plan, warn: Callable[[str], None]) -> None:
-    """Write an entry, and drop the oldest of too many; `warn` is told where that fails."""
+    """Write an entry, and drop the oldest of too many; `warn` reports a failure."""
     content = plan.to_json()
     text = json.dumps({"sha256": _hash(content), "plan": content})
     try:

@@ -1,7 +1,7 @@
 """A plan read back from plan.json, instead of searched.
 
 Invariant: what is read fits the graph: the same operators on the same shapes, as many ranks, every slicing legal. The
-first difference is told by name.
+first difference is reported by name.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def check_form(content: Any, name: str) -> None:
         place = ".".join(map(str, first["loc"]))
         given = repr(first["input"])
         shown = f", not {given if len(given) <= 60 else f'{given[:57]}...'}" if first["type"] != "missing" else ""
-        told = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
-        raise StrategyError("MW420", f"{name} is not a plan.json ({told}).") from None
+        problem = f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}{shown}" if place else first["msg"]
+        raise StrategyError("MW420", f"{name} is not a plan.json ({problem}).") from None
 
 
 def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan:
@@ -116,7 +116,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
     check_form(content, name)
     try:
         plan = Plan.from_json(content)
-        told = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
+        problem = {entry["name"]: (entry["op"], entry["shapes"]) for entry in content["operators"]}
         parameters = {key: tuple(entry["shape"]) for key, entry in content["parameters"].items()}
     except (StrategyError, ValueError) as error:
         raise StrategyError("MW420", f"{name} is not a plan.json ({str(error).rstrip('.')}).") from None
@@ -127,7 +127,7 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
             f"{name} is for a mesh of {plan.mesh.size} ranks ({mesh}), but this one has {ranks}; set world_size (and "
             "parallel.pipeline.stages) as in the run that made the plan, or plan anew.",
         )
-    _check_operators(plan, told, parameters, graph, name)
+    _check_operators(plan, problem, parameters, graph, name)
     _check_slices(plan, graph, name)
     _check_layouts(plan, graph, name)
     return plan
@@ -135,16 +135,16 @@ def read_plan(content: Any, graph: OperatorGraph, ranks: int, name: str) -> Plan
 
 def _check_operators(
     plan: Plan,
-    told: Mapping[str, tuple[str, list[list[int]]]],
+    problem: Mapping[str, tuple[str, list[list[int]]]],
     parameters: Mapping[str, tuple[int, ...]],
     graph: OperatorGraph,
     name: str,
 ) -> None:
     other = "so it belongs to another model; plan anew."
     for operator in graph.operators:
-        if operator.name not in plan.operators or operator.name not in told:
+        if operator.name not in plan.operators or operator.name not in problem:
             raise StrategyError("MW421", f"{name} has no operator {operator.where}, {other}")
-        op, shapes = told[operator.name]
+        op, shapes = problem[operator.name]
         if op != operator.op:
             raise StrategyError(
                 "MW421", f"{name}: operator {operator.name} is {op} there and {operator.op} here, {other}"
@@ -162,7 +162,7 @@ def _check_operators(
         layouts = plan.inputs if source.kind == "input" else plan.tensors
         if source.name not in layouts or len(layouts[source.name].dims) != len(source.spec.shape):
             raise StrategyError(
-                "MW421", f"{name} does not say how {source.kind} {source.name} {source.spec.shape} lies, {other}"
+                "MW421", f"{name} does not say how {source.kind} {source.name} {source.spec.shape} is laid out, {other}"
             )
         if source.kind == "parameter" and parameters.get(source.name) != source.spec.shape:
             raise StrategyError(

@@ -95,7 +95,7 @@ class Planning:
         return self.solving[stage](memory)
 
     def plan(self, stage: int, memory: float | None, *, proven: bool = False) -> Plan:
-        """The plan at this stage of ZeRO within so many bytes of a rank; `proven` with the best bound that can be had.
+        """The plan at this stage of ZeRO within `memory` bytes of a rank; `proven` with the best bound that can be had.
         Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
         problem = self._at(stage).within(memory)
@@ -427,8 +427,8 @@ class Planning:
         return found if reached else "default"
 
     def _tensors(self, operators: Mapping[str, OperatorPlan]) -> dict[str, Layout]:
-        """A parameter lies as its first configured user needs it, else as its first user does. Raises StrategyError
-        where configured users disagree. Buffers and constants are held whole."""
+        """A parameter has the layout that its first configured user needs, else its first user. Raises StrategyError
+        where configured users disagree. Buffers and constants are replicated."""
         found = {}
         for source in self.graph.sources:
             if source.kind == "input":
@@ -472,8 +472,8 @@ def _flat(dims: Mapping[str, Axes]) -> set[str]:
 
 def follow(plan: Plan, graph: OperatorGraph) -> Plan:
     """The plan of another graph of the same model (evaluation): operators keep the strategy of their namesake where it
-    is legal, others slice nothing; parameters lie as in `plan`; batch entries as in `plan` where they divide, else
-    whole."""
+    is legal, others slice nothing; parameters keep the layouts of `plan`; batch entries as in `plan` where they divide,
+    else whole."""
     operators, shardings = {}, {operator.name: rule_of(operator, graph) for operator in graph.operators}
     for operator in graph.operators:
         sharding = shardings[operator.name]

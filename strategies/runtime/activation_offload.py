@@ -127,7 +127,7 @@ def _own(module: nn.Module) -> dict[int, nn.Parameter]:
 
 def _still(found: dict[int, Held], address: int) -> Held | None:
     """What had its storage at `address`, if it has it there still: stage 3 lets go of storages in between, and others
-    come to lie where they were."""
+    take their addresses."""
     tensor = found.get(address)
     return tensor if tensor is not None and _address(tensor) == address else None
 
@@ -223,7 +223,7 @@ class _Form:
 
 
 class _Kept:
-    """What autograd holds in place of a tensor: where its storage is, and how it lies there."""
+    """What autograd saves in place of a tensor: its storage, and its strides and offset there."""
 
     def __init__(self, holder: _Away | nn.Parameter, tensor: Tensor, offset: int) -> None:
         self.holder = holder

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def store(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write each value into its buffer, as if all were written at once: a value may be what another buffer held."""
+    """Write each value into its buffer, as if all were written at once: a value may be the memory of another buffer."""
     written = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     with torch.no_grad():
         fresh = [value.clone() if value.untyped_storage().data_ptr() in written else value for value in values]

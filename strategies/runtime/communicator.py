@@ -174,7 +174,7 @@ class Communicator:
 
     def launcher(self, chains: Sequence[ReshardingPath]) -> Launcher:
         """What starts to carry one local tensor along each chain, and returns what waits for the results. The first
-        collective runs meanwhile; what comes after it is done when the results are asked for."""
+        collective runs meanwhile; what comes after it is done when the results are needed."""
         stages = list(zip(*chains, strict=True))
         sent = next((i for i, steps in enumerate(stages) if steps[0].kind not in LOCAL), len(stages))
         before, after = ([self._stage(steps) for steps in part] for part in (stages[:sent], stages[sent + 1 :]))
@@ -299,7 +299,7 @@ class Communicator:
 
         def scatter(tensor: Tensor) -> Callable[[], Tensor]:
             tensor = resized(tensor, step.dim, length)
-            if step.dim == 0 and places == sorted(places):  # rows are in order as they lie
+            if step.dim == 0 and places == sorted(places):  # rows are in order
                 packed = tensor.contiguous()
             else:
                 packed = torch.cat(_by_place(tensor.chunk(n, step.dim), places))
@@ -326,15 +326,15 @@ class Communicator:
 
             return finish
 
-        ways = {ALL_REDUCE: all_reduce, ALL_GATHER: gather, REDUCE_SCATTER: scatter, ALL_TO_ALL: all_to_all}
-        return ways[step.kind]
+        by_kind = {ALL_REDUCE: all_reduce, ALL_GATHER: gather, REDUCE_SCATTER: scatter, ALL_TO_ALL: all_to_all}
+        return by_kind[step.kind]
 
     def _exchange(self, step: Step, group: dist.ProcessGroup, peers: list[int], later: bool) -> _Begin:
         mesh, rank = self.mesh, self.rank
-        held = step.before.block(step.shape, mesh, rank)
+        local_block = step.before.block(step.shape, mesh, rank)
         wanted = step.after.block(step.shape, mesh, rank)
         outgoing, incoming = dict(sends(step, mesh, rank)), dict(receives(step, mesh, rank))
-        take = {peer: _within(block, held) for peer, block in outgoing.items()}
+        take = {peer: _within(block, local_block) for peer, block in outgoing.items()}
         put = {peer: _within(block, wanted) for peer, block in incoming.items()}
         give = [size_of(outgoing[peer]) if peer in outgoing and peer != rank else 0 for peer in peers]
         get = [size_of(incoming[peer]) if peer in incoming and peer != rank else 0 for peer in peers]
@@ -363,11 +363,11 @@ class Communicator:
         return run
 
 
-def _wait(work: Awaited | None, held: Tensor) -> Tensor:
-    """Wait for a call that was made for later; until then `held`, on which it works, must live."""
+def _wait(work: Awaited | None, buffer: Tensor) -> Tensor:
+    """Wait for a call that was made for later; until then `buffer`, on which it works, must live."""
     if work is not None:
         work.wait()
-    return held
+    return buffer
 
 
 def _by_place(pieces: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
@@ -378,5 +378,5 @@ def _by_place(pieces: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
     return ordered
 
 
-def _within(block: Block, held: Block) -> tuple[slice, ...]:
-    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, held, strict=True))
+def _within(block: Block, local_block: Block) -> tuple[slice, ...]:
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(block, local_block, strict=True))

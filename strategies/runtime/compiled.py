@@ -2,8 +2,8 @@
 
 To the compiler a redistribution is one opaque operator, `meshwright::carry(tensor, number)` (`carry_all` for several
 that are joined), whose result shape is known; inside runs the same carrier as without compiling. The invariant: what is
-compiled computes what it did before, and the ranks communicate in one order (`order` tells). What is carried twice from
-one value to one layout, the compiler carries once. Operators that draw random numbers are opaque too (see `drawn`).
+compiled computes what it did before, and the ranks communicate in one order (`order` is its hash). What is carried
+twice from one value to one layout, the compiler carries once. Random operators are opaque too (see `opaque_random`).
 """
 
 from __future__ import annotations

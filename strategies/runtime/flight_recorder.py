@@ -46,8 +46,8 @@ class FlightRecorder:
         shown[:] = self.cells
         self.cells = shown
 
-    def _tell(self, **told: Any) -> None:
-        line = json.dumps(told) + "\n"
+    def _write(self, **entry: Any) -> None:
+        line = json.dumps(entry) + "\n"
         self._lines.append(line)
         if self._file is not None:
             os.write(self._file, line.encode())
@@ -56,18 +56,18 @@ class FlightRecorder:
         """`group` is what calls of `ranks` go through, along the axes `over`; all make theirs known in one order."""
         if group not in self._groups and FIRST + len(self._groups) < CELLS:
             self._groups[group] = FIRST + len(self._groups)
-            self._tell(group=self._groups[group], ranks=sorted(ranks), over=over)
+            self._write(group=self._groups[group], ranks=sorted(ranks), over=over)
 
     def place(self, text: str) -> int:
         """The number of what calls are made for: an operator, or anything else that a user knows."""
         if text not in self._places:
             self._places[text] = len(self._places) + 1
-            self._tell(place=self._places[text], text=text)
+            self._write(place=self._places[text], text=text)
         return self._places[text]
 
     def explain(self, texts: Mapping[str, str]) -> None:
         """More about the texts of places: the source line of an operator."""
-        self._tell(explained={text: more for text, more in texts.items() if text in self._places})
+        self._write(explained={text: more for text, more in texts.items() if text in self._places})
 
     def enter(self, group: Hashable, kind: int) -> int:
         """A call is about to be made; it is waited for until `leave`. Returns its number in the group."""
@@ -80,11 +80,11 @@ class FlightRecorder:
         return number
 
     def leave(self) -> None:
-        """The call is done, or has begun; not reached where it fails, so that what it was stays readable."""
+        """The call is done, or has begun; not reached where it fails, so that the call stays readable."""
         self.cells[GROUP] = 0
 
     def again(self, group: Hashable, kind: int, number: int) -> None:
-        """A call that was begun is waited for now, until `leave`."""
+        """A call in flight is waited for now, until `leave`."""
         cells = self.cells
         cells[NUMBER], cells[KIND] = number, kind
         cells[GROUP] = self._groups.get(group, 0)
@@ -107,7 +107,7 @@ recorder = FlightRecorder()
 
 
 class Awaited:
-    """Work that was begun, and what it is, for the time that it is waited for."""
+    """Work in flight, with the call that it belongs to, for the time that it is waited for."""
 
     def __init__(self, work: Any, group: Hashable, kind: int, number: int) -> None:
         self._work, self._call = work, (group, kind, number)

@@ -20,7 +20,7 @@ from strategies.runtime.tensor_files import Reader, StoredTensor
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor] | None = None) -> None:
-    """Write whole tensors by name, and where those in `stored`, which count before `tensors`, lie in other files."""
+    """Write whole tensors by name, and where those in `stored`, which count before `tensors`, are in other files."""
     places = dict(stored or {})
     own = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name not in places}
     torch.save({"tensors": own, "stored": {name: astuple(one) for name, one in places.items()}}, path)
@@ -38,7 +38,7 @@ def read_slices(
     path: Path, program: Program, rank: int, device: torch.device | str, *, pretrained: bool = False
 ) -> dict[str, Tensor]:
     """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name; with
-    `pretrained` only of those that lie in other files."""
+    `pretrained` only of those that are in other files."""
     (tensors, stored), reader, found = _read(path), Reader(), {}
     for source in program.sources:
         if source.kind == "input" or (pretrained and source.name not in stored):

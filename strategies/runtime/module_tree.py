@@ -66,7 +66,7 @@ def build(
     """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant
     by name (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs,
     then the random key if the program draws random numbers, and returns the outputs (the bare one if there is only
-    one). With `compiled` it is fit for `compile_units`: the random key is a tensor (`drawn.as_key`).
+    one). With `compiled` it is fit for `compile_units`: the random key is a tensor (`opaque_random.as_key`).
     """
     return _Tree(program, tensors, communicator, torch.device(device), compiled).root
 

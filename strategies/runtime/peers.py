@@ -26,7 +26,8 @@ class Peers:
     """The peers of a rank that runs `stages`. Collective: every rank makes one.
 
     Group g sends values to group g + 1 and gradients back; with `circle`, the last one does so to the first. `copies`
-    gives in how many groups each parameter is held that several hold; `leads` are those of which this is the first.
+    gives the number of groups that have a parameter, where several have it; `leads` are those of which this is the
+    first.
     """
 
     def __init__(self, stages: Sequence[Stage], communicator: Communicator, *, circle: bool = False) -> None:

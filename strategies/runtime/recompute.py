@@ -207,7 +207,7 @@ class _Region:
                 raise _Enough
 
         def never(_: None) -> Tensor:
-            raise AssertionError("the second run has no backward of its own")
+            raise AssertionError("the second run has no backward")
 
         try:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(collect, never):

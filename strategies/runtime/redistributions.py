@@ -1,8 +1,8 @@
 """Redistributions as functions that generated code calls: at once, or as a pair that starts one and waits for it.
 
-Autograd runs nodes in the reverse order of their forward calls, so a pair overlaps both ways: in backward the wait's
-node launches and the start's node waits. The two share a `Flight` that is made per call; the gradient between them is
-an empty token. Invariant: a pair computes, bit for bit, what the one function does.
+Autograd runs nodes in the reverse order of their forward calls, so a pair overlaps in forward and backward: in backward
+the wait's node launches and the start's node waits. The two share a `Flight` that is made per call; the gradient
+between them is an empty token. Invariant: a pair computes, bit for bit, what the one function does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, as views of its own memory: blocks of the whole tensor, however its slice is cut up.
+"""A rank's shards of a tensor: views of its memory, each a block of the whole tensor, however its slice is cut up.
 
 Invariant: the views of all ranks together cover every element, and no view reaches into padding. A range of a slice
 that is stored row by row, which is what ZeRO gives a rank, is at most 2 n - 1 blocks in n dims.

@@ -1,7 +1,7 @@
 """Units of a program with the same code: repeated layers share one class, one graph and one code object.
 
 The form of a unit is all that decides its code: what each instruction calls, with values numbered from the unit's
-inputs, parameters named as inside of the unit, and the numbers of its rank. What differs between layers that are alike
+inputs, parameters named as inside of the unit, and the numbers of its rank. What differs between repeated layers
 (numbers of random operators, parts of a recomputed region, the tensors themselves) becomes attributes of the unit.
 Invariant: units of equal form have equal code, so an instance of the first one's class computes what a unit built for
 itself would.
@@ -133,8 +133,8 @@ def several(step: Instruction) -> bool:
 
 
 def constants_of(step: Instruction, parts: Mapping[str, Part], placing: bool) -> list[Part | int]:
-    """What an instruction takes that differs between layers that are alike, in the order of its arguments; `placing`:
-    what communicates is told for which operator."""
+    """What an instruction takes that differs between repeated layers, in the order of its arguments; `placing`:
+    what communicates receives the place of its operator."""
     found: list[Part | int] = [parts[step.id]] if step.id in parts else []
     if placing and isinstance(step, CARRYING):
         found.append(recorder.place(step.operator))

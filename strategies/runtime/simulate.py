@@ -104,8 +104,8 @@ def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> 
     wanted = step.after.block(step.shape, mesh, rank)
     result = tensors[rank].new_zeros(step.after.local_shape(step.shape, mesh))
     for peer, block in receives(step, mesh, rank):
-        held = step.before.block(step.shape, mesh, peer)
-        source = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, held, strict=True))
+        local_block = step.before.block(step.shape, mesh, peer)
+        source = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, local_block, strict=True))
         target = tuple(slice(s - base, e - base) for (s, e), (base, _) in zip(block, wanted, strict=True))
         if size_of(block):
             result[target] = tensors[peer][source]

@@ -1,6 +1,6 @@
 """Slices of tensors: one rank's slice of a whole tensor, and the padding of dims that do not divide.
 
-Invariant: what lies beyond the end of a dim is made of zeros when a slice is cut and is dropped when slices are joined.
+Invariant: what is beyond the end of a dim is made of zeros when a slice is cut and is dropped when slices are joined.
 """
 
 from __future__ import annotations

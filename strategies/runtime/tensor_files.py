@@ -1,8 +1,8 @@
 """Whole tensors in files, read block by block: safetensors files, torch state dicts, and folders of either.
 
-Invariant: `index` reads headers alone, and a block costs reading and memory of its own size, whatever the size of the
-file. A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape, data_offsets}},
-and the tensors, each row by row.
+Invariant: `index` reads headers alone, and a block costs reading and memory of the block's size, whatever the size of
+the file. A safetensors file is 8 bytes with the length of a JSON header, the header {name: {dtype, shape,
+data_offsets}}, and the tensors, each row by row.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Reader:
         return self.block(stored, tuple((0, size) for size in stored.shape))
 
     def block(self, stored: StoredTensor, block: Block) -> Tensor:
-        """The part `block` of a tensor, [stop - start, ...], in the stored dtype, in memory of its own.
+        """The part `block` of a tensor, [stop - start, ...], in the stored dtype, as a copy.
 
-        Raises StrategyError where the file is gone or damaged.
+        Raises StrategyError where the file is missing or damaged.
         """
         if stored.parts:
             return self._joined(stored, block)
         cut = tuple(slice(*bounds) for bounds in block)
-        with _told(stored.file):
+        with _readable(stored.file):
             if stored.offset is not None:
                 return _read(stored, stored.offset, cut)
             if stored.file not in self._open:
@@ -149,7 +149,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _sharded(path: Path) -> dict[str, StoredTensor]:
-    with _told(str(path)):
+    with _readable(str(path)):
         named: Mapping[str, str] = read_json(path)["weight_map"]
         files = dict.fromkeys(named.values())
     found: dict[str, StoredTensor] = {}
@@ -169,7 +169,7 @@ def _sharded(path: Path) -> dict[str, StoredTensor]:
 
 
 def _entries(file: str) -> Iterator[tuple[str, StoredTensor]]:
-    with _told(file):
+    with _readable(file):
         if not file.endswith(SAFETENSORS):
             for name, tensor in _loaded(file).items():
                 yield name, StoredTensor(file, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -225,7 +225,7 @@ def _state_dict(file: str, content: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _told(file: str) -> Iterator[None]:
+def _readable(file: str) -> Iterator[None]:
     """Tell what goes wrong while a file is read as one paragraph."""
     try:
         yield

@@ -157,7 +157,7 @@ class _Cutting:
             plan,
             tuple(self.inputs[ref].id for ref in received),
             () if last else tuple(self.layouts[ref] for ref in sent),
-            {s.name: held for s in others if self._learns(s) and len(held := self._stages_of(s)) > 1},
+            {s.name: holders for s in others if self._learns(s) and len(holders := self._stages_of(s)) > 1},
             {operator.id: self.ordinals[operator.id] for operator in operators if operator.id in self.ordinals},
             tuple(there(ref) for ref in leaving if ref in self.gradients),
         )
@@ -179,11 +179,11 @@ class _Cutting:
         for id, _ in self.graph.updates:
             source = self.graph.by_id[id]
             assert isinstance(source, Source)
-            if len(held := self._stages_of(source)) > 1:
+            if len(holders := self._stages_of(source)) > 1:
                 raise StrategyError(
                     "MW430",
                     f"parallel.pipeline: buffer {source.name} is written in the step and used by stages "
-                    f"{', '.join(map(str, held))}; put all modules that use it into one stage with "
+                    f"{', '.join(map(str, holders))}; put all modules that use it into one stage with "
                     "parallel.pipeline.cuts.",
                 )
 
@@ -199,7 +199,8 @@ class _Cutting:
                 )
 
     def _layout(self, ref: Ref) -> Layout:
-        """How a value travels: as it is handed on or as its first later user needs it, whichever slice is smaller."""
+        """The layout in which a value is sent: that of its producer or of its first later user, whichever slice is
+        smaller."""
         producer, mesh, spec = self.graph.by_id[ref.id], self.plan.mesh, self.graph.specs[ref]
         assert isinstance(producer, Operator)
         own = self.plan.operators[producer.name]

@@ -16,7 +16,7 @@ from strategies.rules import rule_of
 
 Cuts = Literal["auto"] | Mapping[str, int]
 EVEN = 1.25
-"""A heaviest stage of so many times the mean is balanced enough to leave modules uncut."""
+"""A heaviest stage of at most this many times the mean is balanced enough to leave modules uncut."""
 
 
 def in_stages(graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1) -> dict[str, int]:
@@ -28,25 +28,27 @@ def in_stages(graph: OperatorGraph, stages: int, cuts: Cuts, virtual: int = 1) -
     else:
         count = f"parallel.pipeline.stages = {stages}"
     return (
-        _balanced(graph, stages * virtual, count) if cuts == "auto" else _as_told(graph, stages * virtual, cuts, count)
+        _balanced(graph, stages * virtual, count)
+        if cuts == "auto"
+        else _as_configured(graph, stages * virtual, cuts, count)
     )
 
 
 def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
     """The stage of every operator of an evaluation graph by id: that of its namesake in training or else, like all that
-    stands behind it, the first one that has what it uses. Raises StrategyError for a parameter or buffer that is held
+    stands behind it, the first one that has what it uses. Raises StrategyError for a parameter or buffer that is only
     elsewhere."""
     named = {operator.name: stage.number for stage in stages for operator in stage.graph.operators}
-    held: dict[str, set[int]] = {}
+    stages_by_parameter: dict[str, set[int]] = {}
     for stage in stages:
         for source in stage.graph.of_kind("parameter", "buffer"):
-            held.setdefault(source.name, set()).add(stage.number)
+            stages_by_parameter.setdefault(source.name, set()).add(stage.number)
     found: dict[str, int] = {}
     for operator in graph.operators:
         nodes = [graph.by_id[ref.id] for ref in operator.operands]
         least = max((found[node.id] for node in nodes if isinstance(node, Operator)), default=0)
-        owned = [source for source in nodes if isinstance(source, Source) and source.name in held]
-        allowed = set(range(len(stages))).intersection(*(held[source.name] for source in owned))
+        owned = [source for source in nodes if isinstance(source, Source) and source.name in stages_by_parameter]
+        allowed = set(range(len(stages))).intersection(*(stages_by_parameter[source.name] for source in owned))
         wanted = named.get(operator.name, named.get(f"{operator.module}.{operator.op}", least))
         later = sorted(number for number in allowed if number >= least)
         if not later:
@@ -60,7 +62,7 @@ def as_trained(graph: OperatorGraph, stages: Sequence[Stage]) -> dict[str, int]:
     return found
 
 
-def _as_told(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], count: str) -> dict[str, int]:
+def _as_configured(graph: OperatorGraph, stages: int, cuts: Mapping[str, int], count: str) -> dict[str, int]:
     modules = {
         ".".join(words[: i + 1]) for o in graph.operators for words in [o.module.split(".")] for i in range(len(words))
     }

@@ -1,7 +1,7 @@
 """Counts the bytes that DeepSpeed sends for one engine, in the way in which plans predict them, and notes in which call
 this rank is.
 
-DeepSpeed's collectives all pass through one backend object of its own. Invariant: what it computes is untouched, and
+DeepSpeed's collectives all pass through one backend object. Invariant: what it computes is untouched, and
 `stop` leaves the object as it was.
 """
 
@@ -54,7 +54,7 @@ def count_on(backend: Any, communicator: Communicator) -> Callable[[], None]:
 
 
 def _noted(kind: int, over: Any, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """The result of a call over a group, which this rank's whereabouts tell as long as it lasts."""
+    """The result of a call over a group, which the flight recorder shows while it runs."""
     group = dist.group.WORLD if over is None else over
     recorder.know(group, dist.get_process_group_ranks(group), "the ranks of ZeRO")
     recorder.cells[PLACE] = 0

@@ -1,5 +1,5 @@
-"""What DeepSpeed's engine is told: defaults that fit this project, then the user's options for ZeRO, checked; and which
-parameters it can be given.
+"""The config of DeepSpeed's engine: defaults that fit this project, then the user's options for ZeRO, checked; and
+which parameters it can be given.
 
 Invariant: an option that would make training differ from one device, or that breaks parameters with different replica
 groups, is refused with the reason.

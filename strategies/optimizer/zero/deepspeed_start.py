@@ -1,4 +1,4 @@
-"""How DeepSpeed is started, with all that it wants to be told by private ways. Only this file imports it.
+"""How DeepSpeed is started, with all settings that only its private attributes take. Only this file imports it.
 
 Invariant: what is replaced in the package for a start is put back after it; the package is imported when a rank needs
 it, never before.

@@ -47,7 +47,7 @@ def part_of_one(size: int, replicas: int) -> int:
 
 
 def ranges_of_each(sizes: Sequence[int], replicas: int, index: int) -> Iterator[Range]:
-    """What is in the parts of the `index`-th replica at stage 3, where they lie one behind the other."""
+    """What is in the parts of the `index`-th replica at stage 3, one behind the other."""
     position = 0
     for member, size in enumerate(sizes):
         part = part_of_one(size, replicas)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1 inside a group of ranks of a pipeline: what DeepSpeed is told of the group, and the norm over them all.
+"""ZeRO stage 1 inside a group of ranks of a pipeline: the group as DeepSpeed needs it, and the norm over them all.
 
 To DeepSpeed the group is the data-parallel world; it never hears of the others. Invariant: the norm by which it clips
 counts every slice of every parameter once, and is the same on all ranks.

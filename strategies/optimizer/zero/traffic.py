@@ -20,7 +20,7 @@ from strategies.runtime.units import units
 REDUCED = 4
 """Bytes of an element of a gradient when it is added: always fp32."""
 ALIGNED = 2
-"""At stages 1 and 2 every rank's part of a flat tensor has a multiple of so many elements."""
+"""At stages 1 and 2 every rank's part of a flat tensor has a multiple of this many elements."""
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class ZeroUpdates:
                 )
 
     def _start_of_pass(self, *_: Any) -> None:
-        """DeepSpeed learns the order of the modules in one pass for the next. Another program is a pass of its own."""
+        """DeepSpeed learns the order of the modules in one pass for the next. Another program is another pass."""
         self._zero.parameter_offload.get_param_coordinator().reset_step()
 
     @property
@@ -275,7 +275,7 @@ class ZeroUpdates:
 
     def update(self, measure: bool = True) -> float | None:
         self._engine.step()
-        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded in other ways
+        if self._peers is not None:  # equal numbers at other places of a flat tensor may be rounded differently
             self._peers.share_weights({name: self._parameters[name].detach() for name in self._peers.copies})
         self._waiting = 0
         self._count()

@@ -126,7 +126,7 @@ DAMAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a lost parameter": (
         lambda content: content["tensors"].pop("2.weight"),
-        r"plan does not say how parameter 2\.weight \(4, 16\) lies",
+        r"plan does not say how parameter 2\.weight \(4, 16\) is laid out",
     ),
     "a parameter of another shape": (
         lambda content: content["parameters"]["2.weight"].update(shape=[4, 17]),
