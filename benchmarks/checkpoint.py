@@ -4,7 +4,7 @@ the background, over the time of a save for which the ranks wait.
     python -m benchmarks.checkpoint [--ranks 1] [--device cpu|cuda] [--width 1024] [--layers 24] [--rounds 9]
         [--clock wall|cpu]
 
-Rounds of plain steps, a blocking save and a background save take turns in the same processes, so that other work on the
+Rounds of plain steps, a blocking save and a background save alternate in the same processes, so that other work on the
 machine reaches all of them; every figure is a median. Goal: at most 5 %. The memory that is needed for it is a copy, in
 the host's memory, of what a rank stores.
 """
@@ -115,7 +115,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        told = launch.run_ranks(
+        measured = launch.run_ranks(
             "benchmarks.checkpoint:measure",
             vars(options) | {"folder": folder},
             world_size=options.ranks,
@@ -124,12 +124,13 @@ def main() -> None:
             timeout=600,
             threads=1,
         )
-    shown = {name: f"{1000 * told[name]:.0f} ms" for name in ("step", "blocking", "call", "under way", "extra")}
+    shown = {name: f"{1000 * measured[name]:.0f} ms" for name in ("step", "blocking", "call", "under way", "extra")}
     print(
-        f"{told['parameters']:,} parameters, {options.ranks} ranks on {options.device}, by the {options.clock} clock: "
+        f"{measured['parameters']:,} parameters, {options.ranks} ranks on {options.device}, by the "
+        f"{options.clock} clock: "
         f"step {shown['step']}; blocking save {shown['blocking']}; in the background {shown['under way']}, the "
-        f"call {shown['call']}; steps longer by {shown['extra']} together; ratio {told['ratio']:.3f}; "
-        f"{told['held']:,} bytes more in the host's memory"
+        f"call {shown['call']}; steps longer by {shown['extra']} together; ratio {measured['ratio']:.3f}; "
+        f"{measured['held']:,} bytes more in the host's memory"
     )
 
 

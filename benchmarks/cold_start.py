@@ -45,10 +45,10 @@ def ours(recipe: str, folder: Path) -> tuple[float, str]:
             first = time.perf_counter() - started
         time.sleep(0.01)
     assert command.stdout is not None
-    told = re.search(r"first step after .*", command.stdout.read())
-    if command.returncode or first is None or told is None:
+    first_step = re.search(r"first step after .*", command.stdout.read())
+    if command.returncode or first is None or first_step is None:
         raise SystemExit(f"the run of {recipe} failed")
-    return first, told[0]
+    return first, first_step[0]
 
 
 def baseline(ranks: int, folder: Path) -> float:
@@ -70,16 +70,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    first, plain, told = [], [], ""
+    first, plain, first_step = [], [], ""
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            seconds, told = ours(options.recipe, Path(folder) / "run")
+            seconds, first_step = ours(options.recipe, Path(folder) / "run")
             first.append(seconds)
             plain.append(baseline(options.ranks, Path(folder)))
     mine, other = statistics.median(first), statistics.median(plain)
     print(f"first step of {options.recipe} {mine:.2f} s, {options.ranks} plain processes {other:.2f} s")
     print(f"ratio {mine / other:.2f}")
-    print(f"of the last round: {told}")
+    print(f"of the last round: {first_step}")
 
 
 if __name__ == "__main__":

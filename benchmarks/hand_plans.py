@@ -42,7 +42,7 @@ from strategies.search.joint import Bound, Choice, Priced, decide
 FAST = 1e13
 """Flops and bytes of memory per second: a step's work is a millionth of a second, its bytes are tenths."""
 ROOMS = (1.2, 1.05, 0.95, 0.85, 0.75)
-"""What a search is asked to keep, relative to the limit."""
+"""Memory limits of the search, relative to the limit."""
 Model = tuple[nn.Module, nn.Module, tuple[torch.Tensor, ...]]
 
 
@@ -197,13 +197,13 @@ def pair(hand: Hand) -> tuple[Task, Task]:
 
 def found(hand: Hand, captured: Captured, limit: int, written: Task) -> tuple[Plan, int]:
     """The plan that sends least within `limit` bytes of memory, and its ZeRO stage."""
-    asked = hand.request
+    request = hand.request
     mesh = tuple(zip("abc", hand.mesh, strict=False)) if len(hand.mesh) > 1 else (("a", 2), ("b", hand.ranks // 2))
-    free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=asked.dataset_strategy)
+    free = Request("auto", hand.ranks, "dynamic_programming", mesh, dataset_strategy=request.dataset_strategy)
     machine = by_bytes(hand.ranks)
 
     def look(choice: Choice) -> Iterator[Priced]:
-        """The least seconds within the limit; the search's own bytes are a model, so it is given several rooms."""
+        """The least seconds within the limit; the search's own bytes are a model, so it gets several budgets."""
         fits: Priced | None = None
         for share in (None, *ROOMS):
             room = None if share is None else int(share * limit)
@@ -279,7 +279,7 @@ def table(results: Sequence[Result]) -> str:
     """The page, in markdown."""
     more = [one.hand.name for one in results if one.sent[1] > one.sent[0]]
     lines = [
-        "# Plans by hand, and those that the search finds in their memory",
+        "# Hand-written plans, and those that the search finds within their memory",
         "",
         "`python -m benchmarks.hand_plans` executes both on real ranks (CPU, gloo) and counts the bytes that the",
         "busiest rank sends in a step; memory is the predicted peak of a rank, and the hand plan's is the limit of the",

@@ -61,7 +61,7 @@ PHASES = {
     BESIDE: 0.004,
     "end": 0.004,
 }
-"""In the order in which one run is hit in them: at most how many seconds after a phase has begun."""
+"""In the order in which one run is hit in them: at most how many seconds after a phase has started."""
 ONCE = ("import", "preparation", "start", "first step", BETWEEN)
 """Phases that come once for each start of the command or of the ranks."""
 KINDS = {
@@ -95,7 +95,7 @@ class Blow:
     kind: str
 
 
-def drawn(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str], most: int) -> list[Blow]:
+def random_blows(draw: random.Random, hit: Mapping[str, int], phases: Sequence[str], most: int) -> list[Blow]:
     """What one run gets, `most` blows in order; `hit` counts the signals in each phase so far."""
     counts = Counter({phase: hit.get(phase, 0) for phase in phases})
     found = []
@@ -149,7 +149,7 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def whereabouts(fork: int) -> Path | None:
+def flight_record(fork: int) -> Path | None:
     """The file in which a rank shows where it is, once it does."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{fork}/fd").iterdir():
@@ -163,8 +163,8 @@ def phase_of(cells: Sequence[Sequence[int]], forks: int, prepared: bool, ranks: 
     written."""
     if not prepared:
         return "preparation" if forks else "import"
-    begun = max((one[BEGUN] for one in cells), default=0)
-    if not begun:
+    started = max((one[BEGUN] for one in cells), default=0)
+    if not started:
         return BETWEEN if forks < min(ranks, 2) else "start"
     if max(one[STEP] for one in cells) == STEPS:
         return "end"
@@ -174,7 +174,7 @@ def phase_of(cells: Sequence[Sequence[int]], forks: int, prepared: bool, ranks: 
         return BESIDE
     if any(one[PHASE] == EVALUATION for one in cells):
         return "evaluation"
-    return "first step" if begun == 1 else "training"
+    return "first step" if started == 1 else "training"
 
 
 def shared() -> set[str]:
@@ -207,7 +207,7 @@ def strike(
         with suppress(FileNotFoundError):
             prepared = prepared or plan.stat().st_mtime > began
         for fork in forks:
-            if fork not in shown and (file := whereabouts(fork)):
+            if fork not in shown and (file := flight_record(fork)):
                 shown[fork] = file
         cells = [found for fork in forks if fork in shown and (found := read_cells(shown[fork]))]
         blow, phase = blows[0], phase_of(cells, len(forks), prepared, ranks)
@@ -312,7 +312,7 @@ def drill(
                 undisturbed[name] = ended(folder)
             folder, began = Path(place) / str(runs), time.monotonic()
             beside = "checkpoint.background=true" in ALL[name]
-            blows = drawn(draw, hit, [phase for phase in phases if beside or phase != BESIDE], min(MOST, kills))
+            blows = random_blows(draw, hit, [phase for phase in phases if beside or phase != BESIDE], min(MOST, kills))
             planned = [*blows]
             done, faults = survive(folder, ALL[name], blows, draw)
             if not faults and ended(folder) != undisturbed[name]:
@@ -329,8 +329,15 @@ def drill(
             if faults:
                 console = (Path(place) / f"{runs}.console").read_text(errors="replace", encoding="utf-8")
                 print("\n".join(console.splitlines()[-25:]), flush=True)
-    told = {f"{phase}: {kind}": count for (phase, kind), count in sorted(sent.items())}
-    return {"seed": seed, "kills": sent.total(), "runs": runs, "plans": [*undisturbed], "sent": told, "wrong": wrong}
+    by_kind = {f"{phase}: {kind}": count for (phase, kind), count in sorted(sent.items())}
+    return {
+        "seed": seed,
+        "kills": sent.total(),
+        "runs": runs,
+        "plans": [*undisturbed],
+        "sent": by_kind,
+        "wrong": wrong,
+    }
 
 
 def main() -> None:
@@ -340,12 +347,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--plans", nargs="*", default=[*ALL], choices=[*ALL], metavar="PLAN")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    result = drill(asked.kills, asked.seed, asked.minutes, asked.plans)
+    options = parser.parse_args()
+    result = drill(options.kills, options.seed, options.minutes, options.plans)
     print(json.dumps(result, indent=1))
-    if asked.out is not None:
-        before = json.loads(asked.out.read_text(encoding="utf-8")) if asked.out.exists() else []
-        asked.out.write_text(json.dumps([*before, result], indent=1) + "\n", encoding="utf-8")
+    if options.out is not None:
+        before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+        options.out.write_text(json.dumps([*before, result], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ def measured(program: Program) -> str:
     tracemalloc.start()
     module = make()
     gc.collect()
-    held, _ = tracemalloc.get_traced_memory()
+    allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     units = [unit for unit in module.modules() if isinstance(unit, fx.GraphModule)]
     codes = {type(unit).forward.__code__ for unit in units}
     nodes = sum(len(graph.nodes) for graph in {unit.graph for unit in units})
-    return f"{len(units):6} units {len(codes):5} codes {nodes:6} nodes {seconds:7.3f} s {held / 1e6:7.2f} MB"
+    return f"{len(units):6} units {len(codes):5} codes {nodes:6} nodes {seconds:7.3f} s {allocated / 1e6:7.2f} MB"
 
 
 def compile_once(seen: Captured, backend: str) -> str:

@@ -81,7 +81,7 @@ PAIRS: list[tuple[str, str]] = [
 """Model and the words of the plan."""
 FEW, MANY, NOISE = 4, 12, 0.01
 """Steps of a pair, and of one that differs by more than NOISE: on a busy machine threads of gloo hold what was sent
-over whole steps."""
+over complete steps."""
 
 LOWER = ("recompute", "activations.to", "offload.optimizer")
 """What a plan has whose peak is compared with that of the same plan without it."""
@@ -118,7 +118,7 @@ def measure(model: str, words: str, steps: int = FEW) -> Result:
 
 
 def without(words: str) -> str:
-    """The same plan, with nothing computed again and nothing moved away."""
+    """The same plan, without recompute and offload."""
     return " ".join(word for word in words.split() if not any(name in word for name in (*LOWER, "offload", "place")))
 
 

@@ -93,8 +93,8 @@ def main() -> None:
         updates.step(measure=False)
         return found.detach()
 
-    times: dict[str, list[float]] = {"ours": [], "by hand": []}
-    steps, worst = [("ours", ours), ("by hand", by_hand)], 0.0
+    times: dict[str, list[float]] = {"ours": [], "hand-written": []}
+    steps, worst = [("ours", ours), ("hand-written", by_hand)], 0.0
     for _ in range(options.rounds):
         steps.reverse()  # whoever comes second finds warmer caches
         losses = []
@@ -105,7 +105,7 @@ def main() -> None:
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - started)
         worst = max(worst, (losses[0] - losses[1]).abs().item())
-    own, other = (statistics.median(times[name][3:]) * 1e3 for name in ("ours", "by hand"))
+    own, other = (statistics.median(times[name][3:]) * 1e3 for name in ("ours", "hand-written"))
     print(f"{options.model} on {device}: ours {own:.2f} ms, plain loop {other:.2f} ms, ratio {own / other:.3f}")
     print(f"largest difference of the losses in {options.rounds} steps: {worst:.1e}")
 

@@ -1,13 +1,13 @@
 """What overlapping is worth, as ratios of one run: copies of the batch over a slow link, gradients added during
-backward over a slow link, and activations held by the schedules of a pipeline.
+backward over a slow link, and activations stored by the schedules of a pipeline.
 
     python benchmarks/overlap.py [--parts copies reduction schedules] [--rounds 15] [--clock wall|cpu]
 
 A link is a latency and a bandwidth, waited for on top of what a collective takes anyway; waiting costs no computing
-time, so computing can go on meanwhile. The variants of a part take turns in the same processes and each is told by its
+time, so computing can go on meanwhile. The variants of a part alternate in the same processes and each is judged by its
 median step, so that other work on the machine reaches all of them; on a busy machine `--clock cpu` counts computing and
 waiting for the link alone. Goals: a step that communicates as long as it
-computes is shortened 1.2 times by copies; 70 % of the time to add gradients hides behind backward, in at least 10
+computes is 1.2 times faster in batch splits; 70 % of the time to add gradients hides behind backward, in at least 10
 times fewer calls than there are gradients; with at least twice as many micro-batches as stages, 1f1b holds less than
 gpipe.
 """

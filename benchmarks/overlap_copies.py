@@ -1,5 +1,5 @@
 """A tensor-parallel GPT over a slow link, on which a step communicates as long as it computes: with one batch, and with
-two and four copies of it that take turns.
+two and four interleaved splits of it.
 
 Every layer has two all-reduces forward and two backward, for which everything after them waits unless there is another
 copy. Gained is the median step of one batch over that of the copies.
@@ -78,12 +78,12 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
                 tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
         return build(program, tensors, communicator, "cpu"), tensors, communicator
 
-    ways = {"one batch, in order": made(1, False), "one batch": made(1, True)}
-    ways |= {f"{copies} copies": made(copies, True) for copies in (2, 4)}
-    links = {way: Link(LATENCY, float("inf"), options["clock"]) for way in ways}
+    programs = {"one batch, in order": made(1, False), "one batch": made(1, True)}
+    programs |= {f"{copies} copies": made(copies, True) for copies in (2, 4)}
+    links = {way: Link(LATENCY, float("inf"), options["clock"]) for way in programs}
 
     def step(way: str, linked: bool) -> float:
-        module, tensors, _ = ways[way]
+        module, tensors, _ = programs[way]
         for tensor in tensors.values():
             tensor.grad = None
         dist.barrier()
@@ -94,29 +94,29 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     first = "one batch, in order"
     alone = agreed(statistics.median([step(first, False) for _ in range(FIRST)]))
-    communicator = ways[first][2]
+    communicator = programs[first][2]
     sent, calls = communicator.sent["all_reduce"] / FIRST, communicator.calls["all_reduce"] / FIRST
     carried = sent * RANKS / (2 * (RANKS - 1))  # bytes of the tensors, which the link counts
     for link in links.values():
         link.bandwidth = carried / max(SHARE * alone - calls * LATENCY, 0.1 * alone)
-    variants = [(way, linked) for linked in (False, True) for way in ways]
+    variants = [(way, linked) for linked in (False, True) for way in programs]
     times: dict[tuple[str, bool], list[float]] = {one: [] for one in variants}
     for round_ in range(-FIRST, options["rounds"]):
         for one in variants[:: 1 if round_ % 2 else -1]:
             seconds = step(*one)
             if round_ >= 0:
                 times[one].append(seconds)
-    truth = ways[first][1]
+    truth = programs[first][1]
     largest = max(one.grad.abs().max() for one in truth.values() if one.grad is not None)
     gaps = [
         (tensor.grad - truth[name].grad).abs().max() / largest
-        for _, tensors, _ in ways.values()
+        for _, tensors, _ in programs.values()
         for name, tensor in tensors.items()
         if isinstance(tensor, nn.Parameter)
     ]
     return {
         "seconds": {one: agreed(statistics.median(values)) for one, values in times.items()},
-        "calls": {way: communicator.calls["all_reduce"] for way, (_, _, communicator) in ways.items()},
+        "calls": {way: communicator.calls["all_reduce"] for way, (_, _, communicator) in programs.items()},
         "gap": max(gap.item() for gap in gaps),
         "waited": {way: agreed(link.waited) / agreed(link.taken) for way, link in links.items()},
     }
@@ -125,12 +125,12 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     seconds = found["seconds"]
     base = seconds["one batch, in order", True]
-    ways = [way for way, linked in seconds if linked]
+    programs = [way for way, linked in seconds if linked]
     lines = [
         f"  {way:20} {seconds[way, False] * 1e3:8.1f} ms without the link, {seconds[way, True] * 1e3:8.1f} ms over it: "
         f"{base / seconds[way, True]:.2f} times as fast as in order, {found['waited'][way]:.0%} of the link waited for"
-        for way in ways
+        for way in programs
     ]
-    best = max(base / seconds[way, True] for way in ways if "copies" in way)
+    best = max(base / seconds[way, True] for way in programs if "copies" in way)
     lines.append(f"  gained by copies: {best:.2f} (goal 1.20); largest difference of gradients {found['gap']:.1e}")
     return "\n".join(lines)

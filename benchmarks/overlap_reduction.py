@@ -2,7 +2,7 @@
 backward and in buckets during backward.
 
 The link is so slow that the buckets take `SHARE` of a step without it. Hidden is (after - during) / (after - without);
-the same is told by what the ranks wait for when backward is over, 1 - waiting during / waiting after.
+the same follows from what the ranks wait for when backward is over, 1 - waiting during / waiting after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.slow_link import Link, agreed, slowed
 RANKS, LAYERS, WIDTH, ROWS, LENGTH = 2, 6, 256, 8, 64
 LATENCY, SHARE = 5e-4, 0.4
 FIRST = 6
-"""Steps of each way before those that count; the first way's tell how slow the link must be."""
+"""Steps of each variant before those that count; the first variant's say how slow the link must be."""
 
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     axes = [s.axes for r in program.redistributions for c in (r.forward, r.backward) for s in c if s.kind not in LOCAL]
     inputs = [source for source in program.sources if source.kind == "input"]
     entries = [
-        shard(whole, program.layouts[source.id], program.mesh)[rank.rank]
-        for source, whole in zip(inputs, (tokens, labels), strict=True)
+        shard(tensor, program.layouts[source.id], program.mesh)[rank.rank]
+        for source, tensor in zip(inputs, (tokens, labels), strict=True)
     ]
     names = [source.name for source in captured.graph.of_kind("parameter")]
 
@@ -58,8 +58,8 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         tensors = {}
         for source in program.sources:
             if source.kind != "input":
-                whole = captured.tensors[source.name].detach()
-                piece = shard(whole, program.layouts[source.id], program.mesh)[rank.rank]
+                tensor = captured.tensors[source.name].detach()
+                piece = shard(tensor, program.layouts[source.id], program.mesh)[rank.rank]
                 tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
         module = build(program, tensors, communicator, "cpu")
         updates = make_updates(
@@ -74,17 +74,17 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         )
         return updates, tensors, communicator
 
-    ways = {
+    variants = {
         "without": trained(DEFAULT_BUCKETS, False),
         "by gradient": trained(BucketLimits(0), False),
         "after": trained(DEFAULT_BUCKETS, False),
         "during": trained(DEFAULT_BUCKETS, True),
     }
     link = Link(LATENCY, float("inf"), options["clock"])
-    waiting: dict[str, list[float]] = {way: [] for way in ways}
+    waiting: dict[str, list[float]] = {way: [] for way in variants}
 
     def step(way: str) -> float:
-        updates, _, _ = ways[way]
+        updates, _, _ = variants[way]
         dist.barrier()
         with nullcontext() if way == "without" else slowed(link):
             started = link.now()
@@ -96,23 +96,23 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             return link.now() - started
 
     alone = agreed(statistics.median([step("without") for _ in range(FIRST)]))
-    size = sum(tensor.numel() for name, tensor in ways["after"][1].items() if name in names) * 4
+    size = sum(tensor.numel() for name, tensor in variants["after"][1].items() if name in names) * 4
     link.bandwidth = size / (SHARE * alone)
     for way in ("by gradient", "after", "during"):
         for _ in range(FIRST):
             step(way)
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in variants}
     for round_ in range(options["rounds"]):
-        for way in list(ways)[:: 1 if round_ % 2 else -1]:
+        for way in list(variants)[:: 1 if round_ % 2 else -1]:
             times[way].append(step(way))
     steps = FIRST + options["rounds"]
-    first = ways["after"][1]
-    gap = max((tensors[name] - first[name]).abs().max().item() for _, tensors, _ in ways.values() for name in names)
+    first = variants["after"][1]
+    gap = max((tensors[name] - first[name]).abs().max().item() for _, tensors, _ in variants.values() for name in names)
     return {
         "seconds": {way: agreed(statistics.median(values)) for way, values in times.items()},
         "waiting": {way: agreed(statistics.median(values[FIRST:])) for way, values in waiting.items()},
         "calls": {
-            way: one.calls["all_reduce"] // steps - program.calls["all_reduce"] for way, (_, _, one) in ways.items()
+            way: one.calls["all_reduce"] // steps - program.calls["all_reduce"] for way, (_, _, one) in variants.items()
         },
         "gap": gap,
     }

@@ -13,7 +13,7 @@ SCHEDULES, MICRO_BATCHES = ("gpipe", "1f1b"), (4, 8)
 
 
 def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The most bytes that each stage held, by schedule and micro-batches, and the losses."""
+    """The most bytes that each stage stored, by schedule and micro-batches, and the losses."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -34,7 +34,7 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
     from strategies.runtime.module_tree import build
     from strategies.runtime.pipeline_stage import Peers, StageRunner
 
-    class Held:
+    class StoredBytes:
         """Bytes that autograd holds: storages are counted while anything keeps a tensor of theirs."""
 
         def __init__(self, others: set[int]) -> None:
@@ -45,17 +45,17 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
             return tensor if number in self.others else Kept(tensor, number, self)
 
     class Kept:
-        def __init__(self, tensor: torch.Tensor, number: int, held: Held) -> None:
-            self.tensor, self.number, self.held = tensor, number, held
-            uses = held.uses.get(number, 0)
-            held.uses[number] = uses + 1
-            held.now += 0 if uses else tensor.untyped_storage().nbytes()
-            held.most = max(held.most, held.now)
+        def __init__(self, tensor: torch.Tensor, number: int, stored: StoredBytes) -> None:
+            self.tensor, self.number, self.stored = tensor, number, stored
+            uses = stored.uses.get(number, 0)
+            stored.uses[number] = uses + 1
+            stored.now += 0 if uses else tensor.untyped_storage().nbytes()
+            stored.most = max(stored.most, stored.now)
 
         def __del__(self) -> None:
-            self.held.uses[self.number] -= 1
-            if not self.held.uses[self.number]:
-                self.held.now -= self.tensor.untyped_storage().nbytes()
+            self.stored.uses[self.number] -= 1
+            if not self.stored.uses[self.number]:
+                self.stored.now -= self.tensor.untyped_storage().nbytes()
 
     def step(kind: str, micro_batches: int) -> tuple[int, float]:
         torch.manual_seed(0)
@@ -88,17 +88,17 @@ def measure(rank: Any, options: dict[str, Any]) -> dict[str, Any]:
         )
         runner = StageRunner(peers, program, make_schedule(kind, RANKS, micro_batches)[rank.rank], "cpu")
         parts = list(zip(tokens.split(rows), labels.split(rows), strict=True))
-        held = Held({tensor.untyped_storage()._cdata for tensor in tensors.values()})
+        stored = StoredBytes({tensor.untyped_storage()._cdata for tensor in tensors.values()})
 
         def forward(number: int, received: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda one: getattr(one, "tensor", one)):
+            with torch.autograd.graph.saved_tensors_hooks(stored.pack, lambda one: getattr(one, "tensor", one)):
                 return module(*parts[number], *received)
 
         total = runner.step(forward, updates)
         updates.reduce()
         updates.close()
         peers.share_loss(total)
-        return held.most, total.item() / micro_batches
+        return stored.most, total.item() / micro_batches
 
     found = {}
     for count in MICRO_BATCHES:
@@ -114,9 +114,9 @@ def table(found: dict[Any, Any]) -> str:
     lines = []
     for count in MICRO_BATCHES:
         for kind in SCHEDULES:
-            held, loss = found[kind, count]
-            told = ", ".join(f"{one / 2**20:.2f} MiB" for one in held)
-            lines.append(f"  {kind:6} with {count} micro-batches holds at most {told} by stage; loss {loss:.6f}")
+            stored, loss = found[kind, count]
+            by_stage = ", ".join(f"{one / 2**20:.2f} MiB" for one in stored)
+            lines.append(f"  {kind:6} with {count} micro-batches stores at most {by_stage} by stage; loss {loss:.6f}")
         ratio = max(found["1f1b", count][0]) / max(found["gpipe", count][0])
         lines.append(f"  1f1b over gpipe, the busiest rank: {ratio:.2f} (goal below 1)")
     return "\n".join(lines)

@@ -3,9 +3,9 @@
     python -m benchmarks.recovery [--failures 100] [--seed 0] [--minutes 60] [--out docs/recovery.md]
 
 Small models train on 2 and 4 real ranks under several plans, each first undisturbed, then with two or three faults
-drawn at random. Of every disturbed run is asked: does it end, with the same weights and optimizer states to the bit and
+chosen at random. For every disturbed run: does it end, with the same weights and optimizer states to the bit and
 the same lines of metrics; how many steps did each failure cost; is a process left. Goals: all, at most one save
-interval (two where the newest checkpoint is damaged on purpose, or still under way beside training), none.
+interval (two where the newest checkpoint is damaged by the benchmark, or still under way beside training), none.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Row:
     over: int = 0
 
 
-def drawn(draw: random.Random, ranks: int, count: int) -> list[Drawn]:
+def random_failures(draw: random.Random, ranks: int, count: int) -> list[Drawn]:
     """`count` failures at different steps, in their order."""
     found = []
     for step in sorted(draw.sample(range(2, STEPS), count)):
@@ -161,14 +161,14 @@ def left() -> int:
     return found
 
 
-def table(rows: dict[str, Row], told: Sequence[str]) -> str:
+def table(rows: dict[str, Row], summary: Sequence[str]) -> str:
     lines = [
         "# Recovery: what becomes of injected failures",
         "",
         "`python -m benchmarks.recovery` trains small models on 2 and 4 real ranks, lets random ones fail in every",
         f"phase, and compares with undisturbed runs. Checkpoints every {EVERY} steps.",
         "",
-        *told,
+        *summary,
         "",
         "| phase | failures | kinds | resumed | ended bit for bit | most steps lost | over the bound |",
         "|---|---|---|---|---|---|---|",
@@ -187,14 +187,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     recipes.register()
     launch.warm()
-    draw, rows, runs, extra, alive = random.Random(asked.seed), defaultdict[str, Row](Row), 0, 0, 0
+    draw, rows, runs, extra, alive = random.Random(options.seed), defaultdict[str, Row](Row), 0, 0, 0
     undisturbed: dict[str, tuple[dict[str, str], list[tuple[int, float]]]] = {}
-    until, plans = time.monotonic() + 60 * asked.minutes, [*PLANS]
+    until, plans = time.monotonic() + 60 * options.minutes, [*PLANS]
     with tempfile.TemporaryDirectory() as place:
-        while sum(row.kinds.total() for row in rows.values()) < asked.failures and time.monotonic() < until:
+        while sum(row.kinds.total() for row in rows.values()) < options.failures and time.monotonic() < until:
             name = plans[runs % len(plans)]
             runs += 1
             if name not in undisturbed:
@@ -202,7 +202,7 @@ def main() -> None:
                 run(folder, (*NET, *PLANS[name]))
                 undisturbed[name] = ending(folder), losses(folder)
             tensors, lines = undisturbed[name]
-            failures = drawn(draw, int(PLANS[name][0][-1]), draw.choice((2, 3)))
+            failures = random_failures(draw, int(PLANS[name][0][-1]), draw.choice((2, 3)))
             faults = ", ".join(fault for one in failures for fault in one.faults())
             folder = Path(place) / str(runs)
             try:
@@ -227,14 +227,14 @@ def main() -> None:
                 row.equal += equal
             total = sum(row.kinds.total() for row in rows.values())
             print(f"run {runs}, {name}: {faults}: resumed after {resumed}, equal {equal}; {total} failures", flush=True)
-            told = [
-                f"Seed {asked.seed}: {total} failures in {runs} runs under {len(undisturbed)} plans "
+            summary = [
+                f"Seed {options.seed}: {total} failures in {runs} runs under {len(undisturbed)} plans "
                 f"({'; '.join(undisturbed)}).",
                 f"Restarts beyond the failures: {extra}. Processes left after a run: {alive}.",
             ]
-            if asked.out is not None:
-                asked.out.write_text(table(rows, told), encoding="utf-8")
-    print(table(rows, told))
+            if options.out is not None:
+                options.out.write_text(table(rows, summary), encoding="utf-8")
+    print(table(rows, summary))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def slowed(link: Link) -> Iterator[Link]:
 
 
 def agreed(seconds: float) -> float:
-    """The longest time that a rank has measured, on all ranks alike."""
+    """The longest time that a rank has measured, the same on all ranks."""
     import torch
     import torch.distributed as dist
 

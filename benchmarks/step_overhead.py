@@ -1,4 +1,4 @@
-"""Time of a sharded step against the same step written by hand with torch.distributed (same collectives), as a ratio.
+"""Time of a sharded step against the same hand-written step with torch.distributed (same collectives), as a ratio.
 
     python benchmarks/step_overhead.py [--ranks 2] [--width 2048] [--rows 512] [--rounds 30]
 
@@ -98,9 +98,9 @@ def measure(rank: Any, options: dict[str, int]) -> dict[str, float]:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            whole = gradient.new_empty(gradient.shape[0] * n, gradient.shape[1])
-            dist.all_gather_into_tensor(whole, gradient.contiguous())
-            return whole
+            gathered = gradient.new_empty(gradient.shape[0] * n, gradient.shape[1])
+            dist.all_gather_into_tensor(gathered, gradient.contiguous())
+            return gathered
 
     first, second = nn.Parameter(up.clone()), nn.Parameter(down.clone())
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
@@ -152,7 +152,7 @@ def main() -> None:
             threads=1,
         )
     ours, by_hand = found["ours"] * 1e3, found["by_hand"] * 1e3
-    print(f"ours {ours:.2f} ms, by hand {by_hand:.2f} ms, ratio {ours / by_hand:.3f}")
+    print(f"ours {ours:.2f} ms, hand-written {by_hand:.2f} ms, ratio {ours / by_hand:.3f}")
     print(f"largest difference of the weights after {shape.rounds} steps: {found['gap']:.1e}")
 
 

@@ -3,7 +3,7 @@
     python benchmarks/step_time.py [--ranks 8] [--steps 4] [--seconds 60] [--models ffn,gpt,llama] [--cluster FILE]
 
 Without `--cluster` the machine is calibrated first. Plans are data parallel (ZeRO 0-3), tensor parallel and both. Each
-has processes of its own, as in training, and two turns, the second in the opposite order: what else the machine does
+has processes of its own, as in training, and two rounds, the second in the opposite order: what else the machine does
 falls on all of them. A plan's time is the median of the slowest rank's steps, without the first ones of a turn.
 Printed: a table, Spearman's rank correlation over all plans and by model, and how much slower the plan that is
 predicted to be the fastest is than the fastest one. Goals: at least 0.9, and at most 1.05.
@@ -161,13 +161,13 @@ class Built:
         tensors: dict[str, Any] = {}
         for source in program.sources:
             if source.kind != "input":
-                whole = task.tensors[source.name]
-                piece = shard(whole, program.layouts[source.id], program.mesh)[rank].clone()
+                tensor = task.tensors[source.name]
+                piece = shard(tensor, program.layouts[source.id], program.mesh)[rank].clone()
                 tensors[source.name] = nn.Parameter(piece) if source.kind == "parameter" else piece
         inputs = [source for source in program.sources if source.kind == "input"]
         self.batch = [
-            shard(whole, program.layouts[source.id], program.mesh)[rank]
-            for source, whole in zip(inputs, task.batch, strict=True)
+            shard(tensor, program.layouts[source.id], program.mesh)[rank]
+            for source, tensor in zip(inputs, task.batch, strict=True)
         ]
         module = build(program, tensors, communicator, "cpu")
         groups = [{"names": list(program.trainable_names)}]

@@ -12,7 +12,7 @@ class HybridMatMul(nn.Module):
     """x [batch, features] @ weight [features, out], with the contracted dim sliced over the mesh axis `axis`.
 
     On n ranks each holds x_local [batch, features / n] and weight [features / n, out]; the product is a partial
-    sum, and the all-reduce completes it, so that every rank returns the whole [batch, out]. Without a configured
+    sum, and the all-reduce completes it, so that every rank returns the full [batch, out]. Without a configured
     mesh all ranks form the one axis `world`.
     """
 
@@ -37,7 +37,7 @@ class DenseMatMul(nn.Module):
 
 
 def _full_weight(features: int, out: int) -> nn.Parameter:
-    """[features, out] ~ N(0, 1 / features), drawn whole on every rank, so that slices belong to one matrix."""
+    """[features, out] ~ N(0, 1 / features), the same full matrix on every rank, so that slices belong to one matrix."""
     weight = nn.Parameter(torch.empty(features, out))
     nn.init.normal_(weight, std=features**-0.5)
     return weight

@@ -22,7 +22,7 @@ class Router(nn.Module):
 
     dispatch is 1 where the token takes that slot of the expert; combination is the same times the score of the expert
     among the chosen (they add up to 1 if all have a slot). The load is experts * sum over experts of (mean score) *
-    (share of tokens whose first choice it is), averaged over the groups: 1 if the experts are used alike.
+    (share of tokens whose first choice it is), averaged over the groups: 1 if the experts are used equally.
     """
 
     def __init__(self, width: int, experts: int, choices: int, capacity: int) -> None:
@@ -92,7 +92,7 @@ class Combine(nn.Module):
 class MixtureOfExperts(nn.Module):
     """x [group, token, width] -> (the same shape, load): a feed-forward part with a choice of `experts`.
 
-    `spare` is how many slots there are for one that is needed if all experts are used alike: an expert has
+    `spare` is how many slots there are for one that is needed if all experts are used equally: an expert has
     ceil(spare * choices * tokens / experts) slots in a group of `tokens` tokens.
     Raises ValueError: more choices than experts, or an x with another number of tokens.
     """

@@ -1,4 +1,4 @@
-"""ResNet: convolutions whose input is added to their output, with batch statistics over the whole batch.
+"""ResNet: convolutions whose input is added to their output, with batch statistics over the global batch.
 
 Parameters have the names and shapes of the well-known implementation, so its weights can be loaded.
 """

@@ -28,10 +28,10 @@ from strategies.runtime.communicator import all_gather, reduce_scatter
 PRODUCTS = {"float32": (768, 64, 256, 512, 128), "float64": (384, 128), "bfloat16": (384, 128)}
 LARGER = {"float32": (4096, 1024), "float64": (2048,), "float16": (8192, 1024, 4096), "bfloat16": (8192, 1024, 4096)}
 SIDES = {"cpu": PRODUCTS, "cuda": LARGER}
-"""Sides of square matrices by dtype, first those that tell the rate."""
+"""Sides of square matrices by dtype, first those that show the rate."""
 COPIED = (2**24, 2**20, 2**22)
 SENT = (2**10, 2**23, 2**18, 2**21, 2**15)
-"""Bytes, first the ends, which tell seconds per call from seconds per byte."""
+"""Bytes, first the ends, which separate seconds per call from seconds per byte."""
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE, SEND)
 """The first three are in nearly every plan."""
 BUCKET, BUCKETS = 2**20, 4
@@ -357,18 +357,18 @@ class Bench:
     def _call(self, kind: str, ranks: int, elements: int) -> tuple[int, Callable[[], object]]:
         """Elements that a rank sends, and the call; `elements` are those of the larger side."""
         group, part = self._group(ranks), elements // ranks
-        whole, piece = torch.ones(elements, device=self.device), torch.ones(part, device=self.device)
+        tensor, piece = torch.ones(elements, device=self.device), torch.ones(part, device=self.device)
         if kind == ALL_REDUCE:
-            return -(-2 * (ranks - 1) * elements // ranks), lambda: dist.all_reduce(whole, group=group)
+            return -(-2 * (ranks - 1) * elements // ranks), lambda: dist.all_reduce(tensor, group=group)
         if kind == ALL_GATHER:
-            return (ranks - 1) * part, lambda: all_gather(whole, piece, group=group)
+            return (ranks - 1) * part, lambda: all_gather(tensor, piece, group=group)
         if kind == REDUCE_SCATTER:
-            return (ranks - 1) * part, lambda: reduce_scatter(piece, whole, group=group)
+            return (ranks - 1) * part, lambda: reduce_scatter(piece, tensor, group=group)
         if kind == SEND:
-            return elements, lambda: self._exchange_with_neighbour(whole)
+            return elements, lambda: self._exchange_with_neighbour(tensor)
         own = self.rank % ranks
         sizes = [0 if kind == EXCHANGE and peer == own else part for peer in range(ranks)]
-        out, into = whole[: sum(sizes)], torch.empty(sum(sizes), device=self.device)
+        out, into = tensor[: sum(sizes)], torch.empty(sum(sizes), device=self.device)
         return (ranks - 1) * part, lambda: dist.all_to_all_single(into, out, sizes, sizes, group=group)
 
     def _exchange_with_neighbour(self, tensor: Tensor) -> None:

@@ -98,9 +98,9 @@ def check_model(config: Config, device: str, world_size: int) -> None:
         replicated = config.parallel.mode == "data_parallel" and not config.parallel.open
         stage = config.parallel.zero.known if replicated else 3
         replicas = max(1, count // lowering.pipeline_groups(config))
-        held = weights * (replicas if stage < 3 else 1) + gradients * (replicas if stage < 2 else 1)
-        held += updated * (replicas if stage < 1 else 1)
-        needs[f"its {count} rank{'s' * (count > 1)}"] = count * _empty(config) + held
+        resident = weights * (replicas if stage < 3 else 1) + gradients * (replicas if stage < 2 else 1)
+        resident += updated * (replicas if stage < 1 else 1)
+        needs[f"its {count} rank{'s' * (count > 1)}"] = count * _empty(config) + resident
     if config.job.name == "verify" and device == "cpu":
         needs["the one process that verify compares with"] = weights + gradients + updated
     if max(needs.values()) > room:
@@ -156,7 +156,7 @@ def memory_at_hand(root: Path = ROOT) -> int | None:
     found = _fields(root / "proc/meminfo")
     if "MemAvailable" not in found:
         return None
-    rooms = [1024 * (found["MemAvailable"] + found.get("SwapFree", 0))]
+    free = [1024 * (found["MemAvailable"] + found.get("SwapFree", 0))]
     for folder in _groups(root, "memory"):
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -164,8 +164,8 @@ def memory_at_hand(root: Path = ROOT) -> int | None:
         ):
             most, now = _number(folder / limit), _number(folder / used)
             if most is not None and now is not None:
-                rooms.append(most - now + _fields(folder / "memory.stat").get(cache, 0))
-    return max(0, min(rooms))
+                free.append(most - now + _fields(folder / "memory.stat").get(cache, 0))
+    return max(0, min(free))
 
 
 def threads_at_hand(root: Path = ROOT) -> int | None:
@@ -175,12 +175,12 @@ def threads_at_hand(root: Path = ROOT) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     most = [_number(root / "proc/sys/kernel" / name) for name in ("threads-max", "pid_max")]
-    rooms = [one - now for one in most if one is not None]
+    free = [one - now for one in most if one is not None]
     for folder in _groups(root, "pids"):
         limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
         if limit is not None and used is not None:
-            rooms.append(limit - used)
-    return max(0, min(rooms)) if rooms else None
+            free.append(limit - used)
+    return max(0, min(free)) if free else None
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -302,7 +302,7 @@ class JointDecision:
 
     @cached_property
     def limit(self) -> int:
-        """Bytes of a rank: what is asked for, else what a device has."""
+        """Bytes of a rank: the configured limit, else the memory of a device."""
         return self.config.parallel.memory_limit or self.cluster.memory
 
     @cached_property

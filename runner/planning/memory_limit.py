@@ -43,7 +43,7 @@ def first_within(
 
     Args:
         plan: the plan found for `request`.
-        request: what was asked of the planner.
+        request: the planner's request.
         fit: returns a plan that keeps the limit, or raises StrategyError.
         search: finds the plan of a request; None for a plan of a file, to which there is no alternative.
 

@@ -409,8 +409,8 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
     rows = min(evaluation_rows(config), len(dataset))
     trials: list[Trial] = []
     for size in sorted({rows, len(dataset) % rows} - {0}):
-        whole = whole_batch(dataset, collate, range(size), config.train.seed)
-        names, batch = flatten_batch(whole)
+        batch = whole_batch(dataset, collate, range(size), config.train.seed)
+        names, entry_tensors = flatten_batch(batch)
         if config.job.name != "predict":
             if {*names} != {*step.names}:
                 raise ConfigError(
@@ -418,8 +418,8 @@ def _trials(config: Config, step: Objective, dataset: MapDataset, collate: Colla
                     f"evaluate.args: the samples have the entries {', '.join(names)}, those of training "
                     f"{', '.join(step.names)}.",
                 )
-            names, batch = flatten_batch(whole, step.names)
-        entries = dict(zip(names, cast(batch, DTYPES[config.train.precision]), strict=True))
+            names, entry_tensors = flatten_batch(batch, step.names)
+        entries = dict(zip(names, cast(entry_tensors, DTYPES[config.train.precision]), strict=True))
         structure = try_evaluation(step, entries, scores(config.evaluate.metric, step.loss))
         trials.append((size, {name: entries[name] for name in names if name not in step.targets}, structure))
     return trials

@@ -1,4 +1,4 @@
-"""The plan of a run: what is asked of the planner, and where the plan comes from: the file of `parallel.plan`, the plan
+"""The plan of a run: the planner's request, and where the plan comes from: the file of `parallel.plan`, the plan
 cache, or a search.
 
 A file decides everything that a plan holds; only the recompute of the config is applied on top.
@@ -37,7 +37,7 @@ EVERY = 10.0
 
 
 def request_of(config: Config, world_size: int) -> Request:
-    """What the planner is asked for the `world_size` ranks of one pipeline group."""
+    """The planner's request for the `world_size` ranks of one pipeline group."""
     parallel = config.parallel
 
     def operand(form: Any) -> Operand:

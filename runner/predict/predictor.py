@@ -21,7 +21,7 @@ from runner.training.evaluate import evaluator
 from runner.training.execution import execution, gather_axes
 
 EVERY = 5.0
-"""Seconds between two words about the progress."""
+"""Seconds between lines of progress."""
 
 
 def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
         step = checkpoint.step
     evaluating = evaluator(prepared, running, rank, rows, collate, running.tensors.__getitem__)
     totals: dict[str, float] = {}
-    started = told = time.perf_counter()
+    started = reported = time.perf_counter()
     done = 0
     file = Predictions(rank.run_dir, config.predict.format, len(rows)) if rank.rank == 0 else None
     with nullcontext() if file is None else file:
@@ -56,9 +56,9 @@ def predict(rank: RankContext, prepared: Prepared, folder: Path) -> dict[str, An
             if file is not None:
                 file.add(batch, output)
                 done += len(batch)
-                if time.perf_counter() - told > EVERY:
-                    told = time.perf_counter()
-                    print(f"{done} of {len(rows)} rows, {done / (told - started):.0f} samples/s", flush=True)
+                if time.perf_counter() - reported > EVERY:
+                    reported = time.perf_counter()
+                    print(f"{done} of {len(rows)} rows, {done / (reported - started):.0f} samples/s", flush=True)
     return {
         "rows": len(rows),
         "seconds": time.perf_counter() - started,

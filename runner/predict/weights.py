@@ -33,20 +33,20 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def check(checkpoint: Checkpoint, sources: Iterable[Source]) -> None:
     """Raise ConfigError unless `checkpoint` holds the parameters and buffers of this model, in their shapes."""
-    wanted = {one.name: one.spec.shape for one in sources if one.kind in KINDS and 0 not in one.spec.shape}
-    held = {name: checkpoint.tensors[f"model/{name}"].shape for name in checkpoint.names}
+    expected = {one.name: one.spec.shape for one in sources if one.kind in KINDS and 0 not in one.spec.shape}
+    stored = {name: checkpoint.tensors[f"model/{name}"].shape for name in checkpoint.names}
     for names, what in (
-        ([name for name in wanted if name not in held], "does not have {}, which the model needs"),
-        ([name for name in held if name not in wanted], "has {}, which the model does not know"),
+        ([name for name in expected if name not in stored], "does not have {}, which the model needs"),
+        ([name for name in stored if name not in expected], "has {}, which the model does not know"),
     ):
         if names:
             more = f" ({len(names) - SHOWN} more)" if len(names) > SHOWN else ""
             raise ConfigError("MW613", f"{KEY}: {checkpoint.path} {what.format(', '.join(names[:SHOWN]) + more)}.")
-    for name, shape in wanted.items():
-        if tuple(shape) != held[name]:
+    for name, shape in expected.items():
+        if tuple(shape) != stored[name]:
             raise ConfigError(
                 "MW613",
-                f"{KEY}: {name} has shape {list(held[name])} in {checkpoint.path}, but the model has {list(shape)}; "
+                f"{KEY}: {name} has shape {list(stored[name])} in {checkpoint.path}, but the model has {list(shape)}; "
                 "model.args or model.config describe another model.",
             )
 
@@ -57,7 +57,7 @@ def fill(checkpoint: Checkpoint, execution: Execution) -> None:
     programs = [program, *(one for _, one in execution.evaluations.values())]
     if runner is not None:
         programs += [unit.program for units in runner.evaluations.values() for unit in units]
-    wanted: dict[str, list[Shard]] = {}
+    expected: dict[str, list[Shard]] = {}
     rank = execution.communicator.rank
     for one in programs:
         for source in one.sources:
@@ -65,5 +65,5 @@ def fill(checkpoint: Checkpoint, execution: Execution) -> None:
             if source.kind in KINDS and key in checkpoint.tensors:
                 shape = source.spec.shape
                 block = one.layouts[source.id].block(shape, one.mesh, rank)
-                wanted[key] = [of_slice(shape, block, execution.tensors[source.name])]
-    checkpoint.fill(wanted)
+                expected[key] = [of_slice(shape, block, execution.tensors[source.name])]
+    checkpoint.fill(expected)

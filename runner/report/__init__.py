@@ -1,1 +1,1 @@
-"""What users are told of a plan: tables, the page, explanations and comparisons. Nothing is decided here."""
+"""What users read of a plan: tables, the page, explanations and comparisons. Nothing is decided here."""

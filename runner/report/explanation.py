@@ -133,13 +133,13 @@ def _around(around: Neighbourhood, planned: Alternative) -> list[str]:
         whose = one.operator.removeprefix(f"{layer}.") if one.operator != around.operator.name else "its"
         place = f"operand {one.operand}" if one.operand >= 0 else "result"
         what = f"{whose} {place}" if whose == "its" else f"{place} of {whose}"
-        ways: list[tuple[str, ReshardingPath]] = [("forward", one.forward)]
-        ways += [("backward", one.backward)] if one.differentiable else []
-        for way, chain in ways:
-            for step in chain:
+        paths: list[tuple[str, ReshardingPath]] = [("forward", one.forward)]
+        paths += [("backward", one.backward)] if one.differentiable else []
+        for direction, path in paths:
+            for step in path:
                 sent = step.busiest(around.plan.mesh) * one.spec.item_bytes
                 size = "" if step.kind in LOCAL else f", {shown_bytes(sent)} sent per rank"
-                lines.append(f"{what}, {way}: {step}{size}")
+                lines.append(f"{what}, {direction}: {step}{size}")
     return lines
 
 

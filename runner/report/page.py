@@ -91,8 +91,8 @@ def _mesh_axes(content: text.Content) -> list[tuple[str, str]]:
     """The axes that are drawn, each with where its ranks are."""
     links = content["prediction"]["axes"]
     axes = [axis for axis, size in content["mesh"].items() if size > 1]
-    ways = zip(reversed(axes), ("across", "down", *["in blocks"] * len(axes)), strict=False)
-    lines = [(axis, f"{content['mesh'][axis]} ranks {way}, over the {links[axis]} link") for axis, way in ways]
+    directions = zip(reversed(axes), ("across", "down", *["in blocks"] * len(axes)), strict=False)
+    lines = [(axis, f"{content['mesh'][axis]} ranks {way}, over the {links[axis]} link") for axis, way in directions]
     return lines[::-1]
 
 

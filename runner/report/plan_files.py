@@ -104,15 +104,15 @@ def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> N
 
 
 def _copies(prepared: Prepared) -> dict[str, Any]:
-    """How many copies of the batch a step has, how many operators work on each, and which see the whole batch."""
+    """How many batch splits a step has, how many operators work on each, and which see all of the batch."""
     assert prepared.graph is not None and prepared.step is not None
     graph = prepared.step[0]
     shares = [operator.batch_slice for operator in graph.operators if operator.batch_slice is not None]
     if not shares:
         return {"count": 1}
     apart = {share.name for share in shares}
-    whole = [operator.name for operator in prepared.graph.operators if operator.name not in apart]
-    return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": whole}
+    once = [operator.name for operator in prepared.graph.operators if operator.name not in apart]
+    return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": once}
 
 
 def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program], cluster: Cluster) -> None:

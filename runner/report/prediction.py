@@ -147,7 +147,7 @@ def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
 
 def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
     """Bytes that a rank would need at most with more ZeRO, with full recompute, and with both, by the keys that ask for
-    it. ZeRO divides what replicas hold alike; recompute is counted as memory is. Pipelines have neither."""
+    it. ZeRO divides what replicas share; recompute is counted as memory is. Pipelines have neither."""
     if len(parts) > 1:
         return {}
     (part,), memory_now = parts, content["memory"]

@@ -1,4 +1,4 @@
-"""One job of a sweep, as `job.json` in its folder tells it.
+"""One job of a sweep, as recorded in `job.json` in its folder.
 
 Invariant: a job whose status is "done" ended well with the `config.json` beside it, so a job with the same config need
 not run again. "running" in a sweep that has ended is a job that was killed.
@@ -34,7 +34,7 @@ class Job:
         number: its place in the sweep, from 0.
         overrides: what makes it differ from the bare command, as typed.
         verb: what it does.
-        sweep: which start of the sweep asked for it last, see `started`.
+        sweep: the start of the sweep that requested it last, see `Sweep.mark`.
         value: what the verb returns, such as the last loss of training.
         evaluation: the last evaluation, by name.
         seconds: how long it ran.
@@ -52,7 +52,7 @@ class Job:
     error: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Replace the job's file as a whole."""
+        """Replace the job's file atomically."""
         content = json.dumps(asdict(self), indent=2) + "\n"
         new = folder / f"{FILE}.new"
         new.write_text(content, encoding="utf-8")

@@ -15,7 +15,7 @@ WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24
 POINTS = 300
 """At most so many per curve."""
 DECADES = 1.5
-"""Losses that span more are drawn on a logarithmic scale."""
+"""Losses that span more have a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def curves(folders: Mapping[str, Path]) -> Curves | None:
     middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
     ticks = [(0.0, y(loss) + 4, f"{loss:.4g}") for loss in sorted({low, middle, high})]
     ticks += [(x(step) - 40 * (step == last), HEIGHT + 18, f"step {step:g}") for step in sorted({first, last})]
-    drawn = zip(paths.items(), cycle(COLOURS), strict=False)
-    return Curves(tuple(Curve(title, path, colour) for (title, path), colour in drawn), tuple(ticks), logarithmic)
+    colours = zip(paths.items(), cycle(COLOURS), strict=False)
+    return Curves(tuple(Curve(title, path, colour) for (title, path), colour in colours), tuple(ticks), logarithmic)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Sweep:
         return cls(folder, mark, count)
 
     def end(self) -> bool:
-        """Write and print the results, and let go of the folder; says whether every job that this start asked for is
+        """Write and print the results, and release the folder. Returns whether every job that this start requested is
         done."""
         try:
             return self._results()
