@@ -65,7 +65,7 @@ class Run:
         started = self.clock()
         self.updates.backward(self.module(self.batch).square().mean())
         self.updates.reduce()
-        self.saver.settle()
+        self.saver.wait_for_copies()
         self.updates.update(measure=False)
         if self.device != "cpu":
             torch.cuda.synchronize()
@@ -75,7 +75,7 @@ class Run:
 def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """Medians over the rounds, and bytes, of this rank."""
     run = Run(rank, payload["width"], payload["layers"], payload["rows"], payload["clock"])
-    saver, wanted = run.saver, checkpoints.Wanted(keep=2)
+    saver, wanted = run.saver, checkpoints.SaveOptions(keep=2)
     folder, number = Path(payload["folder"]), 0
     found: dict[str, list[float]] = {"step": [], "blocking": [], "extra": [], "call": [], "under way": [], "ratio": []}
     for round_ in range(payload["rounds"] + 1):
@@ -103,7 +103,7 @@ def measure(rank: Any, payload: dict[str, Any]) -> dict[str, Any]:
             for name, value in zip(found, values, strict=True):
                 found[name].append(value)
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    return medians | {"held": saver.held, "parameters": sum(one.numel() for one in run.module.parameters())}
+    return medians | {"held": saver.buffer_bytes, "parameters": sum(one.numel() for one in run.module.parameters())}
 
 
 def main() -> None:

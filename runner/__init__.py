@@ -2,10 +2,11 @@
 
 Rooms, lower ones first; none imports a later one, not even inside a function:
 
-`config` what the words of a command may be; `launch` functions run in ranks, here or by `launchers`, and watched;
-`build` objects behind the config's names; `data`; `planning` what is decided and prepared once per run; `checkpoint`;
-`training` on one rank; `predict`; `report`; `recovery` starts a failed run again; `sweep`; `commands` one verb per
-file, and `entries` that their ranks run; `cli` from words to a verb.
+`config` says what the words of a command may be. `launch` runs functions in ranks, here or by `launchers`, and watches
+them; `run_folder` is that of one process and one run. `checkpoint`; `build` makes the objects behind the config's
+names; `data`; `planning` decides and prepares once per run; `conversion` of checkpoints; `training` on one rank;
+`predict`; `report`; `recovery` starts a failed run again; `sweep`; `cli` leads from words to a verb of `commands`,
+which has one per file, and in `entries` what their ranks run.
 
 Importing this package imports `packages` alone: torch must not be loaded before a config is good.
 """

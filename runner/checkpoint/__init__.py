@@ -4,7 +4,7 @@ A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
 
     checkpoint.json          run, history, step, position, form, world_size, plan, config, fingerprint, and size and
                              sha256 of every file
-    index.json               every tensor by key: shape, dtype, and where its parts lie (file, byte, block)
+    index.json               every tensor by key: shape, dtype, and where its parts are stored (file, byte, block)
     rank-00003.safetensors   form sharded: this rank's parts, named KEY[0:256,0:784]
     rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
     rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
@@ -23,7 +23,7 @@ safetensors, and torch files of plain data).
 from __future__ import annotations
 
 from runner.checkpoint.branch import locate, newest
-from runner.checkpoint.committing import SaveFailed, Wanted
+from runner.checkpoint.committing import SaveFailed, SaveOptions
 from runner.checkpoint.content import Content
 from runner.checkpoint.folder import HEADER, NAME, clean
 from runner.checkpoint.loading import Restored, check, check_file, check_model, load, to_continue, verify, weights
@@ -37,8 +37,8 @@ __all__ = [
     "Content",
     "Restored",
     "SaveFailed",
+    "SaveOptions",
     "Saver",
-    "Wanted",
     "check",
     "check_file",
     "check_model",

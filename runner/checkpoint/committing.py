@@ -33,7 +33,7 @@ class SaveFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SaveOptions:
     """How to save: the `form`, how many copies of what replicas hold, how many checkpoints to `keep`. `best` says which
     metric is better ("min" or "max"), where the best one is kept too."""
 
@@ -146,7 +146,7 @@ def commit(
     partial: Path,
     marks: list[Mark],
     header: Header,
-    wanted: Wanted,
+    wanted: SaveOptions,
     published: frozenset[str] | None,
     described: str | None,
 ) -> Path:

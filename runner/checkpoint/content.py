@@ -1,7 +1,7 @@
-"""What one rank saves and restores: its pieces of weights, buffers and optimizer states, and what is no tensor.
+"""What one rank saves and restores: its shards of weights, buffers and optimizer states, and what is no tensor.
 
 Invariant: over all ranks every element is stored once (`copies` times where replicas hold it), and nothing is gathered
-for that: replicas take turns, and what ZeRO cuts up lies on one rank anyway.
+for that: replicas take turns, and what ZeRO partitions is on one rank anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.checkpoint import rng_state as chance
+from runner.checkpoint import rng_state
 from runner.errors import ConfigError
 from runner.run_folder.lineage import Lineage
 from strategies.core.graph import Source
@@ -32,7 +32,7 @@ class Content:
     """What is saved and restored. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
     holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
-    the training data has; `lineage` tells which run this is."""
+    the training data has; `lineage` is that of this run."""
 
     program: Program
     communicator: Communicator
@@ -74,7 +74,7 @@ class Content:
 
 def pieces(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
     """What this rank stores. What will not last is copied."""
-    first = turns(content)
+    first = first_replicas(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
 
@@ -96,7 +96,7 @@ def pieces(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
     return found
 
 
-def turns(content: Content) -> dict[str, int]:
+def first_replicas(content: Content) -> dict[str, int]:
     """Which of its replicas stores the slice of a parameter or buffer first: the one that has the fewest elements so
     far, the largest slices coming first, so that files of replicas are about equally large."""
     mesh, layouts = content.program.mesh, content.program.layouts
@@ -125,16 +125,16 @@ def name_of(key: str) -> str:
 
 def plain(content: Content, copies: int = 1) -> bytes:
     """What is no tensor, as bytes that can be read without running code from the file: random states, and from the
-    first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be held so."""
-    held: dict[str, Any] = {"random": chance.states(), "run": content.lineage.run}
+    first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be stored so."""
+    state: dict[str, Any] = {"random": rng_state.states(), "run": content.lineage.run}
     if content.communicator.rank < copies:
-        state = content.updates.plain()
+        optimizer = content.updates.plain()
         scheduler = None if content.scheduler is None else content.scheduler.state_dict()
-        held |= {"groups": state.groups, "scalars": state.scalars, "loss_scale": state.loss_scale}
-        held |= {"scheduler": scheduler}
+        state |= {"groups": optimizer.groups, "scalars": optimizer.scalars}
+        state |= {"loss_scale": optimizer.loss_scale, "scheduler": scheduler}
     buffer = io.BytesIO()
     try:
-        torch.save(held, buffer)
+        torch.save(state, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]

@@ -2,7 +2,7 @@
 
 Weights, states and scheduler fit any plan: strategies, mode, mesh, number of ranks, ZeRO stage, pipeline and precision
 may be others. Invariant: what would make the stored states mean something else, or what they would silently win over,
-is refused and named with both values; what cannot be carried over is told.
+is refused and named with both values; what cannot be carried over is reported.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Continuation:
     moved: tuple[Difference, ...]
     data: tuple[Difference, ...]
 
-    def told(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
-        """Lines for the user: what is other, and what that means. `draws`: the model draws random numbers."""
+    def lines(self, config: Mapping[str, Any], draws: bool) -> Iterator[str]:
+        """Lines for the user: what differs, and what that means. `draws`: the model draws random numbers."""
         if self.moved:
             yield f"moved to another plan: {'; '.join(_change(one) for one in self.moved[:3])}"
             if draws and _at(config, "train.random") == "fast":

@@ -27,12 +27,12 @@ def hidden(path: Path) -> Path:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, fewest steps first."""
+    """The complete checkpoints in `folder`, by steps, ascending."""
     return [path for path in named(folder) if (path / HEADER).is_file()]
 
 
 def named(folder: Path) -> list[Path]:
-    """The folders in `folder` that have the name of a checkpoint, fewest steps first."""
+    """The folders in `folder` that have the name of a checkpoint, by steps, ascending."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()), key=number)

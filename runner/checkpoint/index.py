@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint lies: its parts by file, byte and block. Plain data, JSON in and out.
+"""Where every tensor of a checkpoint is stored: its parts by file, byte and block. Plain data, JSON in and out.
 
 Invariant: the parts of a tensor in `Index` are disjoint, also where a checkpoint stores some of them several times: one
 of them is chosen, from the files that are there.
@@ -62,7 +62,7 @@ def place(key: str, block: Block) -> str:
 
 
 def joined(indices: Iterable[Index]) -> dict[str, Entry]:
-    """The parts that several ranks stored. Raises ValueError where they tell one tensor in different ways."""
+    """The parts that several ranks stored. Raises ValueError where they disagree about a tensor."""
     found: dict[str, Entry] = {}
     for index in indices:
         for key, entry in index.items():
@@ -185,9 +185,9 @@ def check_files(index: Index, sizes: Mapping[str, int]) -> None:
                 raise ValueError(f"a part of {key} is in {part.file!r}, which is not a file of the checkpoint")
             end = part.offset + part.elements * SIZES[entry.dtype]
             ranges.setdefault(part.file, []).append((part.offset, end, key))
-    for file, held in ranges.items():
+    for file, spans in ranges.items():
         last = 0
-        for start, end, key in sorted(held):
+        for start, end, key in sorted(spans):
             if start < last or end > sizes[file]:
                 raise ValueError(f"a part of {key} overlaps another one in {file}, or ends behind it")
             last = max(end, last)

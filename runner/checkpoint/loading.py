@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint import folder
-from runner.checkpoint import rng_state as chance
+from runner.checkpoint import folder, rng_state
 from runner.checkpoint.branch import candidates, locate
 from runner.checkpoint.content import Content, name_of
 from runner.checkpoint.continuation import Continuation, compare
@@ -39,8 +38,8 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 
 @dataclass(frozen=True)
 class Restored:
-    """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what is
-    other than it was, the bytes of tensors that this rank read, files that were lost, and whether the program draws
+    """The optimizer step after which the checkpoint was saved, the epoch and row at which the data goes on, what
+    differs, the bytes of tensors that this rank read, files that were lost, and whether the program draws
     random numbers, as far as that is known."""
 
     step: int
@@ -50,9 +49,9 @@ class Restored:
     lost: Mapping[str, str]
     draws: bool
 
-    def told(self, config: Mapping[str, Any]) -> Iterator[str]:
+    def lines(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Lines for the user of a run with `config`."""
-        yield from self.continuation.told(config, self.draws)
+        yield from self.continuation.lines(config, self.draws)
         yield f"step {self.step}, {self.bytes_read:,} bytes read on rank 0"
 
 
@@ -85,9 +84,9 @@ def load(path: Path, content: Content) -> Restored:
             regrouped(parts, [group["names"] for group in content.updates.plain().groups])
         )
     if random is not None:
-        chance.restore(random)
+        rng_state.restore(random)
     elif (seed := content.config["train"].get("seed")) is not None:
-        chance.begin(seed, checkpoint.step)
+        rng_state.begin(seed, checkpoint.step)
     return Restored(
         checkpoint.step,
         checkpoint.header.position,

@@ -1,7 +1,7 @@
 """`checkpoint.json`: what was saved, of which run, and the size and checksum of every file beside it.
 
 Invariant: the header carries a checksum of itself, so that a changed byte anywhere in a checkpoint is found. What fails
-is told as one paragraph that names the checkpoint and those beside it.
+is reported in one paragraph that names the checkpoint and those beside it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
 
 
 def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
-    """As `faults`, as far as the sizes of the files tell."""
+    """As `faults`, by the sizes of the files."""
     found = {}
     for name, wanted in files.items():
         try:

@@ -43,8 +43,8 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint. `tensors` tells shape, dtype and parts by key (`model/NAME`, `optimizer/STATE/NAME`);
-    `lost` names files that are gone but not needed, because what they held is elsewhere too; `bytes_read` counts the
+    """An open checkpoint. `tensors` has shape, dtype and parts by key (`model/NAME`, `optimizer/STATE/NAME`);
+    `lost` names files that are missing but not needed, because other files store the same; `bytes_read` counts the
     bytes of tensors that were read, by file."""
 
     path: Path
@@ -128,7 +128,7 @@ def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Check
 
 
 def forms(path: Path, header: Header) -> list[Index]:
-    """What `index.json` of a checkpoint tells: the same tensors in each of its forms. Raises what reading a damaged
+    """The content of `index.json`: the same tensors in each of its forms. Raises what reading a damaged
     file raises."""
     if INDEX not in header.files:
         raise ValueError(f"{HEADER} does not name {INDEX}")

@@ -1,6 +1,6 @@
 """What the survivors of a failure leave behind: their own parts, written without a word to any other rank.
 
-A rank whose neighbour has gone can do no collective, but weights and states of the last whole step are still in its
+A rank whose neighbour is down can do no collective, but weights and states of the last whole step are still in its
 memory. It writes all of them, also what replicas hold too, into a folder `.step-00000100.rescue`; the next start makes
 a checkpoint of that if nothing is missing. Invariant: what becomes a checkpoint is the whole state after one step.
 """
@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint import committing, content, folder, saving, writing
+from runner.checkpoint import committing, content, folder, rng_state, saving, writing
 from runner.checkpoint import manifest as header
-from runner.checkpoint import rng_state as chance
 from runner.checkpoint.branch import on_branch
-from runner.checkpoint.committing import Mark, SaveFailed, Wanted
+from runner.checkpoint.committing import Mark, SaveFailed, SaveOptions
 from runner.checkpoint.content import Content
 from runner.checkpoint.manifest import READING
 from runner.run_folder.lineage import Lineage
@@ -37,7 +36,7 @@ class Intact:
 
     def after(self, step: int) -> None:
         """The state is that after `step`, until something is changed."""
-        self.step, self._random = step, chance.states()
+        self.step, self._random = step, rng_state.states()
 
     def changes(self) -> None:
         """Something of it is changed from here on."""
@@ -47,12 +46,12 @@ class Intact:
         """Write this rank's part into the folder of checkpoints `place`, if its state is whole. No collective."""
         if self.step is None:
             return
-        chance.restore(self._random)
+        rng_state.restore(self._random)
         own = given()
         world, stages = own.communicator.world, own.communicator.stages
         partial = _folder(place, self.step)
         partial.mkdir(parents=True, exist_ok=True)
-        made = saving.header_of(self.step, own, Wanted(), position, None)
+        made = saving.header_of(self.step, own, SaveOptions(), position, None)
         appearing = partial / f".{RESCUED}.{own.rank}"
         folder.write_text(appearing, json.dumps({"header": header.to_text(made), "stages": stages}))
         os.replace(appearing, partial / RESCUED)
@@ -74,8 +73,8 @@ def collect(place: Path, branch: Lineage | None) -> Path | None:
 
 
 def _complete(partial: Path, branch: Lineage | None) -> Path | None:
-    told = read_json(partial / RESCUED)
-    found = header.from_text(told["header"])
+    rescued = read_json(partial / RESCUED)
+    found = header.from_text(rescued["header"])
     target = folder.target(partial.parent, found.step)
     known = branch is None or branch.includes(found.run, found.step)
     if not known or (target.exists() and on_branch(target, branch)):
@@ -84,11 +83,11 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
     missing = sorted(set(range(found.world_size)) - {mark.rank for mark in marks})
     if missing and found.config["parallel"]["zero"]["stage"] != 0:
         raise SaveFailed(f"under ZeRO rank {missing[0]} alone has its part of the states")
-    if len({mark.stage for mark in marks}) < told["stages"]:
+    if len({mark.stage for mark in marks}) < rescued["stages"]:
         raise SaveFailed("no rank of a stage of the pipeline is left")
     marks += [_stand_in(partial, rank, marks[0]) for rank in missing]
     (partial / RESCUED).unlink()
-    committing.commit(partial, marks, found, Wanted(), None, None)
+    committing.commit(partial, marks, found, SaveOptions(), None, None)
     ranks = f" without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else ""
     print(f"rescue: {target.name} is made of what the ranks had in memory{ranks}", flush=True)
     return target

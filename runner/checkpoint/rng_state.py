@@ -1,6 +1,6 @@
 """The random states of one process: torch's, python's and numpy's.
 
-Invariant: what is drawn after `restore(states())` is what would have been drawn without it.
+Invariant: random numbers after `restore(states())` are those without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def restore(state: Mapping[str, Any]) -> None:
 
 def begin(seed: int, step: int) -> None:
     """States that follow from seed and step, and are none of those that a run with this seed begins with."""
-    drawn = mix(seed, step, 0)
-    random.seed(drawn)
-    numpy.random.seed(drawn % 2**32)
-    torch.manual_seed(drawn % 2**63)
+    key = mix(seed, step, 0)
+    random.seed(key)
+    numpy.random.seed(key % 2**32)
+    torch.manual_seed(key % 2**63)

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.checkpoint import committing, content, folder, writing
-from runner.checkpoint.committing import Mark, SaveFailed, Wanted
+from runner.checkpoint.committing import Mark, SaveFailed, SaveOptions
 from runner.checkpoint.content import Content
 from runner.checkpoint.manifest import Header
 from strategies.runtime.flight_recorder import SAVES, recorder
 from strategies.runtime.shards import Shard, Shards
 
-SHARDED = Wanted()
+SHARDED = SaveOptions()
 TIMEOUT = 3600.0
 """Seconds that nothing may be written while a rank waits for others; one that dies or hangs is noticed earlier, by
 whoever started it."""
@@ -39,7 +39,7 @@ def save(
     path: Path,
     step: int,
     given: Content,
-    wanted: Wanted = SHARDED,
+    wanted: SaveOptions = SHARDED,
     *,
     position: tuple[int, int] = (0, 0),
     metric: float | None = None,
@@ -66,9 +66,9 @@ class Copies:
     """Copies of a rank's pieces in the host's memory, made while training computes the next gradients.
 
     Weights and optimizer states change in updates alone, so there is time until the next one: another thread copies (on
-    a GPU a stream of its own, from pinned memory), and `settle`, before an update, waits for what is left of it. What
-    changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are used again; there is one set
-    of copies at a time, with the numbers of the moment of `begin`.
+    a GPU a stream of its own, from pinned memory), and `wait_for_copies`, before an update, waits for what is left.
+    What changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are used again; there is
+    one set of copies at a time, with the numbers of the moment of `begin`.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Copies:
         return found
 
     def carry_out(self) -> None:
-        """Copy what is left; for another thread. Returns when all is there."""
+        """Copy what is left; for another thread. Returns when everything is copied."""
         try:
             if self._begun is None:
                 _copy(self._left, False)
@@ -117,19 +117,19 @@ class Copies:
             self._under_way.set()
         self._ended.synchronize()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Return when what was copied may change: on a GPU, by what is launched from now on."""
         self._under_way.wait()
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
 
     def _fitting(self, key: str, pieces: Sequence[Shard]) -> list[Tensor]:
-        held = self._buffers.get(key, [])
+        buffers = self._buffers.get(key, [])
         shapes = [(one.view.shape, one.view.dtype) for one in pieces]
-        if [(buffer.shape, buffer.dtype) for buffer in held] != shapes:
-            held = [torch.empty(one.view.shape, dtype=one.view.dtype, pin_memory=one.view.is_cuda) for one in pieces]
-            self._buffers[key] = held
-        return held
+        if [(buffer.shape, buffer.dtype) for buffer in buffers] != shapes:
+            buffers = [torch.empty(one.view.shape, dtype=one.view.dtype, pin_memory=one.view.is_cuda) for one in pieces]
+            self._buffers[key] = buffers
+        return buffers
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
@@ -151,13 +151,13 @@ class Saver:
         path: Path,
         step: int,
         given: Content,
-        wanted: Wanted = SHARDED,
+        wanted: SaveOptions = SHARDED,
         *,
         position: tuple[int, int] = (0, 0),
         metric: float | None = None,
     ) -> None:
-        """As the function `save`, but return at once, or when the save before is done; `settle` before weights change.
-        Calls no collective but a barrier where the save before is not done. Raises what that raised."""
+        """As the function `save`, but return at once, or when the save before is done; call `wait_for_copies` before
+        weights change. No collective but a barrier where the save before is not done. Raises what that raised."""
         self.wait()
         recorder.cells[SAVES] += 1
         partial = folder.hidden(folder.target(path, step))
@@ -171,15 +171,15 @@ class Saver:
                 self._copies.carry_out()
                 _step_back()
                 work.run(copied)
-            except BaseException as error:  # told by the next call of this object
+            except BaseException as error:  # raised by the next call of this object
                 self._failure = error
 
         self._thread = threading.Thread(target=run, name=f"save-{step}", daemon=True)
         self._thread.start()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Before every update: return when weights and states may change."""
-        self._copies.settle()
+        self._copies.wait_for_copies()
 
     def check(self) -> None:
         """Raise what the last save raised, if it has."""
@@ -190,11 +190,11 @@ class Saver:
     def wait(self) -> None:
         """Return when nothing is being saved any more, on any rank: none waits for another one that still writes in a
         collective of training. Raises what the last save raised."""
-        begun, self._thread = self._thread, None
-        if begun is not None:
-            begun.join()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
         self.check()
-        if begun is not None:
+        if thread is not None:
             _barrier()
 
     @property
@@ -203,7 +203,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def held(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of the copies in the host's memory, which are used again."""
         return self._copies.bytes
 
@@ -211,13 +211,14 @@ class Saver:
 class _Save:
     """One rank's part of one save: everything but the pieces is taken at once, and `run` calls no collective."""
 
-    def __init__(self, partial: Path, given: Content, wanted: Wanted, header: Header) -> None:
+    def __init__(self, partial: Path, given: Content, wanted: SaveOptions, header: Header) -> None:
         self._partial, self._wanted, self._header = partial, wanted, header
         self._rank, self._stage = given.rank, given.communicator.stage
         self._needed = given.communicator.rank < wanted.copies
         self._world = given.communicator.world
         self._backward = wanted.copies if given.split else 1
-        """Files of so many ranks, this one and those before it: what ZeRO splits up, no other rank has in memory."""
+        """Of how many ranks this one stores the files, itself and those before it: what ZeRO partitions is in the
+        memory of one rank alone."""
         self._published, self._described = given.published, given.described
         self._plain = content.plain(given, wanted.copies)
         self._run = given.lineage.run
@@ -262,10 +263,12 @@ def _step_back() -> None:
 
 def write_alone(partial: Path, given: Content, header: Header, pieces: Shards) -> None:
     """Write this rank's part into the folder `partial`, whatever becomes of the others. Raises OSError."""
-    _Save(partial, given, Wanted(copies=given.communicator.world), header).write(pieces)
+    _Save(partial, given, SaveOptions(copies=given.communicator.world), header).write(pieces)
 
 
-def header_of(step: int, given: Content, wanted: Wanted, position: tuple[int, int], metric: float | None) -> Header:
+def header_of(
+    step: int, given: Content, wanted: SaveOptions, position: tuple[int, int], metric: float | None
+) -> Header:
     world, form, of = given.communicator.world, wanted.form, given.lineage
     identity = given.plan, given.config, given.fingerprint
     return Header(step, position, form, world, *identity, {}, (), metric, given.samples, of.run, of.history)

@@ -55,7 +55,8 @@ from runner.errors import ConfigError, RunFailed, Stopped, Terminated
 from runner.launch.interrupts import Interrupts, error_of
 from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder.lock import occupied
-from runner.sweep.job import Job, folder_of, records, typed
+from runner.run_folder.metrics import records
+from runner.sweep.job import Job, folder_of, typed
 from runner.sweep.results import Sweep, mark_of
 from strategies.core.errors import CodedError
 

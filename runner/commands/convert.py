@@ -18,9 +18,7 @@ def run(words: Sequence[str]) -> int:
     """Convert and tell what was written. Returns 0. Raises ConfigError for wrong words, and for files that are none of
     those that can be converted or damaged."""
     source, target, form, plan = _read(words)
-    from runner.checkpoint.conversion.cutting import cut_of
-    from runner.checkpoint.conversion.sources import opened
-    from runner.checkpoint.conversion.writing import write
+    from runner.conversion.convert import cut_of, opened, write
 
     holding, what = opened(source)
     cut = None if plan is None else cut_of(plan, holding.tensors)

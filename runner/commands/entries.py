@@ -25,7 +25,7 @@ from runner.report.text import headline
 from runner.run_folder import lineage
 from runner.training import fault_injection as faults
 from runner.training.agreement import require_shared
-from runner.training.trainer import Job, train
+from runner.training.trainer import TrainingJob, train
 from strategies.core.graph import OperatorGraph
 
 
@@ -66,8 +66,8 @@ def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, An
     capacity.check_plan(prepared, plan_files.write_plan(prepared, rank.run_dir))
     print(headline(prepared, rank.run_dir), flush=True)
     if config.train.resume is not None:
-        told = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
-        print(f"resume: {told}", flush=True)
+        text = f"continuing from {resume}" if resume else "no checkpoint yet, so this run starts from the beginning"
+        print(f"resume: {text}", flush=True)
     return {
         "world_size": prepared.world_size,
         "device": prepared.device,
@@ -84,7 +84,7 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     if prepared.config.launch.by_hand:
         require_shared(prepared.config, rank.run_dir)
     continued = None if resume is None else Path(resume)
-    job = Job(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
+    job = TrainingJob(prepared, Path(payload["folder"]), continued, marks=payload["marks"], offload=payload["offload"])
     return train(rank, job)
 
 
@@ -99,6 +99,6 @@ def find_again(rank: RankContext, payload: None) -> dict[str, Any]:
     rescue.collect(place, None if run is None else run.lineage)
     try:
         found = checkpoints.to_continue("auto", place, run)
-    except ConfigError:  # each of them is damaged, which is told; the run itself is not lost
+    except ConfigError:  # each of them is damaged, which is reported; the run itself is not lost
         found = None
     return {"resume": None if found is None else str(found.absolute())}

@@ -17,7 +17,7 @@ from runner.launch.interrupts import Interrupts
 from runner.launch.startup import begin, marked
 from runner.launch.temporary_folder import offload_folder, own_folder
 from runner.recovery import restarting
-from runner.sweep.job import records
+from runner.run_folder.metrics import records
 from runner.training.metrics import require_tensorboard
 
 
@@ -42,7 +42,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
         return None
     if result["stopped"] is not None:
-        raise stopped(result["stopped"], Interrupts.asked)
+        raise stopped(result["stopped"], Interrupts.requested)
     if result["memory"] is not None:
         print(memory_of(result["memory"], run_dir), flush=True)
     result = with_recorded(result, run_dir)

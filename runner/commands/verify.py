@@ -118,7 +118,7 @@ def run(config: Config, run_dir: Path) -> float | None:
     from runner.planning.prepare import prepare
     from runner.report import plan_files
     from runner.report.text import headline
-    from runner.training.trainer import Job
+    from runner.training.trainer import TrainingJob
 
     sharded = _changed(config, train={"random": "exact"})
     with (
@@ -140,14 +140,16 @@ def run(config: Config, run_dir: Path) -> float | None:
             timeout=config.launch.timeout,
             threads=config.launch.threads,
         )
-        start(Job(prepared, folder, None, ours, offload=offload), world_size=prepared.world_size, run_dir=run_dir)
+        start(
+            TrainingJob(prepared, folder, None, ours, offload=offload), world_size=prepared.world_size, run_dir=run_dir
+        )
         print(
             f"verify: {config.verify.steps} steps on {prepared.world_size} ranks done; now the same on one process",
             flush=True,
         )
         reference = prepare(_reference(prepared.config), None)
         (run_dir / "reference").mkdir(exist_ok=True)
-        start(Job(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
+        start(TrainingJob(reference, folder, None, theirs, ours), world_size=1, run_dir=run_dir / "reference")
         precision = config.train.precision
         tolerance = config.verify.tolerance or TOLERANCE[precision]
         comparison = compare(ours, theirs, tolerance, ROUNDING[precision])
@@ -157,7 +159,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
             def exactly(record: Path) -> None:
                 double = prepare(_changed(reference.config, train={"precision": "fp64"}), None, say=lambda _: None)
-                job = Job(replace(double, single_draws=True), folder, None, record, ours)
+                job = TrainingJob(replace(double, single_draws=True), folder, None, record, ours)
                 start(job, world_size=1, run_dir=run_dir / "reference_fp64")
 
             comparison = rounded(comparison, theirs, folder / "fp64", exactly)

@@ -67,8 +67,8 @@ def _rank_table(name: str, text: str) -> list[dict[str, Any]]:
         entries = _of_servers(content) if isinstance(content, dict) else content
         rows = [(int(entry["rank"]), str(entry["host"]), int(entry["device"])) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
-        told = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise ConfigError("MW701", f"launch.rank_table = {name!r} is not {TABLE_SHAPE}: {told}.") from None
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ConfigError("MW701", f"launch.rank_table = {name!r} is not {TABLE_SHAPE}: {reason}.") from None
     if not rows:
         raise ConfigError("MW701", f"launch.rank_table = {name!r} holds no rank; it is {TABLE_SHAPE}.")
     hosts: dict[str, dict[str, Any]] = {}

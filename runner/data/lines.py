@@ -1,8 +1,8 @@
 """Rows from a file of JSON lines: numbers and nested lists of numbers become tensors.
 
 An object is a sample with keys, which are the names of the model's arguments; a list or a number is a sample of one
-entry. Whole numbers become int64, others float32. Invariant: the file is read line by line as rows are asked for; only
-the places of the lines are held.
+entry. Whole numbers become int64, others float32. Invariant: the file is read line by line as rows are read; only
+the offsets of the lines are stored.
 """
 
 from __future__ import annotations

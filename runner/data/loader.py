@@ -19,25 +19,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from runner.build import targets
-from runner.data.order import Order, epoch_order, eval_rows, padded
 from runner.data.row_seeds import EVALUATION, row_seeds, unseeded, watched
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
-
-__all__ = [
-    "Block",
-    "Collate",
-    "LocalBatches",
-    "MapDataset",
-    "Order",
-    "Sliced",
-    "build_dataset",
-    "epoch_order",
-    "eval_rows",
-    "flatten_batch",
-    "padded",
-    "whole_batch",
-]
 
 Block = tuple[tuple[int, int], ...]
 """(start, stop) for each dim of a tensor of the global micro-batch; dim 0 counts rows. Never empty."""
@@ -199,10 +183,10 @@ class LocalBatches:
         self._draws = self._mixes = False
         """Whether dataset or collate, and whether the collate were seen to draw random numbers."""
         # Positions in the micro-batch whose rows some block needs, in order.
-        whole = unbatched(collate)
+        unbatched_names = unbatched(collate)
         named = zip(names or map(str, range(len(blocks))), blocks, strict=True)
-        rows = {position for name, block in named if name not in whole for position in range(*block[0])}
-        self._needed = sorted(rows | {0} if whole else rows)
+        rows = {position for name, block in named if name not in unbatched_names for position in range(*block[0])}
+        self._needed = sorted(rows | {0} if unbatched_names else rows)
 
     def load(self, rows: Sequence[int], epoch: int = EVALUATION) -> list[Tensor]:
         """This rank's block of each tensor, for the global micro-batch made of `rows`, on the CPU.
@@ -251,10 +235,10 @@ class LocalBatches:
         )
         values = self._named(*fields(self._read(row, slices)), where)
         for name, value, cut in zip(self._names or (), values, slices, strict=True):
-            shape, asked = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
-            if shape != asked:
+            shape, wanted = tuple(getattr(value, "shape", ())), tuple(one.stop - one.start for one in cut)
+            if shape != wanted:
                 raise ConfigError(
-                    "MW312", f"{where}: read() returns {name!r} of shape {shape} where {asked} was asked for."
+                    "MW312", f"{where}: read() returns {name!r} of shape {shape} where {wanted} was requested."
                 )
         return values
 
@@ -273,13 +257,13 @@ class LocalBatches:
         begin(rows[0], len(rows))
         batch = collate(samples)
         names, tensors = flatten_batch(batch)
-        whole = unbatched(collate)
-        _check_rows(names, tensors, len(samples), whole)
+        unbatched_names = unbatched(collate)
+        _check_rows(names, tensors, len(samples), unbatched_names)
         tensors = self._named(names, tensors, "data: a batch of data.collate")
         self._check([tuple(tensor.shape[1:]) for tensor in tensors], "data: a batch of data.collate")
         parts = []
         for name, tensor, (span, *beyond) in zip(self._names or (), tensors, self._blocks, strict=True):
-            first = span[0] if name in whole else self._needed.index(span[0])
+            first = span[0] if name in unbatched_names else self._needed.index(span[0])
             cut = (slice(first, first + span[1] - span[0]), *(slice(*one) for one in beyond))
             parts.append(tensor[cut].contiguous())
         return parts
@@ -319,9 +303,9 @@ def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], wher
     return [by_name[name] for name in order]
 
 
-def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, whole: frozenset[str]) -> None:
+def _check_rows(names: Sequence[str], tensors: Sequence[Tensor], rows: int, unbatched_names: frozenset[str]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
-        if len(tensor) != rows and name not in whole:
+        if len(tensor) != rows and name not in unbatched_names:
             raise ConfigError(
                 "MW312",
                 f"data: data.collate makes {name!r} with {len(tensor)} rows from {rows} samples; dim 0 of every tensor "

@@ -29,8 +29,8 @@ _FIRST: float = numpy.random.RandomState(0).random_sample()
 
 @contextmanager
 def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
-    """Yield a function that seeds all generators from (seed, epoch, *numbers): a row, or what else is drawn for. It
-    takes 11 us.
+    """Yield a function that seeds all generators from (seed, epoch, *numbers): a row, or the rows of a collated batch.
+    It takes 11 us.
 
     numpy's generator is exchanged, which is a hundred times cheaper than to save and set its state.
     """
@@ -53,13 +53,13 @@ def row_seeds(seed: int, epoch: int) -> Iterator[Callable[..., None]]:
 
 
 def unseeded(*_: int) -> None:
-    """In place of what `row_seeds` yields, where nothing is drawn: another row counts as progress."""
+    """In place of what `row_seeds` yields, where no random number is needed: another row counts as progress."""
     recorder.advance()
 
 
 @dataclass
 class Draws:
-    """Whether anything was drawn from a generator."""
+    """Whether a generator was used."""
 
     any: bool = False
 
@@ -75,8 +75,8 @@ def watched() -> Iterator[Draws]:
     try:
         yield draws
     finally:
-        drawn = numpy.random.random_sample() != _FIRST or random.getstate() != own
-        draws.any = drawn or not torch.equal(torch.default_generator.get_state(), ours)
+        used = numpy.random.random_sample() != _FIRST or random.getstate() != own
+        draws.any = used or not torch.equal(torch.default_generator.get_state(), ours)
         set_bit_generator(theirs)
         if draws.any:
             torch.default_generator.set_state(ours)

@@ -59,7 +59,7 @@ class Quickstart(Regression):
 class LargeImages:
     """Samples (image, label): float32 [channels, height, width] in 0..1 and an int64 scalar, made on demand.
 
-    Nothing is held: `read` computes only the block that is asked for, as a file on disk would be read, and
+    Nothing is stored: `read` computes only the block that is requested, as a file on disk would be read, and
     `elements_read` counts the pixels computed so far. An image is a slanted ramp that repeats every 256 levels and
     climbs `label + 1` levels per line, so that the label can be learnt. `rescale` and `normalize` are those of
     `runner.data.scaling`: without them levels are divided by 255. Raises ConfigError: a size below 1, as `Scaling`.

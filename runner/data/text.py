@@ -32,7 +32,7 @@ SEPARATOR = b"\0"
 NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 """Folders of the standard library that hold other people's code, or text that says little."""
 TEST_SHARE = 10
-"""One file in so many is in the test part."""
+"""One file in this many is in the test part."""
 
 
 class Windows:
@@ -115,8 +115,8 @@ def corpus(
             f"{folder}: no file for the {part}text is called {pattern!r}; one file in {TEST_SHARE} goes to the test "
             "part, and data.args.train=null takes all.",
         )
-    told = [f"{name} {file.stat().st_size} {file.stat().st_mtime_ns}" for name, file in files]
-    digest = hashlib.sha256("\n".join([str(limit), *told]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    facts = [f"{name} {file.stat().st_size} {file.stat().st_mtime_ns}" for name, file in files]
+    digest = hashlib.sha256("\n".join([str(limit), *facts]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def joined() -> Iterator[bytes]:
         left = float("inf") if limit is None else limit

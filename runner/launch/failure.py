@@ -1,4 +1,4 @@
-"""What went wrong in a rank, which of several failures came first, and the one message that tells the user.
+"""What went wrong in a rank, which of several failures came first, and the one message about it for the user.
 
 A rank that fails takes its neighbours down: their collectives break or time out. So failures have an `order`:
 a rank that raised or was killed by itself comes before one that waited in vain, and that one before one that lost its
@@ -28,7 +28,7 @@ from runner.launch.orders import flight_record_of
 from strategies.core.errors import CodedError, StrategyError
 
 
-class Order(enum.IntEnum):
+class CauseOrder(enum.IntEnum):
     """How close a failure is to the cause; smaller is closer."""
 
     CAUSE = 0
@@ -64,7 +64,7 @@ class Failure:
 
     rank: int
     at: float
-    order: Order
+    order: CauseOrder
     what: str
     where: str = ""
     refusal: str | None = None
@@ -104,11 +104,11 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     # Only runtime errors (torch's distributed ones are) and broken sockets can be the echo of another rank's end.
     echoes = [str(link) for link in chain if isinstance(link, RuntimeError | ConnectionError)]
     if any(_TIMEOUT.search(echo) for echo in echoes):
-        order = Order.TIMEOUT
+        order = CauseOrder.TIMEOUT
     elif any(_PEER_LOST.search(echo) for echo in echoes):
-        order = Order.PEER_LOST
+        order = CauseOrder.PEER_LOST
     else:
-        order = Order.CAUSE
+        order = CauseOrder.CAUSE
     full = "the disk is full: " if any(getattr(link, "errno", None) in FULL for link in chain) else ""
     return Failure(
         rank=rank,
@@ -131,12 +131,18 @@ def _code(error: BaseException, full: bool) -> str:
 def from_exit(rank: int, code: int, log: str) -> Failure:
     """The failure of a rank that ended with exit code `code` (negative: a signal) and said nothing but `log`."""
     what, where = f"ended with exit code {code} before it was done", ""
-    order = Order.CAUSE
+    order = CauseOrder.CAUSE
     if code < 0:
         what = killed_by(-code)
         where = dumped_place(log)  # a crash handler has written one, unless the signal was SIGKILL
         if -code == signal.SIGABRT:  # a watchdog of the communication library ends its process this way
-            order = Order.TIMEOUT if _TIMEOUT.search(log) else Order.PEER_LOST if _PEER_LOST.search(log) else order
+            order = (
+                CauseOrder.TIMEOUT
+                if _TIMEOUT.search(log)
+                else CauseOrder.PEER_LOST
+                if _PEER_LOST.search(log)
+                else order
+            )
     return Failure(rank=rank, at=time.monotonic(), order=order, what=what, where=where, code=KILLED)
 
 
@@ -150,16 +156,16 @@ def killed_by(number: int) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure to tell about: the one closest to the cause, the earliest among equals."""
+    """The failure to report: the one closest to the cause, the earliest among equals."""
     return min(failures, key=lambda failure: (failure.order, failure.at))
 
 
-def message(cause: Failure, alike: Sequence[int], world_size: int, name: str | None = None) -> str:
-    """The sentence that tells of `cause`; `alike` are the other ranks that failed with the same words. `name` is that
+def message(cause: Failure, others: Sequence[int], world_size: int, name: str | None = None) -> str:
+    """The sentence about `cause`; `others` are the other ranks that failed with the same words. `name` is that
     of a process that is not a rank."""
-    others = f" (rank{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))} too)" if alike else ""
+    too = f" (rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} too)" if others else ""
     where = f" Where: {cause.where}." if cause.where else ""
-    return f"{name or f'rank {cause.rank} of {world_size}'} {cause.what.rstrip('.')}{others}.{where}"
+    return f"{name or f'rank {cause.rank} of {world_size}'} {cause.what.rstrip('.')}{too}.{where}"
 
 
 def end_of_log(cause: Failure | None, log: Path, text: str) -> str:
@@ -263,7 +269,7 @@ class Watched(Protocol):
         """Wait until it has ended, `seconds` at most."""
 
 
-def tell(
+def raise_failed(
     failures: Sequence[Failure],
     ranks: Sequence[Watched],
     run_dir: Path,
@@ -271,7 +277,7 @@ def tell(
     timeout: float,
     name: str | None = None,
 ) -> None:
-    """Raise what the user is to see of `failures`; without any, the ranks hang. `name` is that of a lone process which
+    """Raise the error that reports `failures`; without any, the ranks hang. `name` is that of a lone process which
     is not a rank."""
     cause = root_cause(failures) if failures else None
     hung: tuple[int, ...] = ()
@@ -282,16 +288,16 @@ def tell(
     if name is not None:
         named = ranks[0]
         sentence = _alone(named, name, timeout) if cause is None else message(cause, [], world_size, name)
-    elif cause is None or cause.order is Order.TIMEOUT:
+    elif cause is None or cause.order is CauseOrder.TIMEOUT:
         here = {rank.number: rank for rank in ranks}
         sentence, number, hung = _hang(cause, here, run_dir, world_size, timeout)
         named = here[number]
     else:
         named = next(rank for rank in ranks if rank.number == cause.rank)
-        alike = [other.rank for other in failures if other is not cause and other.what == cause.what]
-        sentence = message(cause, alike, world_size)
+        same = [other.rank for other in failures if other is not cause and other.what == cause.what]
+        sentence = message(cause, same, world_size)
     rank = named.number if name is None else None
-    shown = None if hung or cause is None or cause.order is Order.TIMEOUT else cause
+    shown = None if hung or cause is None or cause.order is CauseOrder.TIMEOUT else cause
     code = HUNG if shown is None else shown.code
     raise RunFailed(code, f"{sentence}{end_of_log(shown, named.log, named.said())}", rank=rank, hung=hung)
 
@@ -310,11 +316,11 @@ def _hang(
 ) -> tuple[str, int, tuple[int, ...]]:
     """The sentence about ranks that hang, the one of this host to look at, and those that keep the others waiting;
     `cause` has waited in vain."""
-    at = [hangs.where(flight_record_of(run_dir, number)) for number in range(world_size)]
+    at = [hangs.read_state(flight_record_of(run_dir, number)) for number in range(world_size)]
     found = hangs.diagnose(at, timeout)
     hung = () if found is None else found.hung
-    asked = [number for number, rank in ranks.items() if rank.report is None] if found is None else list(hung)
-    here = [number for number in asked if number in ranks]
+    suspects = [number for number, rank in ranks.items() if rank.report is None] if found is None else list(hung)
+    here = [number for number in suspects if number in ranks]
     for number in here:
         ranks[number].send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + DUMP
@@ -326,20 +332,24 @@ def _hang(
         # Who answers only waits, in a call that all of them have joined, for one who does not.
         found = hangs.diagnose(at, timeout, halted) or found
     if found is not None:
-        asked, hung = list(found.hung), found.hung
-        here = [number for number in asked if number in ranks]
-    if found is None and cause is not None and len(asked) == 1:
-        return missing_message(cause, asked[0], places[asked[0]], timeout, world_size), asked[0], tuple(asked)
+        suspects, hung = list(found.hung), found.hung
+        here = [number for number in suspects if number in ranks]
+    if found is None and cause is not None and len(suspects) == 1:
+        return (
+            missing_message(cause, suspects[0], places[suspects[0]], timeout, world_size),
+            suspects[0],
+            tuple(suspects),
+        )
     if found is None and cause is not None:
-        told = message(cause, [], world_size).rstrip(".")
-        if asked:
-            told = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
+        sentence = message(cause, [], world_size).rstrip(".")
+        if suspects:
+            sentence = f"rank {cause.rank} of {world_size} waited {timeout:g} s in vain ({cause.where})"
     else:
-        told = f"no rank has moved on for {timeout:g} s" if found is None else found.told
-    for number in asked:
+        sentence = f"no rank has moved on for {timeout:g} s" if found is None else found.text
+    for number in suspects:
         spot, place = at[number], places.get(number)
-        told += f". Rank {number} was in {'the start' if spot is None else spot.told}"
+        sentence += f". Rank {number} was in {'the start' if spot is None else spot.text}"
         if number in places:
-            told += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
+            sentence += f", {place}" if place else " and did not say where" if ranks[number].report is None else ""
     seen = [*here[-1:], *([] if cause is None else [cause.rank]), *ranks]
-    return f"{told}.", seen[0], hung
+    return f"{sentence}.", seen[0], hung

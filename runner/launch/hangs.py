@@ -1,7 +1,7 @@
 """Who keeps whom waiting, read from what the ranks have stored about themselves.
 
 A rank that waits has stored the group, the number of the call among those of its group, and the operator behind it; the
-ranks of the group that have joined fewer calls are the ones that it waits for. Nothing is asked of the ranks, so it
+ranks of the group that have joined fewer calls are the ones that it waits for. The ranks take no part, so it
 works for ranks that hang in the kernel, hold a lock, are stopped, or have died. Does not import torch.
 """
 
@@ -35,8 +35,8 @@ GRACE = 2.0
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks of a process group along the axes `over`; `number` tells it from others of the same ranks."""
+class CallGroup:
+    """The ranks of a process group along the axes `over`; `number` distinguishes it from others of the same ranks."""
 
     ranks: tuple[int, ...]
     number: int
@@ -44,43 +44,44 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """One rank waits in call `number` of a group; `told` is the call in words."""
+class AwaitedCall:
+    """One rank waits in call `number` of a group; `text` describes the call."""
 
-    group: Group
+    group: CallGroup
     number: int
     kind: str
-    told: str
+    text: str
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where one rank is: how many calls of each group it has joined, and in which it waits."""
+class RankState:
+    """RankState one rank is: how many calls of each group it has joined, and in which it waits."""
 
     step: int = 0
     phase: str = PHASES[0]
-    wait: Wait | None = None
-    joined: dict[Group, int] = field(default_factory=dict)
+    wait: AwaitedCall | None = None
+    joined: dict[CallGroup, int] = field(default_factory=dict)
     saves: int = 0
     """Twice the checkpoints of which this rank has written its part, and one more while it writes."""
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
+        """The phase and step."""
         return f"{self.phase} of step {self.step}" if self.step else self.phase
 
 
-def where(path: Path) -> Where | None:
-    """What the rank that writes `path` says; None where it says nothing."""
+def read_state(path: Path) -> RankState | None:
+    """Read the flight record `path` of a rank; None where it has none."""
     cells = read_cells(path)
     if not cells:
         return None
-    groups: dict[int, Group] = {}
+    groups: dict[int, CallGroup] = {}
     places: dict[int, str] = {}
     more: dict[str, str] = {}
     for text in read_texts(path):
         if "group" in text:
             ranks = tuple(text["ranks"])
-            groups[text["group"]] = Group(ranks, sum(one.ranks == ranks for one in groups.values()), text["over"])
+            groups[text["group"]] = CallGroup(ranks, sum(one.ranks == ranks for one in groups.values()), text["over"])
         elif "place" in text:
             places[text["place"]] = text["text"]
         else:
@@ -89,12 +90,12 @@ def where(path: Path) -> Where | None:
     slot = cells[GROUP]
     if slot in groups:
         kind = KINDS[cells[KIND]]
-        told = f"{kind} #{cells[NUMBER]} over ({groups[slot].over})"
+        description = f"{kind} #{cells[NUMBER]} over ({groups[slot].over})"
         if place := places.get(cells[PLACE]):
-            told += f" of operator {more[place]}" if place in more else f" of {place}"
-        wait = Wait(groups[slot], cells[NUMBER], kind, told)
+            description += f" of operator {more[place]}" if place in more else f" of {place}"
+        wait = AwaitedCall(groups[slot], cells[NUMBER], kind, description)
     joined = {group: cells[number] for number, group in groups.items()}
-    return Where(cells[STEP], PHASES[cells[PHASE]], wait, joined, cells[SAVES])
+    return RankState(cells[STEP], PHASES[cells[PHASE]], wait, joined, cells[SAVES])
 
 
 def any_step_done(paths: Iterable[Path]) -> bool:
@@ -102,7 +103,7 @@ def any_step_done(paths: Iterable[Path]) -> bool:
     return any(cells[BEGUN] > 1 for cells in map(read_cells, paths) if cells)
 
 
-def absent(wait: Wait, ranks: Sequence[Where | None], halted: Collection[int] = ()) -> list[int]:
+def absent(wait: AwaitedCall, ranks: Sequence[RankState | None], halted: Collection[int] = ()) -> list[int]:
     """The ranks that have not joined the call of `wait`, or that `halted` in it."""
     found = []
     for rank in wait.group.ranks:
@@ -114,13 +115,13 @@ def absent(wait: Wait, ranks: Sequence[Where | None], halted: Collection[int] = 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`told` says who waits for whom, without a full stop; `hung` are the ranks that wait for nobody."""
+    """`text` says who waits for whom, without a full stop; `hung` are the ranks that wait for nobody."""
 
-    told: str
+    text: str
     hung: tuple[int, ...]
 
 
-def diagnose(ranks: Sequence[Where | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
+def diagnose(ranks: Sequence[RankState | None], timeout: float, halted: Collection[int] = ()) -> Diagnosis | None:
     """What the flight records of all ranks say about a hang; None where nobody waits for anybody. Ranks that `halted`
     do nothing any more, whatever they were in: a call that all have joined cannot end without them."""
     waits = {rank: at.wait for rank, at in enumerate(ranks) if at is not None and at.wait is not None}
@@ -136,20 +137,22 @@ def diagnose(ranks: Sequence[Where | None], timeout: float, halted: Collection[i
             wait = waits[rank]
             with_it = tuple(other for other in missing if waits[other] == wait)
             inside = all(waits.get(other) == wait for other in hung)
-            told = f"{_ranks(hung)} of {len(ranks)} {'came to a halt in' if inside else 'never joined'} {wait.told}, "
-            return Diagnosis(f"{told}in which {_ranks(with_it)} waited {timeout:g} s", hung)
+            sentence = (
+                f"{_ranks(hung)} of {len(ranks)} {'came to a halt in' if inside else 'never joined'} {wait.text}, "
+            )
+            return Diagnosis(f"{sentence}in which {_ranks(with_it)} waited {timeout:g} s", hung)
     circle = _circle(missing)
     if circle:
         return Diagnosis(f"{_ranks(circle)} wait for each other: {_each(waits, circle)}", ())
     return None if waits else _late(ranks, timeout, halted) or _behind(ranks, timeout)
 
 
-def _late(ranks: Sequence[Where | None], timeout: float, halted: Collection[int]) -> Diagnosis | None:
+def _late(ranks: Sequence[RankState | None], timeout: float, halted: Collection[int]) -> Diagnosis | None:
     """Who has come to a halt where nobody waits in a collective, or keeps the others waiting in a save: those that have
     not written their parts, or else rank 0, which puts the parts together."""
     if halted:
-        told = f"{_ranks(tuple(halted))} of {len(ranks)} came to a halt"
-        return Diagnosis(f"{told}, and nobody has moved on for {timeout:g} s", tuple(halted))
+        sentence = f"{_ranks(tuple(halted))} of {len(ranks)} came to a halt"
+        return Diagnosis(f"{sentence}, and nobody has moved on for {timeout:g} s", tuple(halted))
     saves = [0 if at is None else at.saves for at in ranks]
     late = tuple(rank for rank, count in enumerate(saves) if count < max(saves))
     if not late and max(saves) % 2 == 0 and all(at is not None and at.phase == PHASES[SAVING] for at in ranks):
@@ -159,7 +162,7 @@ def _late(ranks: Sequence[Where | None], timeout: float, halted: Collection[int]
     return Diagnosis(f"{_ranks(late)} of {len(ranks)} hung in saving, and nothing was written for {timeout:g} s", late)
 
 
-def _behind(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
+def _behind(ranks: Sequence[RankState | None], timeout: float) -> Diagnosis | None:
     """Who has joined fewer calls than others, where nobody is seen to wait: on a GPU calls are made ahead, and what
     waits for them is something else."""
     for group in dict.fromkeys(group for at in ranks if at is not None for group in at.joined):
@@ -168,8 +171,8 @@ def _behind(ranks: Sequence[Where | None], timeout: float) -> Diagnosis | None:
         late = tuple(rank for rank, count in joined.items() if count < most)
         if late:
             ahead = tuple(rank for rank, count in joined.items() if count == most)
-            told = f"{_ranks(late)} of {len(ranks)} never joined call #{most} over ({group.over}), which "
-            return Diagnosis(f"{told}{_ranks(ahead)} made; nothing has moved on for {timeout:g} s", late)
+            sentence = f"{_ranks(late)} of {len(ranks)} never joined call #{most} over ({group.over}), which "
+            return Diagnosis(f"{sentence}{_ranks(ahead)} made; nothing has moved on for {timeout:g} s", late)
     return None
 
 
@@ -184,8 +187,8 @@ def _circle(missing: dict[int, list[int]]) -> tuple[int, ...]:
     return ()
 
 
-def _each(waits: dict[int, Wait], ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank} in {waits[rank].told}" for rank in ranks)
+def _each(waits: dict[int, AwaitedCall], ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank} in {waits[rank].text}" for rank in ranks)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -208,7 +211,7 @@ class Stall:
 
     def found(self) -> bool:
         """Look once; True where the ranks hang."""
-        now, waiting, begun = time.monotonic(), [False] * len(self._files), 0
+        now, waiting, steps = time.monotonic(), [False] * len(self._files), 0
         if now - self._at > ASLEEP:
             self._since = [now] * len(self._files)
         self._at = now
@@ -219,7 +222,7 @@ class Stall:
                 self._seen[rank], self._since[rank] = content, now
             if cells:
                 waiting[rank] = cells[GROUP] >= FIRST
-                begun = max(begun, cells[BEGUN])
+                steps = max(steps, cells[BEGUN])
         for sign in self._signs:
             sign.look()
         limit = now - self._timeout - GRACE
@@ -228,6 +231,6 @@ class Stall:
         if not all(since < limit for since in self._since):
             return False
         if not self._signs:  # the first step may compile for long; from the second on no rank is silent for so long
-            return begun > 1 and all(since < limit - QUIET for since in self._since)
+            return steps > 1 and all(since < limit - QUIET for since in self._since)
         halted = any(sign.halted(self._timeout) for sign in self._signs)
         return halted or all(sign.lost(self._timeout) for sign in self._signs)

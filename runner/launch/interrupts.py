@@ -1,5 +1,5 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGHUP: they end the work at once, but never the clean-up after it. Ranks that can stop
-between two steps are asked to at the first signal.
+between two steps are requested to at the first signal.
 
 Invariant: afterwards the handlers are those of before, and a signal that arrived during the clean-up still ends the
 program, unless an error already does. Outside the main thread, where handlers cannot be set, nothing changes.
@@ -30,8 +30,8 @@ class Interrupts:
     Signals that were ignored before (background jobs of a script, nohup) stay ignored.
     """
 
-    asked: ClassVar[int] = signal.SIGTERM
-    """The signal at which ranks were last asked to stop; one that reaches a rank alone is SIGTERM."""
+    requested: ClassVar[int] = signal.SIGTERM
+    """The signal at which ranks were last requested to stop; one that reaches a rank alone is SIGTERM."""
     _raised: ClassVar[tuple[int, float] | None] = None
     """The last signal that has raised, and when."""
     _once_more: ClassVar[threading.Timer | None] = None
@@ -48,7 +48,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if not Interrupts._blocks:
-            Interrupts._raised, Interrupts.asked = None, signal.SIGTERM
+            Interrupts._raised, Interrupts.requested = None, signal.SIGTERM
         Interrupts._blocks += 1
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -73,7 +73,7 @@ class Interrupts:
         elif self._raised is not None and now < self._raised[1] + SAME:
             return  # the exception is on its way
         elif self._stop is not None and not self.stopping and self._stop(number):
-            self.stopping, Interrupts.asked = True, number
+            self.stopping, Interrupts.requested = True, number
             if number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, STOPPING)  # print may be in the middle of something

@@ -1,4 +1,4 @@
-"""Whether a process does anything at all, as the operating system shows it. Nothing is asked of the process, so a
+"""Whether a process does anything at all, as the operating system shows it. The process takes no part, so a
 stopped one is found like any other.
 
 Signs of life are time on a processor, bytes read and written, and a wait for a disk. Where there is no /proc, nothing

@@ -21,7 +21,7 @@ from typing import Any
 
 from runner.errors import RunFailed
 from runner.launch import failure, hangs, messages, network
-from runner.launch.failure import Done, Failure, Order, tell
+from runner.launch.failure import CauseOrder, Done, Failure, raise_failed
 from runner.launch.forks import Fork, fork, server_ending, warm
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
@@ -42,7 +42,7 @@ LOOK = 1.0  # between two looks at where the ranks are
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalRanks:
     """The ranks that are started here, in the order of their local ranks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
     port: int
 
     @classmethod
-    def whole(cls, world_size: int) -> Part:
+    def all_of(cls, world_size: int) -> LocalRanks:
         """All ranks on this machine."""
         every = tuple(range(world_size))
         return cls(every, every, network.LOOPBACK, 0)
@@ -74,7 +74,7 @@ def run_ranks(
     threads: int,
     stoppable: bool = False,
     rescue: bool = False,
-    part: Part | None = None,
+    part: LocalRanks | None = None,
     name: str | None = None,
 ) -> Any:
     """Call `entry` in `world_size` new processes that form one process group; return what it returns in rank 0.
@@ -86,7 +86,7 @@ def run_ranks(
         device: "cpu" (gloo) or "cuda" (nccl; rank r takes GPU r).
         timeout: seconds that a rank may wait for another one in a collective.
         threads: torch's threads per rank.
-        stoppable: the ranks can stop after the step at hand, and return; the first signal tells them to, Ctrl-C only
+        stoppable: the ranks can stop after the step at hand, and return; the first signal requests it, Ctrl-C only
             where that saves something.
         rescue: after a failure the other ranks are given time to save what they have in memory.
         part: which of the ranks are started here, and where they meet the others; None: all. Without rank 0 here the
@@ -99,7 +99,7 @@ def run_ranks(
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
     together = part is None and Path(OPEN_FILES).is_dir()
-    part = part or Part.whole(world_size)
+    part = part or LocalRanks.all_of(world_size)
     if network.is_loopback(part.address):
         network.require_loopback()
     run_dir = run_dir.absolute()
@@ -113,7 +113,7 @@ def run_ranks(
         if number == signal.SIGINT and not hangs.any_step_done([rank.flight_record for rank in ranks]):
             return False
         for rank in ranks:
-            rank.tell_to_stop()
+            rank.request_stop()
         return True
 
     with Interrupts(stop if stoppable else None) as interrupts, ExitStack() as resources:
@@ -157,12 +157,12 @@ def run_ranks(
             hung = _watch(ranks, starting, Stall([rank.flight_record for rank in ranks], timeout, signs))
             failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
             if failures and interrupts.stopping:
-                raise error_of(interrupts.asked)  # which reached ranks that were not training yet
+                raise error_of(interrupts.requested)  # which reached ranks that were not training yet
             if failures or hung:
                 if failures and (ending := server_ending()):  # which leaves no exit codes
                     raise RunFailed("MW715", f"the fork server, of which {name or 'every rank'} is a fork, {ending}.")
                 try:
-                    tell(failures, ranks, run_dir, world_size, timeout, name)
+                    raise_failed(failures, ranks, run_dir, world_size, timeout, name)
                 except RunFailed as failed:
                     if rescue:
                         _let_rescue(ranks, failed.hung)
@@ -218,7 +218,7 @@ class _Rank:
                 self._process.join(STOP)  # the end of the connection is a little ahead of the exit code
                 if self._process.exitcode is None:
                     what = "ended before it was done, and the fork server, which knows how, does not answer"
-                    self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what)
+                    self.report = Failure(self.number, time.monotonic(), CauseOrder.CAUSE, what)
         code = self._process.exitcode
         self.ended = code is not None
         if self.report is None and code is not None:
@@ -228,12 +228,12 @@ class _Rank:
         """What this rank has written to its log since it was started."""
         return read_since(self.log, self.log_start)
 
-    def tell_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask the rank to stop after the step at hand."""
         try:
             messages.send(self.connection, STOP_ORDER)
         except OSError:
-            return  # it has ended, which `listen` tells
+            return  # it has ended, which `listen` reports
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank alone, if it is alive."""
@@ -275,7 +275,7 @@ def _watch(ranks: Sequence[_Rank], starting: Starting, stall: Stall) -> bool:
         failures = [rank.report for rank in ranks if isinstance(rank.report, Failure)]
         now = time.monotonic()
         if failures:
-            limit = CAUSE if failure.root_cause(failures).order is Order.CAUSE else ECHO
+            limit = CAUSE if failure.root_cause(failures).order is CauseOrder.CAUSE else ECHO
             deadline = min(deadline or now + limit, now + limit)
         elif all(rank.report for rank in ranks):
             deadline = deadline or now + STOP  # to leave; nothing is lost when one is ended on its way out

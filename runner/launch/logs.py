@@ -52,7 +52,7 @@ class Echo(io.TextIOBase):
     def _leave_console(self, error: OSError) -> None:
         # Nobody reads the console any more; whoever started the run may still want its result.
         self.console = None
-        self.log.write(f"The console is gone ({error.strerror}); output goes on in this log only.\n")
+        self.log.write(f"The console is closed ({error.strerror}); output goes on in this log only.\n")
 
 
 def attach(log: Path, console: int | None) -> None:

@@ -1,7 +1,7 @@
 """What a rank and its command say to each other: a line of JSON, and after it the bytes of a result.
 
-A command may hear its ranks through the network. Invariant: nothing that arrives is unpickled here, and what is no
-message of ours is an OSError, as a broken line is.
+Ranks may be behind a network. Invariant: nothing that arrives is unpickled here, and what is no message of ours is an
+OSError, as a broken line is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runner.launch.failure import Done, Failure, Order
+from runner.launch.failure import CauseOrder, Done, Failure
 
 STOP = "stop"
 """What a parent sends to ranks that shall stop after the step at hand."""
@@ -54,6 +54,6 @@ def reported(connection: Connection) -> Done | Failure:
         kind, valued = fields.pop("kind"), fields.pop("valued")
         if kind == Done.__name__:
             return Done(value if valued else None)
-        return Failure(**fields | {"order": Order(fields["order"])})
+        return Failure(**fields | {"order": CauseOrder(fields["order"])})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OSError("what arrived is no report") from error

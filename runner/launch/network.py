@@ -85,7 +85,7 @@ def free_port(address: str) -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`; None where the system does not tell."""
+    """The name of the interface that has `address`; None where the system does not say."""
     if is_loopback(address):
         return "lo" if sys.platform == "linux" else None
     if sys.platform != "linux":
@@ -96,12 +96,12 @@ def interface_of(address: str) -> str | None:
             return next((line.split()[5] for line in file if line.split()[0] == wanted), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue  # an interface without an address
-            if socket.inet_ntoa(told[20:24]) == address:
+            if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
 

@@ -17,7 +17,7 @@ OPEN_FILES = "/proc/self/fd"
 
 @dataclass(frozen=True)
 class Orders:
-    """All that a rank is told.
+    """All that a rank is given.
 
     Attributes:
         entry: "package.module:function".

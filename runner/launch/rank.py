@@ -72,7 +72,7 @@ def _end_with_parent(connection: Connection) -> None:
     try:
         while order := messages.receive(connection):
             if order == STOP:
-                stopping.ask()
+                stopping.request()
             elif order == WHERE:
                 os.kill(os.getpid(), signal.SIGUSR1)
     except (EOFError, OSError):  # the parent's end is closed

@@ -107,7 +107,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Server:
-    """Forks on demand; tells the command, through a pipe for each fork, its process id and later its exit code."""
+    """Forks on demand; reports to the command, through a pipe for each fork, its process id and later its exit code."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent = control, parent
@@ -182,7 +182,7 @@ class Server:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Take note of children that have ended. Before the last fork is told to have ended, its orphans are."""
+        """Take note of children that have ended. Before the end of the last fork is reported, its orphans are."""
         for pid, status in _ended():
             if pid in self._forks:
                 pipe = self._forks.pop(pid)
@@ -231,19 +231,19 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _end_descendants() -> None:
-    """End everything that this process's forks have started: asked first, then killed."""
+    """End everything that this process's forks have started: SIGTERM first, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline, asked = time.monotonic() + GRACE, set[int]()
+        deadline, signalled = time.monotonic() + GRACE, set[int]()
         while time.monotonic() < deadline:
             for _ in _ended():
                 continue
             left = _descendants()
             if not left:
                 return
-            for pid in left - asked:
+            for pid in left - signalled:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
-            asked |= left
+            signalled |= left
             time.sleep(0.005)
 
 

@@ -26,7 +26,7 @@ _jobs = count()
 
 
 def begin() -> Marks:
-    """The start of this process; or now, where the system does not tell, or for another job of a sweep."""
+    """The start of this process; or now, where the system does not say, or for another job of a sweep."""
     return (("start", time.time() if next(_jobs) else _process_start()),)
 
 
@@ -35,7 +35,7 @@ def marked(marks: Marks, phase: str) -> Marks:
     return (*marks, (phase, time.time()))
 
 
-def told(marks: Marks) -> str:
+def summary(marks: Marks) -> str:
     """`first step after 5.2 s: config 0.8, capture 2.6, ...`."""
     (_, first), *rest = marks
     ends = [first, *(end for _, end in rest)]

@@ -1,9 +1,9 @@
-"""Stopping between two steps: all ranks after the same one, without a collective of its own.
+"""Stopping between two steps: all ranks after the same one, without another collective.
 
-The parent, or SIGTERM or SIGHUP straight from a scheduler, sets `asked`. From then on a rank begins no further step and
-tells the store at which one it is; when all have told, the latest of these steps is the last for all. No rank is
-beyond it and each can reach it, because none waits for a rank that stops earlier. Until then a step costs one
-comparison. Importing this imports no torch.
+The parent, or SIGTERM or SIGHUP straight from a scheduler, requests it. From then on a rank begins no further step and
+writes its step to the store; when all have, the latest of these steps is the last for all. No rank is beyond it and
+each can reach it, because none waits for a rank that stops earlier. Until then a step costs one comparison.
+Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What schedulers know as: ended because of SIGTERM."""
-ASKED = "stop/asked"
+REQUESTED = "stop/requested"
 
-_asked = threading.Event()
+_requested = threading.Event()
 
 
-def ask() -> None:
+def request() -> None:
     """Let this rank, and with it all others, stop after the step at hand."""
-    _asked.set()
+    _requested.set()
 
 
 def listen() -> None:
@@ -48,10 +48,10 @@ def _hear(near: socket.socket, far: socket.socket) -> None:
             if terminated and received[0] == signal.SIGTERM:
                 os._exit(EXIT_CODE)
             terminated = terminated or received[0] == signal.SIGTERM
-            ask()
+            request()
 
 
-def begun(rank: RankContext, done: int) -> Stopping:
+def stopping_of(rank: RankContext, done: int) -> Stopping:
     """Training begins after step `done`: what `rank` asks before every step."""
     import torch.distributed as dist
 
@@ -71,7 +71,7 @@ class Stopping:
         threading.Thread(target=self._agree, daemon=True).start()
 
     def begin(self, step: int) -> bool:
-        """Whether this rank may begin `step`; waits for the others where it is asked to stop."""
+        """Whether this rank may begin `step`; waits for the others where a stop is requested."""
         self._step = step
         if step > self._last:
             self._decided.wait()
@@ -79,15 +79,15 @@ class Stopping:
 
     def _agree(self) -> None:
         try:
-            while not _asked.wait(self._poll):
-                if self._store.check([ASKED]):  # another rank was asked
-                    ask()
+            while not _requested.wait(self._poll):
+                if self._store.check([REQUESTED]):  # of another rank
+                    request()
             self._last = -1  # `begin` waits from here on; only now is the step read
             keys = [f"stop/{rank}" for rank in range(self._world_size)]
             self._store.set(keys[self._rank], str(self._step))
-            self._store.set(ASKED, "")
+            self._store.set(REQUESTED, "")
             self._store.wait(keys)
-            self._last = max(int(told) for told in self._store.multi_get(keys))
+            self._last = max(int(step) for step in self._store.multi_get(keys))
         except RuntimeError:  # the store has gone with rank 0: it has failed, or all steps are done
             self._last = math.inf
         self._decided.set()

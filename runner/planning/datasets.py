@@ -9,7 +9,8 @@ from torch.utils.data import Subset
 from runner.build import targets
 from runner.config.schema import Config
 from runner.data.lines import Lines
-from runner.data.loader import Collate, MapDataset, Order, build_dataset
+from runner.data.loader import Collate, MapDataset, build_dataset
+from runner.data.order import Order
 from runner.data.unbatched import Unbatched
 from runner.errors import ConfigError
 

@@ -25,7 +25,8 @@ from runner.build.precision import DTYPES, cast, check_half
 from runner.build.scores import Structure, scores, try_evaluation
 from runner.config.schema import Config
 from runner.data.description import UNSEEN, Description, check_read, described
-from runner.data.loader import Collate, MapDataset, Order, flatten_batch, whole_batch
+from runner.data.loader import Collate, MapDataset, flatten_batch, whole_batch
+from runner.data.order import Order
 from runner.data.unbatched import unbatched
 from runner.errors import ConfigError
 from runner.planning import lowering

@@ -58,7 +58,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
                     except ConfigError as refused:
                         print(f"no smaller run can be prepared, so all ranks are tried again. {refused}", flush=True)
                 ready = replace(ready, resume=newest)
-                payload = payload | {"marks": ()}  # how long it took to the first step is told once
+                payload = payload | {"marks": ()}  # how long it took to the first step is reported once
                 _note(run_dir, count, failed, newest, ready.world_size)
                 _say(count, most, failed, _going_on(ready, fewer, time.monotonic() - began))
             return start("runner.commands.entries:train_prepared", ready, config, run_dir, payload)
@@ -70,9 +70,9 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
             if count == most:
                 if not count:
                     raise
-                told = f"restart {count} of {most}"
+                which = f"restart {count} of {most}"
                 raise RunFailed(
-                    caught.code, f"{caught}\nThe run was given up after {told} (launch.max_restarts)."
+                    caught.code, f"{caught}\nThe run was given up after {which} (launch.max_restarts)."
                 ) from caught
             failed, count = caught, count + 1
             if ready is None:
@@ -81,7 +81,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
 
 
 def _left(ready: Ready, config: Config, failed: RunFailed) -> int:
-    """How many ranks there are without what is gone."""
+    """How many ranks there are without those that are down."""
     lost = sum(len(host.ranks) for host in config.launch.hosts if host.name in failed.hosts)
     return ready.world_size - max(lost, 1)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.errors import ConfigError
+from runner.run_folder import CONFIG_FILE
 from runner.run_folder.lock import Occupant, occupant_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ FILE = "run.json"
 CHECKPOINTS, METRICS, RESTARTS, FAULTS = "checkpoints", "metrics.jsonl", "restarts.jsonl", "faults"
 TRAINING = ("train", "launch")
 """Verbs after which the folder is that of a training run."""
-MARKS = {"config.json": "parallel", "plan.json": "operators"}
+MARKS = {CONFIG_FILE: "parallel", "plan.json": "operators"}
 """Files that a run replaces, each with a key that those of this program have."""
 Ancestry = tuple[tuple[str, int], ...]
 """(run, last step) of every run that is continued, the latest first."""

@@ -9,19 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.config.origins import as_typed
 from runner.run_folder import CONFIG_FILE
-from strategies.core import bounded_files as bounded
 
 FILE = "job.json"
 STARTED = "sweep.json"
-METRICS = "metrics.jsonl"
 
 Status = Literal["running", "done", "failed", "stopped"]
 
@@ -124,12 +121,3 @@ def _is_cleared(override: str, later: Sequence[str]) -> bool:
     key, _, value = override.partition("=")
     braces = tuple(f"{one}={{" for one in (key, key.rpartition(".")[0]))
     return value == "null" and any(word.startswith(braces) for word in later)
-
-
-def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records in a job's metrics, none where it measured nothing. Damaged lines are left out."""
-    for line in bounded.lines(folder / METRICS):
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record

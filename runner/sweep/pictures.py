@@ -9,7 +9,7 @@ from itertools import cycle
 from pathlib import Path
 
 from runner.report.html import COLOURS
-from runner.sweep.job import records
+from runner.run_folder.metrics import records
 
 WIDTH, HEIGHT, LEFT, BELOW = 900, 320, 70, 24
 POINTS = 300

@@ -76,13 +76,13 @@ def agree(facts: Mapping[str, str], otherwise: str, group: dist.ProcessGroup | N
     ranks that differ from most and in what, and ends with `otherwise`."""
     found = gather(dict(facts), group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if told := different(ranks, found):
-        raise RuntimeError(f"{told} {otherwise}")
+    if differences := different(ranks, found):
+        raise RuntimeError(f"{differences} {otherwise}")
 
 
 def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
-    """Which `ranks` differ from most of them in which of their `facts`; nothing where all are alike."""
-    told = []
+    """Which `ranks` differ from most of them in which of their `facts`; nothing where all agree."""
+    differences = []
     for name in facts[0]:
         values = [one[name] for one in facts]
         usual = Counter(values).most_common(1)[0][0]
@@ -90,8 +90,8 @@ def different(ranks: Sequence[int], facts: Sequence[Mapping[str, str]]) -> str:
         if others:
             who = f"Rank {others[0]} differs" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} differ"
             odd = next(value for value in values if value != usual)
-            told.append(f"{who} in {name}: {odd} instead of {usual}.")
-    return " ".join(told)
+            differences.append(f"{who} in {name}: {odd} instead of {usual}.")
+    return " ".join(differences)
 
 
 def require_shared(config: Config, run_dir: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runner.checkpoint import branch, loading
-from runner.checkpoint.committing import Wanted, better_of
+from runner.checkpoint.committing import SaveOptions, better_of
 from runner.checkpoint.content import Content
 from runner.checkpoint.rescue import Intact
 from runner.checkpoint.saving import Saver, save
@@ -29,10 +29,10 @@ from runner.errors import ConfigError, allowed
 from runner.launch.orders import RankContext
 
 
-def wanted(section: Checkpoint) -> Wanted:
+def wanted(section: Checkpoint) -> SaveOptions:
     """How to save, from the config."""
     best = None if section.best is None else section.best_mode or ("min" if "loss" in section.best else "max")
-    return Wanted(section.form, section.copies, section.keep, best)
+    return SaveOptions(section.form, section.copies, section.keep, best)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Calendar:
         if self.section.minutes is not None or (self._better is not None and evaluation is not None):
             late = self.section.minutes is not None and time.monotonic() - self._saved >= 60 * self.section.minutes
             improves = self._improves(metric)
-            found = self._told(found or late or improves)
+            found = self._decided(found or late or improves)
         if found:
             self._saved = time.monotonic()
         return found, metric
@@ -83,7 +83,7 @@ class Calendar:
         self._best = metric
         return True
 
-    def _told(self, mine: bool) -> bool:
+    def _decided(self, mine: bool) -> bool:
         """What rank 0 has decided."""
         if self.world == 1:
             return mine
@@ -105,13 +105,19 @@ class Keeper:
         self._intact = Intact() if config.launch.rescue and config.job.name == "train" else None
 
     def restore(self, path: Path, content: Content) -> int:
-        """Load the checkpoint `path`; the optimizer step after which it was saved. Rank 0 prints what is other than it
-        was. Collective; raises as `loading.load`."""
+        """Load the checkpoint `path` (collective). Rank 0 prints what differs.
+
+        Returns:
+            The optimizer step after which it was saved.
+
+        Raises:
+            ConfigError, StrategyError: as `loading.load`.
+        """
         restored = loading.load(path, content)
         epoch, row = restored.position
         self.ahead = epoch * self._order.steps_per_epoch + row // self._order.batch_size - restored.step
         if self._rank == 0:
-            for line in restored.told(content.config):
+            for line in restored.lines(content.config):
                 print(f"resume: {line}", flush=True)
         self._saved = restored.step
         return restored.step
@@ -128,11 +134,11 @@ class Keeper:
             self._save(step, metric, content)
 
     def stop(self, step: int, content: Callable[[], Content]) -> None:
-        """Save after `step`, the last one because the run was asked to stop, if that has not been done. Collective."""
+        """Save after `step`, the last one because a stop was requested, if that has not been done. Collective."""
         if step > self._saved:
             self._save(step, None, content)
 
-    def whole(self, step: int) -> None:
+    def intact(self, step: int) -> None:
         """The state is that after `step`, until `changing`."""
         if self._intact is not None:
             self._intact.after(step)
@@ -168,7 +174,7 @@ class Keeper:
         """Before weights and states change."""
         self.changing()
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait_for_copies()
 
     def finish(self) -> None:
         """Return when everything is on the disk."""

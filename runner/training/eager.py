@@ -1,8 +1,8 @@
 """The user's own module on a rank: alone on one process (the reference), or with its own collectives (mode hybrid).
 
-Invariant: the module is run as it is. Around it only its random numbers are replaced by stateless ones, and a `Program`
-without instructions describes how batch and tensors lie, so that gradients, checkpoints and verification need not know
-the difference to a sharded program.
+Invariant: the module is not changed. Around it only its random numbers are replaced by stateless ones, and a `Program`
+without instructions describes the layouts of batch and tensors, so that gradients, checkpoints and verification need
+not know the difference to a sharded program.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def start_from(module: Eager, values: Mapping[str, Tensor]) -> None:
             if name not in values and not isinstance(tensor, nn.Parameter):
                 continue
             if name not in values or values[name].shape != tensor.shape:
-                held = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
+                actual = f"has shape {list(values[name].shape)}" if name in values else "does not exist"
                 raise ConfigError(
-                    "MW326", f"verify.reference: {name} {list(tensor.shape)} {held} in the module it is compared with."
+                    "MW326",
+                    f"verify.reference: {name} {list(tensor.shape)} {actual} in the module it is compared with.",
                 )
             tensor.copy_(values[name])
 
@@ -123,19 +124,18 @@ def hybrid_inputs(prepared: Prepared, mesh: Mesh, rows: int) -> dict[str, Layout
             f"parallel.dataset_strategy gives {len(wanted)} entries, the batch has {len(names)} ({', '.join(names)}).",
         )
     found = {}
-    whole = {*map(str, prepared.config.data.unbatched)}
+    unbatched = {*map(str, prepared.config.data.unbatched)}
     for position, (name, (first, *sizes)) in enumerate(zip(names, prepared.shapes, strict=True)):
         if wanted == "full_batch":
             found[name] = Layout.replicated(len(sizes) + 1)
             continue
-        operand = (
-            wanted[position] if isinstance(wanted, tuple) else (1 if name in whole else mesh.size, *(1,) * len(sizes))
-        )
+        rows_only = (1 if name in unbatched else mesh.size, *(1,) * len(sizes))
+        operand = wanted[position] if isinstance(wanted, tuple) else rows_only
         if not isinstance(operand, tuple):
             raise ConfigError(
                 "MW409", "parallel.dataset_strategy: in hybrid mode give counts per dim, e.g. [[1, 2], [1, 1]]."
             )
-        found[name] = _counted(operand, (first if name in whole else rows, *sizes), mesh, name)
+        found[name] = _counted(operand, (first if name in unbatched else rows, *sizes), mesh, name)
     return found
 
 
@@ -162,14 +162,14 @@ def _counted(counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, name: 
 
 
 def described(module: Eager, mesh: Mesh, prepared: Prepared, inputs: Mapping[str, Layout]) -> Program:
-    """A program without instructions: how the batch (whole, where `inputs` does not say) and the tensors lie."""
+    """A program without instructions: layouts of the batch (replicated where `inputs` has none) and of the tensors."""
     sources, layouts, reductions = [], {}, {}
     for name, shape in zip(prepared.names, prepared.shapes, strict=True):
         sources.append(Source(f"input_{name}", "input", name, TensorSpec(shape, "float32")))
         layouts[f"input_{name}"] = inputs.get(name, Layout.replicated(len(shape)))
     for name, parameter in module.named_parameters():
-        layout, whole = collectives.declared(parameter)
-        sources.append(Source(name, "parameter", name, TensorSpec(whole, _dtype(parameter)), parameter.requires_grad))
+        layout, shape = collectives.declared(parameter)
+        sources.append(Source(name, "parameter", name, TensorSpec(shape, _dtype(parameter)), parameter.requires_grad))
         layouts[name] = layout
         if parameter.requires_grad:
             reductions[name] = layout.replica_axes(mesh)

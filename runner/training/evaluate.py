@@ -20,13 +20,14 @@ from torch.utils import _pytree
 from runner.build.modules import build_loss
 from runner.build.precision import DTYPES, cast
 from runner.build.scores import Scores, scores
-from runner.data.loader import Block, Collate, LocalBatches, MapDataset, eval_rows, flatten_batch, padded, whole_batch
+from runner.data.loader import Block, Collate, LocalBatches, MapDataset, flatten_batch, whole_batch
+from runner.data.order import eval_rows, padded
 from runner.errors import ConfigError
 from runner.launch.orders import RankContext
 from runner.planning.datasets import evaluation_rows
 from runner.planning.prepare import Prepared
 from runner.training.eager import hybrid_inputs, loss_of
-from runner.training.execution import Execution, whole
+from runner.training.execution import Execution, full_tensor
 from strategies.core.graph import Source
 from strategies.core.layout import Layout
 from strategies.resharding.path import resharding_path
@@ -93,13 +94,13 @@ class Evaluator:
             if source is not None:
                 tensor.copy_(self._whole(source))
             if (runner := self.execution.runner) is not None:
-                held = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
-                for number in held[:1]:
+                stages = [stage.number for stage in self.prepared.stages if f"loss.{name}" in stage.plan.tensors]
+                for number in stages[:1]:
                     runner.peers.share(tensor.detach(), number % runner.peers.count)
 
     def _whole(self, source: Source) -> Tensor:
         mine = self.weight(source.name) if source.kind == "parameter" else self.execution.tensors[source.name]
-        return whole(source, mine, self.execution.program, self.execution.communicator)
+        return full_tensor(source, mine, self.execution.program, self.execution.communicator)
 
     def _output(self, rows: list[int], key: int) -> Any:
         """What the model returns for `rows`."""
@@ -160,8 +161,8 @@ class Evaluator:
         return [values[name] for name in self.prepared.targets]
 
     def _hybrid(self, rows: list[int], key: int) -> Any:
-        """The module computes its loss from local outputs and local targets, so outputs lie as the first target does;
-        a loss that it returns is the mean over the ranks."""
+        """The module computes its loss from local outputs and local targets, so outputs have the layout of the
+        first target; a loss that it returns is the mean over the ranks."""
         program, communicator = self.execution.program, self.execution.communicator
         filled, valid = padded(rows, self.size)
         layouts = hybrid_inputs(self.prepared, program.mesh, self.size)

@@ -127,7 +127,7 @@ def _sharded(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) ->
 
 
 def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
-    """Calls a module made from `program`; an error tells the operator of `graph` that it comes from."""
+    """Calls a module made from `program`; an error names the operator of `graph` that it comes from."""
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
         try:
@@ -164,8 +164,8 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         rows: lowering.pipeline_programs(config, one.stages, lowering.evaluation_options(config))
         for rows, one in prepared.evaluations.items()
     }
-    held = [range(group, len(prepared.stages), count) for group in range(count)]
-    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in held]
+    stages_by_group = [range(group, len(prepared.stages), count) for group in range(count)]
+    by_group = [joined([prepared.stages[k] for k in ks], [programs[k] for k in ks]) for ks in stages_by_group]
     program, used = by_group[number], []
     for one in by_group:  # a group of ranks across the stages is named by how many each rank has made before
         used += [*_axes_used(one), one.loss_axes, *axes(one)]
@@ -227,11 +227,11 @@ def blamed(error: BaseException, graph: OperatorGraph) -> str | None:
     """
     trace = error.__traceback__
     pairs = zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
-    for (frame, _), told in reversed(list(pairs)):
+    for (frame, _), line in reversed(list(pairs)):
         unit = frame.f_locals.get("self")
-        if told.filename.startswith("<eval_with_key>") and isinstance(unit, GraphModule):
+        if line.filename.startswith("<eval_with_key>") and isinstance(unit, GraphModule):
             values, operators = unit.meta[OPERATORS]
-            value = (told.line or "").partition(" = ")[0]
+            value = (line.line or "").partition(" = ")[0]
             if value in values:
                 name = operators[values.index(value)]
                 return graph.by_name[name].where if name in graph.by_name else str(name)
@@ -306,12 +306,12 @@ def _hybrid(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
 
 
 def gather_axes(program: Program) -> list[tuple[str, ...]]:
-    """The groups that `whole` needs for every parameter."""
+    """The groups that `full_tensor` needs for every parameter."""
     sources = [source for source in program.sources if source.kind == "parameter"]
     return list(dict.fromkeys(step.axes for source in sources for step in _to_whole(source, program)))
 
 
-def whole(source: Source, piece: Tensor, program: Program, communicator: Communicator) -> Tensor:
+def full_tensor(source: Source, piece: Tensor, program: Program, communicator: Communicator) -> Tensor:
     """The whole tensor of a source from the ranks' slices (collective)."""
     return communicator.carrier(_to_whole(source, program))(piece)
 

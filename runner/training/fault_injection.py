@@ -1,4 +1,4 @@
-"""Faults that happen on purpose, so that recovery can be tried before it is needed (`launch.faults`).
+"""Injected faults, so that recovery can be tried before it is needed (`launch.faults`).
 
 Each happens once per run folder: a mark is on the disk before it does, so the run that is started again goes on.
 Invariant: a rank without a fault at the step at hand runs what it would run without any.
@@ -29,7 +29,7 @@ from runner.launch.orders import RankContext
 from strategies.runtime.communicator import Communicator
 
 DAMAGE = ("corrupt", "truncate")
-SYNC = os.fsync  # as it is before a fault lies in wait there
+SYNC = os.fsync  # before a fault replaces it
 CALLS = ("sum", "gather", "scatter", "exchange")
 """The calls of a communicator for which others wait."""
 
@@ -83,7 +83,7 @@ class Faults:
         return self._marks / f"{fault.kind}-in-{fault.phase}-of-{fault.step}-on-{fault.rank}-{number}"
 
     def begin(self, step: int) -> None:
-        """A step begins: what is to happen inside of it is laid out."""
+        """A step begins: prepares the faults inside of it."""
         if not self._due:
             return
         self._late()
@@ -96,7 +96,7 @@ class Faults:
                     self._before(self._communicator, name, number, fault)
 
     def at(self, phase: Phase) -> None:
-        """This phase of the step is reached: here happens what is due in it."""
+        """This phase of the step is reached: faults that are due in it happen."""
         for number, fault in list(self._due):
             if fault.step == self._step and fault.phase == phase:
                 self._happen(number, fault)
@@ -175,7 +175,7 @@ class Faults:
             mark.write(fault.model_dump_json() + "\n")
             mark.flush()
             SYNC(mark.fileno())
-        print(f"fault on purpose: {fault.kind} in {fault.phase} of step {fault.step}", flush=True)
+        print(f"injected fault: {fault.kind} in {fault.phase} of step {fault.step}", flush=True)
 
     def _happen(self, number: int, fault: Fault) -> None:
         if (number, fault) not in self._due:
@@ -188,7 +188,7 @@ class Faults:
         if fault.kind == "hang":
             hang()
         if fault.kind == "raise":
-            raise Injected(f"a fault on purpose, in {fault.phase} of step {fault.step}")
+            raise Injected(f"an injected fault, in {fault.phase} of step {fault.step}")
         assert fault.kind == "network" and fault.interface is not None
         take_down(fault.interface)
 

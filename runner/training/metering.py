@@ -1,7 +1,7 @@
 """What a rank's tensors take during training, measured: the most in each phase of a step, and what stays between steps.
 
 On a CPU every storage that an operator sees is counted (`strategies.runtime.live_tensors`), on a GPU torch's allocator
-is asked.
+is queried.
 Invariant: measuring changes no number of the training.
 """
 
@@ -74,17 +74,19 @@ class Meter:
         if name == "forward":
             step["kept"] = max(step["kept"], self._now() - before)
 
-    def told(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def report(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Of all steps but the first, which makes the optimizer's states (of the only one, if there is no other). What
         is left after a phase is the least of the steps, and a peak the median: a thread that communicates may let go of
         a tensor late now and then. `highest` is the most that there ever was."""
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        held += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
-        held = [tensor for tensor in held if tensor.untyped_storage()._cdata not in own]
+        state_tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        state_tensors += [
+            one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)
+        ]
+        state_tensors = [tensor for tensor in state_tensors if tensor.untyped_storage()._cdata not in own]
         before = max(step["before"] for step in steps)
-        states = bytes_of(held)
+        states = bytes_of(state_tensors)
         peaks = {name: statistics.median_low(step["peaks"][name] for step in steps) for name in steps[-1]["peaks"]}
         gradients = min(step["ends"].get("backward", step["before"]) - step["before"] for step in steps)
         where = max(peaks, key=lambda name: peaks[name])

@@ -20,10 +20,9 @@ from typing import Any, Literal
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch.logs import console
+from runner.run_folder.metrics import FILE, record_of
 from strategies.core import bounded_files as bounded
 from strategies.optimizer.loss_scale import LossScale
-
-FILE = "metrics.jsonl"
 
 
 def require_tensorboard() -> None:
@@ -48,7 +47,7 @@ class Metrics:
         tensorboard: also write event files to `run_dir/tensorboard`.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: `tensorboard` is true, and the package is not installed.
     """
 
     def __init__(
@@ -213,24 +212,15 @@ def _drop_from(path: Path, step: int) -> None:
     damaged = False
     for line in bounded.lines(path):
         position += len(line)
-        number = _step_of(line)
-        if number is not None and number >= step:
+        record = record_of(line)
+        if record is not None and record["step"] >= step:
             break
-        if number is not None:
+        if record is not None:
             damaged = damaged or end != position - len(line)
             end = position
     os.truncate(path, end)
     if damaged:
         hidden = path.with_name(f".{path.name}")
-        with hidden.open("wb") as kept:
-            kept.writelines(line for line in bounded.lines(path) if _step_of(line) is not None)
+        with hidden.open("wb") as complete:
+            complete.writelines(line for line in bounded.lines(path) if record_of(line) is not None)
         os.replace(hidden, path)
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step of a line of `metrics.jsonl`; None where it is no complete record."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None

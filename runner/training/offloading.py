@@ -13,7 +13,7 @@ from strategies.runtime.offload import Offload, OffloadTraffic
 
 
 def activations(module: nn.Module, offload: Offload, device: str) -> Activations | None:
-    """Take away what `module` keeps for backward as `offload` says. The counts are in what is returned."""
+    """Offload what `module` saves for backward as `offload` says. The counts are in what is returned."""
     if offload.activations == "none":
         return None
     disk = Disk(offload.place) if offload.activations == "disk" else None
@@ -32,7 +32,7 @@ def change(before: Mapping[str, OffloadTraffic], after: Mapping[str, OffloadTraf
     return found
 
 
-def told(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
+def summary(moved: Mapping[str, OffloadTraffic], offload: Offload) -> str:
     """One line for the end of a run: what rank 0 moved."""
     parts = []
     for kind, one in moved.items():

@@ -28,8 +28,8 @@ from runner.data.loader import Block, LocalBatches, MapDataset
 from runner.errors import ConfigError
 from runner.launch import logs
 from runner.launch.orders import RankContext
-from runner.launch.startup import Marks, marked, told
-from runner.launch.stopping import begun
+from runner.launch.startup import Marks, marked, summary
+from runner.launch.stopping import stopping_of
 from runner.planning import lowering
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS, Prepared
@@ -38,12 +38,12 @@ from runner.run_folder.lineage import Lineage
 from runner.training.agreement import agree, agree_on_code, agree_on_data, agree_on_program, gather
 from runner.training.checkpointing import Keeper
 from runner.training.evaluate import Evaluator, evaluator
-from runner.training.execution import Execution, execution, gather_axes, whole
+from runner.training.execution import Execution, execution, full_tensor, gather_axes
 from runner.training.fault_injection import Faults
 from runner.training.metering import Meter
 from runner.training.metrics import metrics_of
 from runner.training.offloading import activations, change
-from runner.training.offloading import told as told_moved
+from runner.training.offloading import summary as traffic_summary
 from strategies.core.steps import ALL_REDUCE
 from strategies.optimizer.stages import make_updates
 from strategies.optimizer.updates import Updates, axes_needed
@@ -56,7 +56,7 @@ from strategies.runtime.offload import OffloadTraffic
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What every rank is sent. `folder` holds the initial weights; `resume` is the checkpoint to continue from."""
 
     prepared: Prepared
@@ -75,7 +75,7 @@ class Job:
 class Trainer:
     """One rank's training run, measured by `meter` if there is one."""
 
-    def __init__(self, rank: RankContext, job: Job, meter: Meter | None = None) -> None:
+    def __init__(self, rank: RankContext, job: TrainingJob, meter: Meter | None = None) -> None:
         self.meter = meter
         self.rank, self.job, self.prepared, self.config = rank, job, job.prepared, job.prepared.config
         run = lineage.read(rank.run_dir)
@@ -158,7 +158,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the last loss, the last evaluation and the bytes sent, from rank 0's view."""
         first = self._restore()
-        stopping = begun(self.rank, first - 1) if self.config.job.name == "train" else None
+        stopping = stopping_of(self.rank, first - 1) if self.config.job.name == "train" else None
         self.marks = marked(self.marks, "program and data")
         loss, results, stopped = float("nan"), {}, None
         record = metrics_of(self.config, self.rank.rank, self.rank.run_dir, first, self.prepared.steps)
@@ -168,7 +168,7 @@ class Trainer:
                     stopped = step - 1
                     break
                 recorder.begin(step)
-                self.keeper.whole(step - 1)
+                self.keeper.intact(step - 1)
                 self.faults.begin(step)
                 started, moved = time.perf_counter(), self._moved()
                 if self.meter is not None:
@@ -194,13 +194,13 @@ class Trainer:
                         measure=step % self.config.train.log_every == 0 or step == self.prepared.steps
                     )
                 self._schedule(step)
-                self.keeper.whole(step)
+                self.keeper.intact(step)
                 if step % self.config.train.log_every == 0 or step == self.prepared.steps:
                     logs.note(f"epoch {self.order.epoch(self._number(step)) + 1}  step {step}  loss {loss:.6g}")
                 if metrics is not None:
                     seconds = time.perf_counter() - started
                     if step == first and self.job.marks:
-                        metrics.say(told(marked(self.marks, "step")))
+                        metrics.say(summary(marked(self.marks, "step")))
                     metrics.step(
                         step,
                         loss=loss,
@@ -223,7 +223,7 @@ class Trainer:
             self.keeper.finish()
             self.faults.end()
             if metrics is not None and (moved := self._moved()):
-                metrics.say(told_moved(moved, self.offload))
+                metrics.say(traffic_summary(moved, self.offload))
         if self.job.record is not None:
             self._write(self._weights(), "weights.pt")
         return {
@@ -237,12 +237,12 @@ class Trainer:
         }
 
     def _measured(self) -> list[dict[str, Any]]:
-        """What `Meter` tells of every rank (collective)."""
+        """The measurements of every rank (collective)."""
         assert self.meter is not None
-        return gather(self.meter.told([*self.execution.module.parameters()], self.updates.optimizer))
+        return gather(self.meter.report([*self.execution.module.parameters()], self.updates.optimizer))
 
     def _agree_on_order(self) -> None:
-        """The compiled programs of the ranks that run the same one, which are those of a mesh, communicate alike."""
+        """Require that the ranks of a mesh, which compile the same program, communicate in the same order."""
         communicator = self.execution.communicator
         if communicator.mesh.size > 1:
             agree(
@@ -406,7 +406,9 @@ class Trainer:
                     if source.kind == "parameter"
                     else self.execution.tensors[source.name]
                 )
-                found[source.name] = whole(source, piece, self.execution.program, self.execution.communicator).cpu()
+                found[source.name] = full_tensor(
+                    source, piece, self.execution.program, self.execution.communicator
+                ).cpu()
         return self._of_all_stages(found)
 
     def _of_all_stages(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -437,7 +439,7 @@ class Trainer:
         """Whole gradients of this step, written by rank 0 for the comparison."""
         sources = {source.name: source for source in self.execution.program.sources}
         found = {
-            name: whole(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
+            name: full_tensor(sources[name], piece, self.execution.program, self.execution.communicator).cpu()
             for name, piece in self.updates.gradients()
         }
         self._write({"loss": loss, "gradients": self._of_all_stages(found)}, f"step-{step}.pt")
@@ -470,7 +472,7 @@ def _placed(tensor: Tensor, device: str) -> Tensor:
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def train(rank: RankContext, job: Job) -> dict[str, Any]:
+def train(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
     """The entry of a rank."""
     if not job.prepared.config.train.measure_memory:
         return Trainer(rank, job).run()

@@ -114,7 +114,7 @@ def killed(rank: Any, payload: tuple[Task, Case, Path, float]) -> None:
     step = 1
     while True:
         setup.step(task.batches[0])
-        checkpoints.save(folder, step, content(setup, case), checkpoints.Wanted(keep=2))
+        checkpoints.save(folder, step, content(setup, case), checkpoints.SaveOptions(keep=2))
         if step == 1 and rank.rank == rank.world_size - 1:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         step += 1

@@ -19,17 +19,17 @@ JOIN = "runner.join"
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchSite:
     """Where a run is started from.
 
     Attributes:
-        folder: what ranks are told is in here; their only argument.
+        folder: the only argument of a rank; holds all that it needs.
         world_size: how many ranks.
         address: where the others reach rank 0's host; loopback where there are none.
-        port: free there, for launchers that must be told one.
+        port: free there, for launchers that need one.
         python: the interpreter.
         directory: the working directory, of all ranks too.
-        environment: what ranks on other hosts are told of this environment.
+        environment: variables of this environment for ranks on other hosts.
         overrides: the words of the command, for scripts that repeat it.
     """
 

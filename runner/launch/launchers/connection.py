@@ -42,7 +42,7 @@ LINE_FILE, SECRET_FILE, PAYLOAD_FILE, STORE_FILE = "line.json", "secret", "paylo
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank of a run is told; plain data, in the run's folder for ranks.
+    """What every rank of a run reads; plain data, in the run's folder for ranks.
 
     Attributes:
         address, port: where the command listens.
@@ -90,10 +90,10 @@ class Hello:
     store: tuple[str, int] | None = None
 
     @classmethod
-    def read(cls, told: Any) -> Hello:
+    def read(cls, fields: Any) -> Hello:
         """Raises OSError for what is none."""
         try:
-            hello = cls(**told)
+            hello = cls(**fields)
             if hello.store is not None:
                 address, port = hello.store
                 hello = replace(hello, store=(str(address), int(port)))
@@ -209,7 +209,8 @@ class Front:
         threading.Thread(target=self._answer, args=(plain, patience), daemon=True).start()
 
     def arrived(self) -> Iterator[tuple[Hello, Connection]]:
-        """Ranks that have called, with their lines. As soon as rank 0 has, all of them are told where its store is."""
+        """Ranks that have called, with their lines. As soon as rank 0 has, all of them receive the address of
+        its store."""
         while not self._arrived.empty():
             hello, connection = self._arrived.get()
             if hello.store is not None:
@@ -232,7 +233,7 @@ class Front:
         try:
             connection, hello = answer(plain, self._secret, self._silence, patience)
         except (OSError, EOFError, AuthenticationError):
-            return  # a stranger, or a rank that has ended: the launcher tells of that
+            return  # a stranger, or a rank that has ended: the launcher reports that
         finally:
             with self._counting:
                 self._unknown -= 1

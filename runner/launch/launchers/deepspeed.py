@@ -1,17 +1,17 @@
 """DeepSpeed's launcher: it reads a hostfile, reaches the hosts by pdsh and ssh, and starts a process per rank.
 
-It is told not to add words of its own to the program. The library itself is not imported here.
+An option keeps it from adding words of its own to the program. The library itself is not imported here.
 """
 
 from __future__ import annotations
 
 from runner.config.launch import Launch
-from runner.launch.launchers.commands import JOIN, Command, Place, Started
+from runner.launch.launchers.commands import JOIN, Command, LaunchSite, Started
 
 HOSTFILE = "hostfile"
 
 
-def deepspeed(launch: Launch, place: Place) -> Started:
+def deepspeed(launch: Launch, place: LaunchSite) -> Started:
     """One command, and the hostfile that it reads."""
     words = [place.python, "-m", "deepspeed.launcher.runner", f"--hostfile={place.folder / HOSTFILE}"]
     words += [f"--master_addr={place.address}", f"--master_port={place.port}"]

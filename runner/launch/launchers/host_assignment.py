@@ -5,12 +5,12 @@ from __future__ import annotations
 from runner.config.launch import Launch
 from runner.errors import ConfigError
 from runner.launch import network
-from runner.launch.local import Part
+from runner.launch.local import LocalRanks
 
 USUAL_PORT = 29500
 
 
-def part_by_hand(launch: Launch) -> Part | None:
+def part_by_hand(launch: Launch) -> LocalRanks | None:
     """What `launch.host` or `launch.rank` asks this command to start; None where it asks for nothing.
 
     Raises ConfigError where the first host cannot be found.
@@ -28,7 +28,7 @@ def part_by_hand(launch: Launch) -> Part | None:
             chosen = [one for one in places if one[0] == launch.rank]
         if chosen:
             ranks, devices = zip(*chosen, strict=True)
-            return Part(ranks, devices, address, launch.port)
+            return LocalRanks(ranks, devices, address, launch.port)
     raise ConfigError("MW701", f"the table of ranks has no host {launch.host!r} and no rank {launch.rank}.")
 
 

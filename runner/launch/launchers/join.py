@@ -86,8 +86,8 @@ def main(words: Sequence[str]) -> int:
         print(*(f"run: {paragraph}" for paragraph in error.marked), sep="\n", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (OSError, ValueError) as error:
-        told = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
-        print(f"run: {told} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
+        why = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
+        print(f"run: {why} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -1,6 +1,6 @@
 """OpenMPI's mpirun: one command, which reaches the hosts by itself and starts a process per rank.
 
-MPI is not used: ranks only read their numbers from the environment. Its daemons are told to notice that a host is gone
+MPI is not used: ranks only read their numbers from the environment. Its daemons are set to notice that a host is down
 before the ranks do: one that still has to report the end of its ranks would wait for minutes.
 """
 
@@ -10,11 +10,11 @@ import os
 import shlex
 
 from runner.config.launch import Launch
-from runner.launch.launchers.commands import Command, Place, Started
+from runner.launch.launchers.commands import Command, LaunchSite, Started
 from runner.launch.launchers.connection import silence_of
 
 
-def mpirun(launch: Launch, place: Place) -> Started:
+def mpirun(launch: Launch, place: LaunchSite) -> Started:
     """One command for all ranks, host by host."""
     words = ["mpirun", "-np", str(place.world_size)]
     if launch.hosts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from runner.config.launch import Launch
-from runner.launch.launchers.commands import Command, Place, Started
+from runner.launch.launchers.commands import Command, LaunchSite, Started
 
 
-def rank_table(launch: Launch, place: Place) -> Started:
+def rank_table(launch: Launch, place: LaunchSite) -> Started:
     """One command per host."""
     return Started(
         tuple(

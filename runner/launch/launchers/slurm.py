@@ -8,12 +8,12 @@ from __future__ import annotations
 import shlex
 
 from runner.config.launch import Launch
-from runner.launch.launchers.commands import Command, Place, Started
+from runner.launch.launchers.commands import Command, LaunchSite, Started
 
 REPEATED = "launch.dry_run"
 
 
-def slurm(launch: Launch, place: Place) -> Started:
+def slurm(launch: Launch, place: LaunchSite) -> Started:
     """The step, and the script of a job that has it."""
     nodes = len(launch.hosts) or launch.nodes or 1
     resources = [f"--nodes={nodes}", f"--ntasks={place.world_size}", f"--ntasks-per-node={place.world_size // nodes}"]

@@ -20,7 +20,7 @@ from runner.config.launch import Launch
 from runner.config.schema import Config
 from runner.errors import ConfigError
 from runner.launch import network
-from runner.launch.launchers.commands import Place, Started, exported
+from runner.launch.launchers.commands import LaunchSite, Started, exported
 from runner.launch.launchers.connection import PAYLOAD_FILE, Front, Task, new_secret, silence_of
 from runner.launch.launchers.deepspeed import deepspeed
 from runner.launch.launchers.host_assignment import address_of, meeting, part_by_hand, seats_of
@@ -31,7 +31,7 @@ from runner.launch.launchers.supervisor import supervise
 from runner.launch.launchers.torchrun import torchrun
 from runner.launch.temporary_folder import own_folder
 
-LAUNCHERS: dict[str, Callable[[Launch, Place], Started]] = {
+LAUNCHERS: dict[str, Callable[[Launch, LaunchSite], Started]] = {
     "torchrun": torchrun,
     "mpirun": mpirun,
     "slurm": slurm,
@@ -132,8 +132,8 @@ def check(launch: Launch) -> None:
 def described(
     launch: Launch, world_size: int, folder: Path, meeting: tuple[str, int], overrides: tuple[str, ...] = ()
 ) -> Started:
-    """What `launch` starts for ranks that are told what they need in `folder`. Nothing is written, started or asked."""
-    place = Place(
+    """What `launch` starts for ranks that read what they need in `folder`. Nothing is written, started or looked up."""
+    place = LaunchSite(
         folder,
         world_size,
         *meeting,
@@ -152,38 +152,25 @@ def started(
 
     The arguments are those of `runner.launch.run_ranks`, and so is what is raised.
     """
-    run_dir, address, silence = run_dir.absolute(), address_of(launch), silence_of(launch.timeout)
+    run_dir, address = run_dir.absolute(), address_of(launch)
     with own_folder(run_dir, "join") as folder, network.listener(address) as listener:
-        seats = seats_of(launch) if launch.launcher == "rank_table" else ()
         with (folder / PAYLOAD_FILE).open("wb") as file:
             pickle.dump(payload, file, protocol=pickle.HIGHEST_PROTOCOL)
-        front = Front(listener, new_secret(folder), silence)
-        Task(
-            address,
-            listener.getsockname()[1],
-            entry,
-            world_size,
-            str(run_dir),
-            device,
-            launch.timeout,
-            launch.threads,
-            launch.launcher,
-            seats,
-        ).write(folder)
+        front = Front(listener, new_secret(folder), silence_of(launch.timeout))
+        task = Task(
+            address=address,
+            port=listener.getsockname()[1],
+            entry=entry,
+            world_size=world_size,
+            run_dir=str(run_dir),
+            device=device,
+            timeout=launch.timeout,
+            threads=launch.threads,
+            launcher=launch.launcher,
+            seats=seats_of(launch) if launch.launcher == "rank_table" else (),
+        )
+        task.write(folder)
         plan = described(launch, world_size, folder, meeting(launch))
         for name, content in plan.files.items():
             (folder / name).write_text(content, encoding="utf-8")
-        return supervise(
-            plan,
-            front,
-            world_size=world_size,
-            names=frozenset(host.name for host in launch.hosts),
-            placed=[seat[0] for seat in seats],
-            here=frozenset(host.name for host in launch.hosts if network.is_here(network.resolve(host.name))),
-            remote=launch.remote,
-            directory=Path.cwd(),
-            run_dir=run_dir,
-            launcher=launch.launcher,
-            timeout=launch.timeout,
-            stoppable=stoppable,
-        )
+        return supervise(plan, front, task, launch, stoppable=stoppable)

@@ -2,7 +2,7 @@
 
 What `runner.launch.local` does for forks of this machine, over lines instead of pipes. Invariants: however `supervise`
 ends, every line is closed, upon which the ranks end themselves wherever they are, and no launcher of this run is alive
-here; and what the user is told names the ranks and their hosts.
+here; and what the user sees names the ranks and their hosts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from runner.config.launch import Launch
 from runner.errors import ConfigError, RunFailed
 from runner.launch import failure, hangs, messages, network
-from runner.launch.failure import DUMP, Done, Failure, Order
+from runner.launch.failure import DUMP, CauseOrder, Done, Failure
 from runner.launch.hangs import Stall
 from runner.launch.interrupts import Interrupts, error_of
 from runner.launch.launchers.commands import Command, Started
-from runner.launch.launchers.connection import Front, silence_of
+from runner.launch.launchers.connection import Front, Task, silence_of
 from runner.launch.local import CAUSE, ECHO
 from runner.launch.logs import read_since
 from runner.launch.messages import STOP, WHERE
@@ -41,21 +41,18 @@ LOOK = 0.2  # between two looks at the launchers
 LOG = "launch.log"
 
 
-@dataclass
 class _Seat:
-    """What is known here of one rank. `report` is its last word, None until it has come."""
+    """What is known here of one rank. `report` is its last word, None until it has come. `lost`: the line broke though
+    nobody ended it, so the host, or the way to it, is down. `wordless`: the rank ended without a word, as one does that
+    is killed."""
 
-    number: int
-    host: str
-    log: Path
-    flight_record: Path
-    log_start: int = 0
-    line: Connection | None = None
-    report: Done | Failure | None = None
-    lost: bool = False
-    """Whether the line broke though nobody ended it: the host, or the way to it, is gone."""
-    wordless: bool = False
-    """Whether the rank ended without a word, as one does that is killed."""
+    def __init__(self, number: int, host: str, run_dir: Path) -> None:
+        self.number, self.host = number, host
+        self.log, self.flight_record = log_of(run_dir, number), flight_record_of(run_dir, number)
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.line: Connection | None = None
+        self.report: Done | Failure | None = None
+        self.lost = self.wordless = False
 
     def listen(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -68,16 +65,16 @@ class _Seat:
             self.wordless = True
             place = failure.dumped_place(self.said())
             what = "ended before it was done (was it killed?)"
-            self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what, place)
+            self.report = Failure(self.number, time.monotonic(), CauseOrder.CAUSE, what, place)
         except OSError as error:
             self.lost = True
             what = f"no longer answers: {error.strerror}"
-            self.report = Failure(self.number, time.monotonic(), Order.CAUSE, what)
+            self.report = Failure(self.number, time.monotonic(), CauseOrder.CAUSE, what)
 
     def send(self, order: str) -> None:
         """Give the rank an order."""
         if self.line is not None:
-            with suppress(OSError):  # it has ended, which `listen` tells
+            with suppress(OSError):  # it has ended, which `listen` reports
                 messages.send(self.line, order)
 
     def said(self) -> str:
@@ -88,32 +85,15 @@ class _Seat:
 class Watch:
     """The seats of a run and the launchers that fill them."""
 
-    def __init__(
-        self,
-        world_size: int,
-        names: Iterable[str],
-        placed: Sequence[str],
-        front: Front,
-        run_dir: Path,
-        launcher: str,
-        timeout: float,
-    ) -> None:
+    def __init__(self, front: Front, task: Task, hosts: Iterable[str]) -> None:
+        run_dir = Path(task.run_dir)
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        logs = [log_of(run_dir, number) for number in range(world_size)]
-        self.names = {network.resolve(name): name for name in names}
-        self.seats = [
-            _Seat(
-                number,
-                placed[number] if placed else "",
-                log,
-                flight_record_of(run_dir, number),
-                log.stat().st_size if log.exists() else 0,
-            )
-            for number, log in enumerate(logs)
-        ]
+        self.names = {network.resolve(name): name for name in hosts}
+        placed = [seat[0] for seat in task.seats] or [""] * task.world_size
+        self.seats = [_Seat(number, host, run_dir) for number, host in enumerate(placed)]
         for seat in self.seats:
             seat.flight_record.unlink(missing_ok=True)
-        self.front, self.launcher, self.timeout = front, launcher, timeout
+        self.front, self.launcher, self.timeout = front, task.launcher, task.timeout
         self.log = run_dir / LOG
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         self.processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
@@ -158,14 +138,14 @@ class Watch:
             failures = [seat.report for seat in self.seats if isinstance(seat.report, Failure)]
             now = time.monotonic()
             if failures:
-                limit = CAUSE if failure.root_cause(failures).order is Order.CAUSE else ECHO
+                limit = CAUSE if failure.root_cause(failures).order is CauseOrder.CAUSE else ECHO
                 if all(seat.wordless for seat in self.seats if isinstance(seat.report, Failure)):
                     limit = silence_of(self.timeout) + CAUSE  # one that loses a host kills the other ranks
                 deadline = min(deadline or now + limit, now + limit)
                 if interrupts.stopping:
-                    raise error_of(interrupts.asked)  # which reached ranks that were not training yet
+                    raise error_of(interrupts.requested)  # which reached ranks that were not training yet
                 if now >= deadline or all(seat.report for seat in self.seats):
-                    self._tell(failures)
+                    self._raise_failed(failures)
             elif all(seat.report for seat in self.seats):
                 return
             elif bad := [(command, process) for command, process in self.processes if process.poll()]:
@@ -173,7 +153,7 @@ class Watch:
                 if now >= ended_at + ECHO:
                     raise self._ended(*bad[0])
             elif stall.found():
-                self._tell_of_a_hang(None)
+                self._raise_hang(None)
             elif now >= patience and (absent := [seat for seat in self.seats if seat.line is None]):
                 raise RunFailed(
                     "MW714",
@@ -213,7 +193,7 @@ class Watch:
         """What launchers have said, for the end of a message."""
         return failure.end_of_log(None, self.log, read_since(self.log, self.log_start))
 
-    def _tell(self, failures: Sequence[Failure]) -> None:
+    def _raise_failed(self, failures: Sequence[Failure]) -> None:
         """Raise what the user is to see of `failures`."""
         cause = failure.root_cause(failures)
         if cause.refusal == "config":
@@ -223,39 +203,39 @@ class Watch:
         count = len(self.seats)
         named = self.seats[cause.rank]
         away = {seat.host for seat in self.seats if seat.lost}
-        if away and (named.lost or named.wordless or cause.order is not Order.CAUSE):
+        if away and (named.lost or named.wordless or cause.order is not CauseOrder.CAUSE):
             gone = [seat for seat in self.seats if seat.host in away and (seat.lost or seat.report is None)]
             raise RunFailed(
                 "MW713",
                 f"{_named(gone, count)} no longer answers: nothing was heard from there for "
-                f"{silence_of(self.timeout):g} s. The host, or the way to it, is gone.",
+                f"{silence_of(self.timeout):g} s. The host, or the way to it, is down.",
                 rank=gone[0].number,
                 hosts=tuple(dict.fromkeys(seat.host for seat in gone)),
             )
-        if cause.order is Order.TIMEOUT:
-            self._tell_of_a_hang(cause)
-        alike = [one.rank for one in failures if one is not cause and one.what == cause.what]
+        if cause.order is CauseOrder.TIMEOUT:
+            self._raise_hang(cause)
+        same = [one.rank for one in failures if one is not cause and one.what == cause.what]
         several = len({seat.host for seat in self.seats}) > 1
-        sentence = failure.message(cause, alike, count)
+        sentence = failure.message(cause, same, count)
         if several:
             sentence = f"on {named.host}, {sentence}"
         raise RunFailed(cause.code, f"{sentence}{failure.end_of_log(cause, named.log, named.said())}", rank=cause.rank)
 
-    def _tell_of_a_hang(self, cause: Failure | None) -> None:
+    def _raise_hang(self, cause: Failure | None) -> None:
         """Raise who keeps whom waiting, by what the ranks have stored where that can be read from here; else return if
         nobody is silent."""
-        at = [hangs.where(seat.flight_record) for seat in self.seats]
+        at = [hangs.read_state(seat.flight_record) for seat in self.seats]
         found = hangs.diagnose(at, self.timeout)
         silent = [seat for seat in self.seats if seat.report is None]
         if found is not None:
             hung = [self.seats[number] for number in found.hung]
-            told = f"{found.told}."
+            sentence = f"{found.text}."
         elif silent:
             hung = silent
             place = f" (rank {cause.rank} in {cause.where})" if cause is not None and cause.where else ""
-            told = (
+            sentence = (
                 f"{_named(silent, len(self.seats))} did not answer: the others waited {self.timeout:g} s in a "
-                f"collective{place}. The host, or the way to it, is gone, or it hangs."
+                f"collective{place}. The host, or the way to it, is down, or it hangs."
             )
         else:
             return
@@ -265,9 +245,9 @@ class Watch:
         for seat in hung:
             here, place = at[seat.number], failure.dumped_place(seat.said())
             on = f" on {seat.host}" if seat.host else ""
-            told += f" Rank {seat.number}{on} was in {'the start' if here is None else here.told}"
-            told += f", {place}." if place else "."
-        raise RunFailed("MW712", told)
+            sentence += f" Rank {seat.number}{on} was in {'the start' if here is None else here.text}"
+            sentence += f", {place}." if place else "."
+        raise RunFailed("MW712", sentence)
 
 
 def _named(seats: Sequence[_Seat], count: int) -> str:
@@ -276,41 +256,30 @@ def _named(seats: Sequence[_Seat], count: int) -> str:
     parts = []
     for host in hosts:
         ranks = [str(seat.number) for seat in seats if seat.host == host]
-        told = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} of {count}"
-        parts.append(f"host {host} ({told})" if host else told)
+        sentence = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} of {count}"
+        parts.append(f"host {host} ({sentence})" if host else sentence)
     return ", ".join(parts)
 
 
-def supervise(
-    started: Started,
-    front: Front,
-    *,
-    world_size: int,
-    names: frozenset[str],
-    placed: Sequence[str],
-    here: frozenset[str],
-    remote: Sequence[str],
-    directory: Path,
-    run_dir: Path,
-    launcher: str,
-    timeout: float,
-    stoppable: bool,
-) -> Any:
+def supervise(started: Started, front: Front, task: Task, launch: Launch, *, stoppable: bool) -> Any:
     """Start the commands, stay with the ranks until the last one is done, return what rank 0 returned.
 
     Args:
-        names: the hosts, as far as the config names them.
-        placed: the host of every rank, where that is not left to the launcher.
-        here: those of them that are this machine.
-        stoppable: the ranks can stop after the step at hand, and return; the first signal tells them to.
-        remote: what runs a shell command elsewhere; nothing: the user does, and is told which.
+        started: what the launcher needs; its files are written.
+        front: where the ranks call.
+        task: what the ranks read about the run.
+        launch: the hosts; commands for others of them go through `launch.remote`, or are printed for the user.
+        stoppable: the ranks can stop after the step at hand, and return; the first signal asks them to.
 
     Raises:
-        RunFailed: a rank or a launcher failed, or a host is gone; the text names it.
+        RunFailed: a rank or a launcher failed, or a host is down; the text names it.
         ConfigError, StrategyError: a rank found that the input is wrong.
         KeyboardInterrupt: SIGINT arrived, or SIGTERM or SIGHUP (Terminated).
     """
-    watch = Watch(world_size, names, placed, front, run_dir, launcher, timeout)
+    hosts = [host.name for host in launch.hosts]
+    here = {name for name in hosts if network.is_here(network.resolve(name))}
+    directory = Path.cwd()
+    watch = Watch(front, task, hosts)
     patience = 0.0
     sys.stdout.flush()
     with Interrupts(watch.stop_ranks if stoppable else None) as interrupts:
@@ -318,8 +287,8 @@ def supervise(
             for command in started.commands:
                 if command.host is None or command.host in here:
                     watch.start(command, command.words, {**os.environ, **command.environment})
-                elif remote:
-                    watch.start(command, [*remote, command.host, command.shell(directory)], os.environ)
+                elif launch.remote:
+                    watch.start(command, [*launch.remote, command.host, command.shell(directory)], os.environ)
                 else:
                     print(f"start on {command.host}: {command.shell(directory)}", flush=True)
             watch.wait(interrupts)

@@ -1,15 +1,15 @@
 """torchrun: an agent per host, which starts the ranks of that host and watches them.
 
-With `launch.rendezvous=static` every agent is told its number; with c10d they find one another at the first host.
+With `launch.rendezvous=static` every agent is given its number; with c10d they find one another at the first host.
 """
 
 from __future__ import annotations
 
 from runner.config.launch import Launch
-from runner.launch.launchers.commands import Command, Place, Started
+from runner.launch.launchers.commands import Command, LaunchSite, Started
 
 
-def torchrun(launch: Launch, place: Place) -> Started:
+def torchrun(launch: Launch, place: LaunchSite) -> Started:
     """One agent per host of `launch.hosts`, or one for this machine."""
     hosts: list[tuple[str | None, int]] = [(host.name, len(host.ranks)) for host in launch.hosts]
     hosts = hosts or [(None, place.world_size)]

@@ -38,6 +38,7 @@ from runner.commands import doctor_checkpoint as examination  # noqa: E402
 from runner.config import load as config  # noqa: E402
 from runner.errors import ConfigError  # noqa: E402
 from runner.run_folder import lineage  # noqa: E402
+from runner.run_folder import metrics as metrics_file  # noqa: E402
 from runner.run_folder.lineage import Lineage  # noqa: E402
 from runner.run_folder.lock import Occupant  # noqa: E402
 from runner.run_folder.plan_file import read_content  # noqa: E402
@@ -178,7 +179,7 @@ class Corruptions:
                 for rank in reversed(range(6)):
                     saver = saving.Saver()
                     mine = replace(content(rank, step), lineage=Lineage("a"))
-                    saver.save(place, step, mine, checkpoints.Wanted(form=form, copies=copies))
+                    saver.save(place, step, mine, checkpoints.SaveOptions(form=form, copies=copies))
                     saver.wait()
             self._of_a_run(run)
         plan_cache.store(self.origin / "cache", "key", self.plan, print)
@@ -304,7 +305,7 @@ class Corruptions:
             lambda: config.read(run / "config.json"),
             lambda: examination.run(run / "plan.json"),
             lambda: jobs.jobs(run),
-            lambda: list(jobs.records(run)),
+            lambda: list(metrics_file.records(run)),
             lambda: (run / "metrics.jsonl").is_file() and _measured(run),
         ):
             try:
@@ -320,7 +321,7 @@ class Corruptions:
 def _measured(run: Path) -> None:
     with Metrics(run, log_every=100, first_step=5, progress=False) as metrics:
         metrics.step(5, loss=0.5, lr=0.1, seconds=1.0, samples=1)
-    steps = [record["step"] for record in jobs.records(run)]
+    steps = [record["step"] for record in metrics_file.records(run)]
     if steps[-1] != 5 or len(set(steps)) != len(steps):
         raise Wrong(f"metrics of steps {steps}")
 

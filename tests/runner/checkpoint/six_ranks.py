@@ -42,7 +42,7 @@ def content(rank, seed=0):
 def save(folder, step, copies=1, seed=0, **wanted):
     for rank in reversed(range(6)):
         saver = saving.Saver()
-        saver.save(folder, step, content(rank, seed), checkpoints.Wanted(copies=copies, **wanted))
+        saver.save(folder, step, content(rank, seed), checkpoints.SaveOptions(copies=copies, **wanted))
         saver.wait()
     return folder / f"step-{step:08d}"
 

@@ -49,14 +49,14 @@ def test_every_step_is_stored_as_it_was(start, plan):
 
 
 def test_copies_have_the_numbers_of_the_moment(monkeypatch):
-    """What changes before the next update is copied at once, the rest until then, and `settle` waits for that."""
+    """What changes before the next update is copied at once, the rest until `wait_for_copies` returns."""
     mine = content(0)
     pieces = {key: found for batch in mine.updates.pieces() for key, found in batch.items()}
     truth = {key: [one.view.clone() for one in found] for key, found in pieces.items()}
     copies = Copies()
     made = copies.begin(pieces, {"model/whole"})
     pieces["model/whole"][0].view.fill_(-1.0)
-    waited = threading.Thread(target=copies.settle)
+    waited = threading.Thread(target=copies.wait_for_copies)
     waited.start()
     waited.join(0.2)
     assert waited.is_alive()

@@ -24,7 +24,7 @@ def saved(place, name, *steps, history=(), **wanted):
         for rank in reversed(range(6)):
             saver = saving.Saver()
             saver.save(
-                place, step, replace(content(rank), lineage=Lineage(name, history)), checkpoints.Wanted(**wanted)
+                place, step, replace(content(rank), lineage=Lineage(name, history)), checkpoints.SaveOptions(**wanted)
             )
             saver.wait()
 

@@ -184,9 +184,9 @@ def test_the_last_ones_are_kept(alone, tmp_path):
     _, content = alone()
     for step in (2, 10, 9):
         checkpoints.save(tmp_path, step, content)
-    checkpoints.save(tmp_path, 11, content, checkpoints.Wanted(keep=2))
+    checkpoints.save(tmp_path, 11, content, checkpoints.SaveOptions(keep=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-    checkpoints.save(tmp_path, 3, content, checkpoints.Wanted(keep=1))
+    checkpoints.save(tmp_path, 3, content, checkpoints.SaveOptions(keep=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000010", "step-00000011"]
 
 

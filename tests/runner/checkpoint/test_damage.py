@@ -106,7 +106,7 @@ def test_the_best_is_kept_beside_the_last(tmp_path):
     for step, metric in ((1, 0.5), (2, 0.2), (3, 0.4), (4, 0.3), (5, None)):
         for rank in reversed(range(6)):
             saver = saving.Saver()
-            saver.save(tmp_path, step, content(rank), checkpoints.Wanted(keep=1, best="min"), metric=metric)
+            saver.save(tmp_path, step, content(rank), checkpoints.SaveOptions(keep=1, best="min"), metric=metric)
             saver.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
 
@@ -139,13 +139,13 @@ def test_what_is_stored_is_what_was_there(tmp_path):
     savers = [saving.Saver() for _ in mine]
     for saver, one in zip(savers[::-1], mine[::-1], strict=True):
         saver.save(tmp_path, 1, one)
-        saver.settle()
+        saver.wait_for_copies()
         for name in SHAPES:
             one.updates.module.get_parameter(name).data.fill_(-5.0)
     for saver in savers:
         saver.wait()
     assert equal(weights(tmp_path / "step-00000001"), truth)
-    assert all(saver.held > 0 for saver in savers[:2])
+    assert all(saver.buffer_bytes > 0 for saver in savers[:2])
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from runner.checkpoint.content import turns
+from runner.checkpoint.content import first_replicas
 from strategies.core.graph import Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
@@ -23,13 +23,13 @@ def of(**shapes):
 
 
 def test_the_largest_come_first():
-    found = turns(of(small=(2, 2), a=(40, 4), b=(40, 4), c=(10, 4)))
+    found = first_replicas(of(small=(2, 2), a=(40, 4), b=(40, 4), c=(10, 4)))
     assert (found["a"], found["b"], found["c"], found["small"]) == (0, 1, 2, 3)
 
 
 def test_replicas_end_up_with_about_as_much():
     shapes = {f"layer{number}": (number + 1, 4) for number in range(40)}
-    found, stored = turns(of(**shapes)), [0] * 8
+    found, stored = first_replicas(of(**shapes)), [0] * 8
     for name, (rows, columns) in shapes.items():
         stored[found[name]] += rows * columns
     assert sum(stored) == sum(rows * 4 for rows, _ in shapes.values())
@@ -37,6 +37,6 @@ def test_replicas_end_up_with_about_as_much():
 
 
 def test_each_group_of_replicas_counts_for_itself():
-    found = turns(of(whole=(9, 4), sliced1=(8, 4), sliced2=(8, 4), sliced3=(2, 4)))
+    found = first_replicas(of(whole=(9, 4), sliced1=(8, 4), sliced2=(8, 4), sliced3=(2, 4)))
     assert found["whole"] == 0
     assert [found[name] for name in ("sliced1", "sliced2", "sliced3")] == [0, 1, 2]

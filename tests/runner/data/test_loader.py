@@ -170,7 +170,7 @@ def test_a_wrong_read_is_refused() -> None:
         def read(self, index: int, slices: tuple[tuple[slice, ...], ...]) -> Any:
             return self[index]
 
-    with pytest.raises(ConfigError, match=r"row 0: read\(\) returns '0' of shape \(4,\) where \(2,\) was asked for"):
+    with pytest.raises(ConfigError, match=r"row 0: read\(\) returns '0' of shape \(4,\) where \(2,\) was requested"):
         LocalBatches(Whole([(torch.ones(4),)] * 2), None, (((0, 2), (0, 2)),)).load([0, 1])
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from runner.errors import ConfigError, RunFailed
 from runner.launch import run_ranks
-from runner.launch.failure import Failure, Order, from_exception, from_exit, message, root_cause
+from runner.launch.failure import CauseOrder, Failure, from_exception, from_exit, message, root_cause
 from strategies.core.errors import StrategyError
 
 HERE = Path(__file__).parents[1]
@@ -325,10 +325,10 @@ def test_two_runs_at_once(parent: Callable[..., subprocess.Popen[str]], tmp_path
 
 
 def test_root_cause() -> None:
-    lost = Failure(0, 1.0, Order.PEER_LOST, "lost")
-    late = Failure(1, 2.0, Order.TIMEOUT, "timeout")
-    cause = Failure(2, 3.0, Order.CAUSE, "cause")
-    later = Failure(3, 4.0, Order.CAUSE, "later")
+    lost = Failure(0, 1.0, CauseOrder.PEER_LOST, "lost")
+    late = Failure(1, 2.0, CauseOrder.TIMEOUT, "timeout")
+    cause = Failure(2, 3.0, CauseOrder.CAUSE, "cause")
+    later = Failure(3, 4.0, CauseOrder.CAUSE, "later")
     assert root_cause([lost, late, later, cause]) is cause
     assert root_cause([lost, late]) is late
     assert message(cause, [3, 5], 8) == "rank 2 of 8 cause (ranks 3, 5 too)."
@@ -337,16 +337,22 @@ def test_root_cause() -> None:
 @pytest.mark.parametrize(
     ("error", "order"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9999"), Order.PEER_LOST),
-        (RuntimeError("Read error [127.0.0.1]:61538: Connection reset by peer"), Order.PEER_LOST),
-        (RuntimeError("NCCL error: remote process exited or there was a network error"), Order.PEER_LOST),
-        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"), Order.TIMEOUT),
-        (RuntimeError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/rank_1"), Order.TIMEOUT),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Order.CAUSE),
-        (ValueError("Connection closed by peer is just my text"), Order.CAUSE),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9999"),
+            CauseOrder.PEER_LOST,
+        ),
+        (RuntimeError("Read error [127.0.0.1]:61538: Connection reset by peer"), CauseOrder.PEER_LOST),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), CauseOrder.PEER_LOST),
+        (
+            RuntimeError("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"),
+            CauseOrder.TIMEOUT,
+        ),
+        (RuntimeError("wait timeout after 30000ms, keys: /default_pg/0//cpu//0/rank_1"), CauseOrder.TIMEOUT),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), CauseOrder.CAUSE),
+        (ValueError("Connection closed by peer is just my text"), CauseOrder.CAUSE),
     ],
 )
-def test_echoes_are_recognised(error: Exception, order: Order) -> None:
+def test_echoes_are_recognised(error: Exception, order: CauseOrder) -> None:
     wrapped = ValueError("a step failed")
     wrapped.__cause__ = error
     assert from_exception(0, error).order is order
@@ -355,5 +361,5 @@ def test_echoes_are_recognised(error: Exception, order: Order) -> None:
 
 def test_a_watchdog_that_aborts_is_an_echo() -> None:
     log = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 600029 milliseconds"
-    assert from_exit(1, -signal.SIGABRT, log).order is Order.TIMEOUT
-    assert from_exit(1, -signal.SIGABRT, "assertion failed").order is Order.CAUSE
+    assert from_exit(1, -signal.SIGABRT, log).order is CauseOrder.TIMEOUT
+    assert from_exit(1, -signal.SIGABRT, "assertion failed").order is CauseOrder.CAUSE

@@ -1,4 +1,4 @@
-"""Faults on purpose happen where they are asked to, once per run folder, and the run goes on after each."""
+"""Injected faults happen where they are asked to, once per run folder, and the run goes on after each."""
 
 import json
 import re

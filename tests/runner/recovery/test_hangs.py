@@ -13,7 +13,7 @@ from small import MODES, SMALL
 
 from runner.errors import RunFailed
 from runner.launch import hangs, run_ranks
-from runner.launch.hangs import GRACE, Stall, diagnose, where
+from runner.launch.hangs import GRACE, Stall, diagnose, read_state
 from strategies.runtime.flight_recorder import GATHER, PLACE, RECEIVE, SEND, SUM, FlightRecorder
 
 WORLD = 4
@@ -37,7 +37,7 @@ def ranks(tmp_path):
 @pytest.fixture
 def told(tmp_path):
     files = [tmp_path / f"{rank}.where" for rank in range(WORLD)]
-    return lambda timeout=5.0, halted=(): diagnose([where(file) for file in files], timeout, halted)
+    return lambda timeout=5.0, halted=(): diagnose([read_state(file) for file in files], timeout, halted)
 
 
 def join(rank, group, kind=SUM, text=None):
@@ -62,7 +62,7 @@ def test_ranks_that_never_joined(ranks, told):
         ranks[number].explain({"mlp.down": "mlp.down (linear, llama.py:88)", "never called": "elsewhere"})
     found = told()
     assert found.hung == (1, 2)
-    assert found.told == (
+    assert found.text == (
         "ranks 1, 2 of 4 never joined all_gather #2 over (dp, tp) of operator mlp.down (linear, llama.py:88), in which "
         "ranks 0, 3 waited 5 s"
     )
@@ -73,7 +73,7 @@ def test_the_one_who_keeps_all_waiting_is_found_behind_the_others(ranks, told):
     join(ranks[1], "dp", text="the loss")
     found = told()
     assert found.hung == (3,)
-    assert found.told == "rank 3 of 4 never joined all_reduce #1 over (dp) of the loss, in which rank 1 waited 5 s"
+    assert found.text == "rank 3 of 4 never joined all_reduce #1 over (dp) of the loss, in which rank 1 waited 5 s"
 
 
 def test_ranks_that_wait_for_each_other(ranks, told):
@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_each_other(ranks, told):
     join(ranks[3], "world", GATHER, "second")
     found = told()
     assert found.hung == ()
-    assert found.told == (
+    assert found.text == (
         "ranks 0, 1 wait for each other: rank 0 in all_reduce #1 over (tp) of first, "
         "rank 1 in all_gather #1 over (dp, tp) of second"
     )
@@ -94,7 +94,7 @@ def test_one_who_came_to_a_halt_inside_of_a_call_that_all_had_joined(ranks, told
     ranks[0].leave()
     join(ranks[1], "tp")
     join(ranks[0], "tp")
-    assert told().told.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
+    assert told().text.startswith("rank 1 of 4 never joined all_reduce #2 over (tp), in which rank 0 waited")
 
 
 def test_one_who_halted_in_a_call_that_all_have_joined(ranks, told):
@@ -106,14 +106,14 @@ def test_one_who_halted_in_a_call_that_all_have_joined(ranks, told):
     assert told().hung == (0, 1)
     found = told(halted=[1])
     assert found.hung == (1,)
-    assert found.told == "rank 1 of 4 came to a halt in all_gather #1 over (tp) of weight, in which rank 0 waited 5 s"
+    assert found.text == "rank 1 of 4 came to a halt in all_gather #1 over (tp) of weight, in which rank 0 waited 5 s"
 
 
 def test_one_who_halted_in_a_call_of_all(ranks, told):
     for rank in ranks:
         join(rank, "world")
     assert told() is None
-    assert told(halted=[2]).told == (
+    assert told(halted=[2]).text == (
         "rank 2 of 4 came to a halt in all_reduce #1 over (dp, tp), in which ranks 0, 1, 3 waited 5 s"
     )
 
@@ -121,7 +121,7 @@ def test_one_who_halted_in_a_call_of_all(ranks, told):
 def test_ranks_that_make_different_calls(ranks, told):
     join(ranks[0], "tp", SUM, "first")
     join(ranks[1], "tp", GATHER, "second")
-    assert told().told == (
+    assert told().text == (
         "ranks 0, 1 disagree: rank 0 in all_reduce #1 over (tp) of first, rank 1 in all_gather #1 over (tp) of second"
     )
 
@@ -143,7 +143,7 @@ def test_one_that_is_behind_where_nobody_is_seen_to_wait(ranks, told):
             join(rank, "world")
             rank.leave()
     assert told(8.0).hung == (2,)
-    assert told(8.0).told == (
+    assert told(8.0).text == (
         "rank 2 of 4 never joined call #3 over (dp, tp), which ranks 0, 1, 3 made; nothing has moved on for 8 s"
     )
 
@@ -154,7 +154,7 @@ def test_calls_that_were_begun_earlier(ranks, told):
         join(ranks[0], "tp")
         ranks[0].leave()
     ranks[0].again("tp", SUM, 1)
-    assert told().told.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
+    assert told().text.startswith("rank 1 of 4 never joined all_reduce #1 over (tp)")
 
 
 def test_groups_of_the_same_ranks_are_told_apart(ranks, told):
@@ -162,7 +162,7 @@ def test_groups_of_the_same_ranks_are_told_apart(ranks, told):
         rank.know("tp, again", [0, 1], "tp")
     join(ranks[0], "tp")
     join(ranks[1], "tp, again")
-    assert told().told.startswith("ranks 0, 1 wait for each other")
+    assert told().text.startswith("ranks 0, 1 wait for each other")
 
 
 def test_a_stall_is_noticed(ranks, tmp_path, monkeypatch):
@@ -195,10 +195,10 @@ def test_every_byte_is_read_by_others(tmp_path):
     one.know("after", [0, 1], "y")
     join(one, "after", GATHER, "op")
     one.begin(7)
-    at = where(tmp_path / "0.where")
-    assert (at.step, at.wait.told, at.wait.group.ranks) == (7, "all_gather #1 over (y) of op", (0, 1))
+    at = read_state(tmp_path / "0.where")
+    assert (at.step, at.wait.text, at.wait.group.ranks) == (7, "all_gather #1 over (y) of op", (0, 1))
     assert {group.ranks: count for group, count in at.joined.items()} == {(0, 2): 0, (0, 1): 1}
-    assert where(tmp_path / "1.where") is None
+    assert read_state(tmp_path / "1.where") is None
 
 
 HANGING = (*SMALL, *MODES["semi_auto"], "launch.timeout=3")

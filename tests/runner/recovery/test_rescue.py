@@ -88,7 +88,7 @@ def test_weights_in_change_are_not_left(start, undisturbed, capfd):
 
 def test_what_a_killed_run_left_is_found_by_hand(start, undisturbed, capfd):
     expected = undisturbed(*PLAIN)
-    with pytest.raises(Exception, match="a fault on purpose"):
+    with pytest.raises(Exception, match="an injected fault"):
         start(*PLAIN, "launch.rescue=true", faults("{kind: raise, rank: 3, step: 3, phase: data}"))
     capfd.readouterr()
     ended = start(*PLAIN, "train.resume=auto")

@@ -24,8 +24,8 @@ from runner.launch.stopping import EXIT_CODE, Stopping
 @pytest.mark.parametrize("coupled", [True, False])
 def test_simulated_ranks_agree_on_the_last_step(monkeypatch, coupled):
     """Ranks that wait for one another at every step, and ranks that run free, however far apart."""
-    asked, store, world = threading.Event(), dist.HashStore(), 5
-    monkeypatch.setattr(stopping, "_asked", asked)
+    requested, store, world = threading.Event(), dist.HashStore(), 5
+    monkeypatch.setattr(stopping, "_requested", requested)
     meeting, lasts = threading.Barrier(world), {}
 
     def train(rank):
@@ -43,18 +43,18 @@ def test_simulated_ranks_agree_on_the_last_step(monkeypatch, coupled):
     for thread in threads:
         thread.start()
     time.sleep(0.3)
-    asked.set()
+    requested.set()
     for thread in threads:
         thread.join(10)
     assert lasts == dict.fromkeys(range(world), lasts.get(0)) and 3 < lasts[0] < 10_000
 
 
-def test_one_that_is_asked_tells_the_others(monkeypatch):
+def test_one_request_reaches_the_others(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(stopping, "_asked", threading.Event())
+    monkeypatch.setattr(stopping, "_requested", threading.Event())
     found = [Stopping(rank, 2, store, done=3, poll=0.01) for rank in range(2)]
     assert all(one.begin(4) for one in found)
-    store.set(stopping.ASKED, "")  # as a rank on another host does
+    store.set(stopping.REQUESTED, "")  # as a rank on another host does
     until = time.monotonic() + 5
     while any(one._decided.is_set() is False for one in found):
         assert time.monotonic() < until
@@ -90,8 +90,8 @@ def test_it_stops_between_two_steps_and_goes_on(tmp_path, start, to_a_rank):
     process = begun(folder)
     try:
         wait_for_steps(process, folder, 20)
-        asked = rank_of(process, folder, 2) if to_a_rank else process.pid
-        os.kill(asked, signal.SIGTERM)
+        requested = rank_of(process, folder, 2) if to_a_rank else process.pid
+        os.kill(requested, signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     finally:
         process.kill()

@@ -13,7 +13,7 @@ from small import ALONE, MODES, SMALL
 from runner import launch
 from runner.errors import RunFailed
 from runner.launch import forks, hangs, liveness
-from runner.launch.hangs import GRACE, Stall, diagnose, where
+from runner.launch.hangs import GRACE, Stall, diagnose, read_state
 from runner.launch.liveness import Signs
 from strategies.runtime.flight_recorder import SAVES, SAVING, FlightRecorder
 
@@ -232,12 +232,12 @@ def test_a_stall_is_no_slowness(tmp_path):
     shown[1].still, shown[1].silent = False, True
     time.sleep(0.2)
     assert stall.found()
-    at = [where(file) for file in files]
+    at = [read_state(file) for file in files]
     assert diagnose(at, 5.0).hung == (0,)  # both have written their parts, which rank 0 puts together
     ranks[0].cells[SAVES] += 2
     ranks[1].cells[SAVES] += 1
-    at = [where(file) for file in files]
-    assert diagnose(at, 5.0).told == "rank 1 of 2 hung in saving, and nothing was written for 5 s"
+    at = [read_state(file) for file in files]
+    assert diagnose(at, 5.0).text == "rank 1 of 2 hung in saving, and nothing was written for 5 s"
     assert diagnose(at, 5.0, [0]).hung == (0,)
 
 

@@ -51,13 +51,13 @@ class Troubled(Points):
 def slow_files():
     """Every block takes its time, and there are many of them."""
     writing.BLOCK = 400
-    plain = writing.here.advance
+    plain = writing.recorder.advance
 
     def advance(count=1):
         time.sleep(0.08)
         plain(count)
 
-    writing.here.advance = advance
+    writing.recorder.advance = advance
 
 
 def fill():

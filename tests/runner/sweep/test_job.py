@@ -3,7 +3,8 @@
 import pytest
 
 from runner.run_folder import CONFIG_FILE
-from runner.sweep.job import Job, folder_of, jobs, read, records
+from runner.run_folder.metrics import records
+from runner.sweep.job import Job, folder_of, jobs, read
 
 DONE = Job(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)
 

@@ -160,7 +160,7 @@ def test_a_console_that_goes_away() -> None:
     print("unseen", file=echo)
     print("later", file=echo)
     assert (
-        log.getvalue() == "seen\nunseen\nThe console is gone (Broken pipe); output goes on in this log only.\nlater\n"
+        log.getvalue() == "seen\nunseen\nThe console is closed (Broken pipe); output goes on in this log only.\nlater\n"
     )
     with pytest.raises(BrokenPipeError):
         console.close()

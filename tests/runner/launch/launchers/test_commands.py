@@ -14,7 +14,7 @@ import conf
 from runner.config.hosts import from_files
 from runner.config.launch import Launch
 from runner.errors import ConfigError
-from runner.launch.launchers.commands import Command, Place, exported
+from runner.launch.launchers.commands import Command, LaunchSite, exported
 from runner.launch.launchers.deepspeed import deepspeed
 from runner.launch.launchers.join import VARIABLES, Identity, identity
 from runner.launch.launchers.mpirun import mpirun
@@ -22,7 +22,9 @@ from runner.launch.launchers.rank_table import rank_table
 from runner.launch.launchers.slurm import slurm
 from runner.launch.launchers.torchrun import torchrun
 
-PLACE = Place(Path("/runs/a/join"), 4, "10.0.0.1", 29500, "python", Path("/home/me"), {"PYTHONPATH": "a b"}, ("+x=1",))
+PLACE = LaunchSite(
+    Path("/runs/a/join"), 4, "10.0.0.1", 29500, "python", Path("/home/me"), {"PYTHONPATH": "a b"}, ("+x=1",)
+)
 DEFAULTS = OmegaConf.to_container(OmegaConf.load(Path(conf.__path__[0]) / "launch" / "local.yaml"))
 
 

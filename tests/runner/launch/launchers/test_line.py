@@ -17,7 +17,7 @@ import pytest
 
 from runner.errors import ConfigError
 from runner.launch import messages, network, run_ranks
-from runner.launch.failure import Done, Failure, Order
+from runner.launch.failure import CauseOrder, Done, Failure
 from runner.launch.launchers.connection import GREETING, Front, Hello, Task, call, new_secret, own_address, silence_of
 
 SECRET = b"s" * 32
@@ -172,7 +172,7 @@ def test_nothing_that_arrives_is_unpickled(front: Front, tmp_path: Path) -> None
     for told in (["rank"], {"rank": "no", "host": "a", "address": "a"}, {"rank": 0}, None):
         with pytest.raises(OSError, match="no greeting"):
             Hello.read(told)
-    failed = Failure(3, 1.5, Order.TIMEOUT, "failed", "here", None, "text")
+    failed = Failure(3, 1.5, CauseOrder.TIMEOUT, "failed", "here", None, "text")
     for outcome in (failed, Done(b"\n{}"), Done(None)):
         messages.report(far, outcome)
         assert messages.reported(near) == outcome

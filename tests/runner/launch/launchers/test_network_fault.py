@@ -1,4 +1,4 @@
-"""A fault on purpose takes the network of one host down, and the run goes on without it."""
+"""An injected fault takes the network of one host down, and the run goes on without it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from runner import checkpoint as checkpoints
-from runner.checkpoint.conversion import deepspeed_files
 from runner.commands.convert import run
+from runner.conversion import deepspeed_files
 from runner.errors import ConfigError
 from runner.launch import run_ranks
 
@@ -20,7 +20,7 @@ def test_blocks_of_a_parameter_in_runs():
         torch.cat([torch.full((3,), -1.0), whole.reshape(-1)[:23]]),
         torch.cat([whole.reshape(-1)[23:], torch.ones(2)]),
     )
-    runs = (deepspeed_files.Run(flat[0], 3, 23), deepspeed_files.Run(flat[1], 0, 37))
+    runs = (deepspeed_files.FlatRun(flat[0], 3, 23), deepspeed_files.FlatRun(flat[1], 0, 37))
     held = deepspeed_files.DeepSpeed({"x": deepspeed_files.Flat((3, 4, 5), runs)})
     for block in [
         ((0, 3), (0, 4), (0, 5)),

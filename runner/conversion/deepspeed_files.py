@@ -1,6 +1,6 @@
 """The weights in what DeepSpeed's engine saves: `mp_rank_*_model_states.pt` and `*zero_pp_rank_*_optim_states.pt`.
 
-Under ZeRO the fp32 weights lie in flat partitions, one per rank: at stages 1 and 2 the parameters of a group one after
+Under ZeRO the fp32 weights are in flat partitions, one per rank: at stages 1 and 2 the parameters of a group one after
 the other, cut into equal parts for the ranks; at stage 3 every parameter cut for itself, each rank's parts one after
 the other (the arithmetic is that of deepspeed/utils/zero_to_fp32.py). Invariant: files are mapped and read with
 weights_only; of what DeepSpeed pickles beside tensors, inert stand-ins are made, so no code of a file is run.
@@ -46,7 +46,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """`count` elements of a parameter, counted row by row, from `first` of a flat tensor on."""
 
     flat: Tensor
@@ -59,7 +59,7 @@ class Flat:
     """A parameter in runs of elements, in their order."""
 
     shape: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[FlatRun, ...]
 
     def elements(self, first: int, count: int) -> Tensor:
         """`count` elements from `first` on."""
@@ -86,16 +86,16 @@ class DeepSpeed:
         one = self._weights[key.removeprefix(MODEL)]
         block = tuple((0, size) for size in one.shape) if block is None else block
         sizes = [stop - start for start, stop in block]
-        whole = len(block)  # the dims from here on are whole, so their elements are contiguous
-        while whole and block[whole - 1] == (0, one.shape[whole - 1]):
-            whole -= 1
-        whole = max(whole - 1, 0)
+        inner = len(block)  # the dims from here on are complete, so their elements are contiguous
+        while inner and block[inner - 1] == (0, one.shape[inner - 1]):
+            inner -= 1
+        inner = max(inner - 1, 0)
         strides = [math.prod(one.shape[dim + 1 :]) for dim in range(len(block))]
-        count = math.prod(sizes[whole:])
+        count = math.prod(sizes[inner:])
         parts = []
-        for outer in product(*(range(*bounds) for bounds in block[:whole])):
-            inner = block[whole][0] * strides[whole] if block else 0
-            first = sum(at * stride for at, stride in zip(outer, strides, strict=False)) + inner
+        for outer in product(*(range(*bounds) for bounds in block[:inner])):
+            offset = block[inner][0] * strides[inner] if block else 0
+            first = sum(at * stride for at, stride in zip(outer, strides, strict=False)) + offset
             parts.append(one.elements(first, count))
         return torch.cat(parts).reshape(sizes).clone() if parts else torch.empty(sizes, dtype=one.runs[0].flat.dtype)
 
@@ -181,31 +181,35 @@ def _of_stage_3(
             at += -(-math.prod(shape) // world)
 
 
-def _divided(shape: tuple[int, ...], held: Sequence[Sequence[Tensor]], at: int) -> Flat:
+def _divided(shape: tuple[int, ...], parts_by_rank: Sequence[Sequence[Tensor]], at: int) -> Flat:
     """The parameter of which each rank holds a part from element `at` of its flat tensors on."""
     size = math.prod(shape)
-    share = -(-size // len(held))
-    runs = [run for rank, parts in enumerate(held) for run in _runs(parts, at, max(0, min(share, size - rank * share)))]
-    return _flat(shape, runs, held[0][0])
+    share = -(-size // len(parts_by_rank))
+    runs = [
+        run
+        for rank, parts in enumerate(parts_by_rank)
+        for run in _runs(parts, at, max(0, min(share, size - rank * share)))
+    ]
+    return _flat(shape, runs, parts_by_rank[0][0])
 
 
-def _flat(shape: Sequence[int], runs: Sequence[Run], like: Tensor) -> Flat:
+def _flat(shape: Sequence[int], runs: Sequence[FlatRun], like: Tensor) -> Flat:
     """A parameter; one without elements still has the dtype of `like`."""
-    return Flat(tuple(shape), tuple(runs) or (Run(like, 0, 0),))
+    return Flat(tuple(shape), tuple(runs) or (FlatRun(like, 0, 0),))
 
 
-def _runs(parts: Sequence[Tensor], first: int, count: int) -> Iterator[Run]:
+def _runs(parts: Sequence[Tensor], first: int, count: int) -> Iterator[FlatRun]:
     """`count` elements from `first` on of flat tensors that follow each other."""
     at = 0
     for part in parts:
         start, stop = max(first, at), min(first + count, at + part.numel())
         if start < stop:
-            yield Run(part, start - at, stop - start)
+            yield FlatRun(part, start - at, stop - start)
         at += part.numel()
 
 
 def _alone(tensor: Tensor) -> Flat:
-    return Flat(tuple(tensor.shape), (Run(tensor.reshape(-1), 0, tensor.numel()),))
+    return Flat(tuple(tensor.shape), (FlatRun(tensor.reshape(-1), 0, tensor.numel()),))
 
 
 def _left(module: Mapping[str, Tensor], found: Mapping[str, Flat]) -> Iterator[tuple[str, Flat]]:

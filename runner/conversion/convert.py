@@ -1,0 +1,231 @@
+"""A checkpoint in another form or for another plan: read from a source of tensors (`opened`), assigned to ranks
+(`cut_of`), written merged or sharded (`write`).
+
+Invariants: opening a source reads headers alone, and a block costs memory of its size; the blocks of all ranks together
+are every element once; what is written is a checkpoint as a run would have saved it, and appears at a single moment.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.build import huggingface
+from runner.checkpoint import Checkpoint, check_file, folder, is_one, locate, merged, read, verify, writing
+from runner.checkpoint.committing import MERGED, SHARDED
+from runner.checkpoint.content import name_of
+from runner.checkpoint.folder import HEADER, INDEX
+from runner.checkpoint.index import Entry, Index, joined, place, to_json
+from runner.checkpoint.manifest import Header, Stamp, read_header, to_text
+from runner.checkpoint.merged import DESCRIPTION, STATES
+from runner.checkpoint.reading import TensorSource
+from runner.config.schema import Model
+from runner.conversion import deepspeed_files
+from runner.errors import ConfigError
+from runner.run_folder.plan_file import read_content
+from strategies.capture.shapes import shapes_only
+from strategies.core.errors import StrategyError
+from strategies.core.layout import Block, Layout
+from strategies.core.plan import Plan
+from strategies.runtime.shards import MODEL
+from strategies.runtime.tensor_files import Reader, StoredTensor, index
+
+MOST_RANKS = 2**20
+
+
+@dataclass(frozen=True)
+class Files:
+    """Whole tensors in files, by name; all of them are weights."""
+
+    stored: Mapping[str, StoredTensor]
+
+    @cached_property
+    def tensors(self) -> dict[str, Entry]:
+        return {MODEL + name: Entry(one.shape, one.dtype, ()) for name, one in self.stored.items()}
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader()
+
+    def read(self, key: str, block: Block | None = None) -> Tensor:
+        one = self.stored[key.removeprefix(MODEL)]
+        return self._reader.block(one, tuple((0, size) for size in one.shape) if block is None else block)
+
+
+def opened(path: Path) -> tuple[TensorSource, str]:
+    """What `path` holds, and what that is in a few words. The checksums of a checkpoint are looked at.
+
+    Raises ConfigError for what is none of these, or damaged.
+    """
+    found = _checkpoint(path)
+    if found is not None:
+        return found, f"the {found.header.form} checkpoint {found.path}"
+    if (folder := deepspeed_files.folder_of(path)) is not None:
+        taken = deepspeed_files.read(folder)
+        return taken, f"the DeepSpeed checkpoint {folder} (its weights; optimizer states are left out)"
+    try:
+        files = index(path)
+        for file in {one.file for one in files.values()}:
+            check_file(Path(file))
+        return Files(files), f"the weights in {path}"
+    except StrategyError as error:
+        raise ConfigError("MW604", f"convert: {error} A checkpoint, or what DeepSpeed saves, would do too.") from error
+
+
+def _checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint, or newest of a run, that a path means."""
+    if not path.is_dir() or not is_one(path):
+        return None
+    place = locate(path, "convert")
+    verify(place)
+    return read(place)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`plan` on each of `groups` groups of ranks, `group` being the group of a tensor in a pipeline (0 if not said)."""
+
+    plan: Plan
+    groups: int
+    group: Mapping[str, int]
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.mesh.size * self.groups
+
+    def blocks(self, rank: int, tensors: Mapping[str, Entry]) -> Iterator[tuple[str, Block]]:
+        """What `rank` stores: the block of each tensor, by key."""
+        mesh = self.plan.mesh
+        group, local = divmod(rank, mesh.size)
+        for number, (key, entry) in enumerate(tensors.items()):
+            name = name_of(key)
+            if self.group.get(name, 0) % self.groups != group or 0 in entry.shape:
+                continue
+            layout = self.plan.tensors.get(name)
+            if layout is None or len(layout.dims) != len(entry.shape):  # a state that has not its parameter's shape
+                layout = Layout.replicated(len(entry.shape))
+            replicas = layout.replica_axes(mesh)
+            block = layout.block(entry.shape, mesh, local)
+            turn = mesh.index(local, replicas) == number % mesh.product(replicas)
+            if turn and all(start < stop for start, stop in block):
+                yield key, block
+
+
+def cut_of(path: Path, tensors: Mapping[str, Entry]) -> Cut:
+    """How the plan in `path` (a plan.json, a run folder or a checkpoint) cuts `tensors`.
+
+    Raises ConfigError for what holds no plan, and for the plan of another model.
+    """
+    content: Any = read_header(path).plan if (path / HEADER).is_file() else read_content(path)
+    where = f"plan={path}"
+    try:
+        plan = Plan.from_json(content)
+        parameters: Mapping[str, Any] = content.get("parameters", {})
+        groups = int(content["pipeline"]["stages"]) if content.get("pipeline") else 1
+        group = {name: int(entry["stages"][0]) for name, entry in parameters.items() if "stages" in entry}
+        shapes = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
+        axes = {axis for layout in plan.tensors.values() for dim in layout.dims for axis in dim}
+        if groups < 1 or plan.mesh.size * groups > MOST_RANKS or not axes <= set(plan.mesh.names):
+            raise ValueError(f"{groups} stages on the mesh {dict(plan.mesh.axes)}")
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError("MW420", f"{where} is not a plan.json ({type(error).__name__}: {error}).") from None
+    for key, entry in tensors.items():
+        name = name_of(key)
+        if name not in plan.tensors:
+            raise ConfigError("MW612", f"{where} says nothing of {name}, so it belongs to another model; plan anew.")
+        if key == f"model/{name}" and shapes.get(name, entry.shape) != entry.shape:
+            raise ConfigError(
+                "MW612",
+                f"{where} has {name} with shape {list(shapes[name])}, but it is stored with {list(entry.shape)}; plan "
+                "anew for this model.",
+            )
+    return Cut(plan, groups, group)
+
+
+def write(source: TensorSource, target: Path, cut: Cut | None) -> None:
+    """Write all that `source` holds as the checkpoint `target`, merged, or as `cut` says. Raises OSError (a full
+    disk); then nothing is left. Raises ConfigError where `target` has the name of another step."""
+    header = source.header if isinstance(source, Checkpoint) else Header(0, (0, 0), SHARDED, 1, {}, {}, "", {}, ())
+    if folder.NAME.fullmatch(target.name) and folder.number(target) != header.step:
+        raise ConfigError(
+            "MW605",
+            f"convert: {target} is the name of another checkpoint than one of step {header.step}; call it "
+            f"{folder.target(target.parent, header.step).name}, or anything that is not step-NUMBER.",
+        )
+    hidden = folder.hidden(target)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        if cut is None:
+            description, published = described(header.config)
+            files, index = merged.write(source, hidden, _outside(source, published), description)
+        else:
+            files, index = _sharded(source, hidden, cut)
+        if isinstance(source, Checkpoint):
+            files |= _copied(source, hidden, without=files)
+            plain = tuple(tuple(name for name in names if name in files) for names in header.plain)
+            header = replace(header, plain=plain)
+        files[INDEX] = writing.write_bytes(hidden / INDEX, json.dumps([to_json(index)]).encode())
+        form = MERGED if cut is None else SHARDED
+        folder.write_text(hidden / HEADER, to_text(replace(header, form=form, files=files)))
+        folder.sync(hidden)
+        folder.put(hidden, target)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _outside(source: TensorSource, published: frozenset[str] | None) -> frozenset[str]:
+    """Keys of the model that its state dict, which holds `published`, leaves out; where that is not known, those that
+    the merged form of a checkpoint stores apart."""
+    if published is not None:
+        return merged.unpublished(source, published)
+    apart = (key for key, entry in source.tensors.items() if any(part.file == STATES for part in entry.parts))
+    return frozenset(key for key in apart if key.startswith(MODEL))
+
+
+def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, Stamp], dict[str, Entry]]:
+    files: dict[str, Stamp] = {}
+    indices: list[Index] = []
+    for rank in range(cut.ranks):
+        name = f"rank-{rank:05d}.safetensors"
+        blocks = [
+            merged.block_of(source, key, place(key, block), block) for key, block in cut.blocks(rank, source.tensors)
+        ]
+        if blocks:
+            files[name], index = writing.write(target / name, blocks)
+            indices.append(index)
+    return files, joined(indices)
+
+
+def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> dict[str, Stamp]:
+    """The small files beside the tensors: what is no tensor, and the model's own config. Nothing else that the header
+    names is carried along."""
+    ranks = (f"rank-{rank:05d}.pt" for rank in range(source.header.world_size))
+    wanted = [name for name in (*ranks, DESCRIPTION) if name in source.header.files]
+    there = [name for name in wanted if name not in without and name not in source.lost]
+    return {name: writing.write_bytes(target / name, (source.path / name).read_bytes()) for name in there}
+
+
+def described(config: Mapping[str, Any]) -> tuple[str | None, frozenset[str] | None]:
+    """What transformers wants beside merged weights, for a model of that library: its config.json, and the names in its
+    state dict, without buffers that it makes itself; None for what is not known.
+
+    Both follow from the config of the run that saved. To import anything else that a file names would be to run code
+    because of it. The model is built from shapes alone.
+    """
+    model = config.get("model", {})
+    if not str(model.get("target", "")).startswith(f"{huggingface.LIBRARY}."):
+        return None, None
+    try:
+        with shapes_only():
+            module = huggingface.build(Model(**model | {"weights": None, "rename": ()}))
+    except ConfigError:  # the library is not installed, or is another; the weights are the same without it
+        return None, None
+    return huggingface.described(module), frozenset(module.state_dict())
