@@ -29,15 +29,6 @@ def _joined(operator: Operator, specs: Sequence[TensorSpec], new: int, kept: Seq
     return sharding([own] * len(specs), [dims], specs, operator.results, uneven=named_dims(dims))
 
 
-@rule("cat", "concat", "concatenate")
-def cat(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Tensors joined along a dim that they have."""
-    rank = len(operator.results[0].shape)
-    if any(len(spec.shape) != rank for spec in specs):
-        return None  # torch lets empty one-dimensional tensors through
-    return _joined(operator, specs, dim_of(operator, rank))
-
-
 @rule("stack")
 def stack(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """Tensors joined along a new dim."""

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
+from strategies.rules.notation import notation
 from strategies.rules.registry import rule
-from strategies.rules.sharding import Dims, Local, Sharding, notation, sharding
+from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
 def _convolution(operator: Operator, local: Local) -> Ref:
@@ -51,8 +52,8 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 
 @rule("conv_tbc")
-def time_first(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+def time_first(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """x [t, n, i], weight [k, i, o], bias [o] -> [t, n, o]."""
     flops = 2.0 * operator.results[0].elements * specs[1].elements / specs[1].shape[2]
-    line = "!t n i, !k i o, o -> !t n o"
-    return notation(line, specs, operator.results, local=_convolution, flops=flops, uneven=("n", "o"))
+    line = "!t n i, !k i o, +o -> !t n o"
+    return notation(line, operator, specs, padded=True, local=_convolution, flops=flops)

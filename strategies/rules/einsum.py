@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.matmul import first_slice_only, matmul
+from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.registry import rule
-from strategies.rules.sharding import Dims, Local, LocalProgram, Sharding, sharding
+from strategies.rules.sharding import Dims, LocalProgram, Sharding, sharding
 
 
 def contraction(
@@ -96,33 +95,6 @@ def tensordot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     return contraction([left, right], output, specs, operator)
 
 
-@rule("inner")
-def inner(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x [..., k], y [..., k] -> x's leading dims, then y's; a scalar operand multiplies."""
-    if not specs[0].shape or not specs[1].shape:
-        return None
-    left, right = ([f"{side}{i}" for i in range(len(spec.shape) - 1)] for side, spec in zip("xy", specs, strict=True))
-    return contraction([[*left, "k"], [*right, "k"]], [*left, *right], specs, operator)
-
-
-@rule("vdot")
-def vdot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [k], y [k] -> []."""
-    return contraction([["k"], ["k"]], [], specs, operator)
-
-
-@rule("linalg_matmul")
-def linalg_matmul(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """matmul by its second name."""
-    return matmul(operator, specs)
-
-
-@rule("ger")
-def ger(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [m], y [n] -> [m, n]."""
-    return contraction([["m"], ["n"]], ["m", "n"], specs, operator)
-
-
 @rule("chain_matmul", "linalg_multi_dot")
 def chain(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """A product of matrices; the first and the last may be vectors."""
@@ -131,39 +103,6 @@ def chain(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     inputs[-1] = inputs[-1][: len(specs[-1].shape)]
     first, last = (inputs[0][0] if len(inputs[0]) == 2 else ""), (inputs[-1][-1] if len(inputs[-1]) == 2 else "")
     return contraction(inputs, [index for index in (first, last) if index], specs, operator)
-
-
-def _first_bias(position: int, *sums: str) -> LocalProgram:
-    """The operator itself, with the bias at `position` of the arguments added by the first slice of `sums` alone."""
-
-    def program(operator: Operator, local: Local) -> Ref:
-        args = list(local.args)
-        if len(args) > position and args[position] is not None and local.slices(*sums) > 1:
-            args[position] = local.call(f"local.{first_slice_only.__name__}", args[position], local.position(sums))
-        return local.call(operator.target, *args, **local.kwargs)
-
-    return program
-
-
-@rule("bilinear")
-def bilinear(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [..., i], y [..., j], weight [o, i, j], bias [o] -> [..., o]."""
-    lead = [f"b{i}" for i in range(len(specs[0].shape) - 1)]
-    inputs = [[*lead, "i"], [*lead, "j"], ["o", "i", "j"], ["o"]][: len(specs)]
-    return contraction(inputs, [*lead, "o"], specs, operator, local=_first_bias(3, "i", "j"))
-
-
-ADDED = {"addbmm": ("bmk", "bkn", "mn"), "addmv": ("mk", "k", "m"), "addr": ("m", "n", "mn")}
-"""Indices of the two factors, and of the result, of products that are added to their first operand."""
-
-
-@rule(*ADDED)
-def added(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """beta * bias + alpha * product, with the bias broadcast to the result."""
-    x, y, output = ADDED[operator.op]
-    bias = output[len(output) - len(specs[0].shape) :]
-    sums = sorted((set(x) | set(y)) - set(output))
-    return contraction([bias, x, y], output, specs, operator, local=_first_bias(0, *sums))
 
 
 @rule("kron")

@@ -15,7 +15,7 @@ from torch import Tensor
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.index_checks import check_inside
-from strategies.rules.pointwise import broadcast_dims
+from strategies.rules.notation import broadcast_dims
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -190,24 +190,3 @@ def take_along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding 
     ]
     own[0] = tuple(None if i == dim else name for i, name in enumerate(own[0]))
     return sharding(own, [result], specs, operator.results)
-
-
-@rule("take")
-def take(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x (whole, flattened), index [...] -> [...]."""
-    index = tuple(f"i{i}" for i in range(len(specs[1].shape)))
-    return sharding([(None,) * len(specs[0].shape), index], [index], specs, operator.results)
-
-
-@rule("bucketize", "isin", "searchsorted")
-def sought(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Every element is looked up by itself in a whole vector: of boundaries, of values, or of a sorted sequence."""
-    if len(specs) != 2:
-        return None  # a scalar that is looked up, or the order in which a sequence is sorted
-    first = 1 if operator.op == "searchsorted" else 0
-    elements, among = specs[first], specs[1 - first]
-    if operator.op != "isin" and len(among.shape) != 1:
-        return None  # a sequence per row
-    dims = tuple(f"d{i}" for i in range(len(elements.shape)))
-    operands: list[Dims] = [dims, (None,) * len(among.shape)]
-    return sharding(operands if first == 0 else operands[::-1], [dims], specs, operator.results, uneven=dims)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strategies.core.graph import Operator, Ref, TensorSpec
-from strategies.rules.pointwise import broadcast_dims
+from strategies.rules.notation import broadcast_dims
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 

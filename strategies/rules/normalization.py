@@ -8,24 +8,12 @@ from collections.abc import Sequence
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
-from strategies.rules.pointwise import broadcast_dims
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
 def _factors(dims: Dims) -> tuple[str, ...]:
     return tuple(name for name in dims if name is not None)
-
-
-@rule("softmax", "log_softmax", "glu")
-def softmax(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x [...] normalised (or halved by its gate) over one dim, which stays whole."""
-    rank = len(specs[0].shape)
-    if rank == 0:
-        return None
-    dim = named(operator.target, operator.args, operator.keywords)["dim"] % rank
-    dims: Dims = tuple(None if i == dim else f"d{i}" for i in range(rank))
-    return sharding([dims], [dims], specs, operator.results, uneven=_factors(dims))
 
 
 @rule("layer_norm", "rms_norm")
@@ -62,19 +50,3 @@ def weight_norm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | N
         return None  # one norm of everything
     dims: Dims = tuple(f"d{i}" if i == dim else None for i in range(rank))
     return sharding([dims, dims], [dims], specs, operator.results)
-
-
-@rule("cosine_similarity", "pairwise_distance")
-def similarity(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """Vectors of two tensors that broadcast, along one dim (the last for distances), which stays whole."""
-    given = named(operator.target, operator.args, operator.keywords)
-    ranks = [len(spec.shape) for spec in specs]
-    sizes = [(1,) * (max(ranks) - rank) + spec.shape for rank, spec in zip(ranks, specs, strict=True)]
-    shape = tuple(map(max, zip(*sizes, strict=True)))
-    dim = given.get("dim", -1) % len(shape)
-    operands: list[Dims] = [
-        tuple(None if name == f"d{dim}" else name for name in dims) for dims in broadcast_dims(specs, shape)
-    ]
-    keeps = len(operator.results[0].shape) == len(shape)
-    result: Dims = tuple(None if i == dim else f"d{i}" for i in range(len(shape)) if keeps or i != dim)
-    return sharding(operands, [result], specs, operator.results)

@@ -80,11 +80,3 @@ def pixels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     dims: Dims = (*lead, "c", "h", "w")
     sizes = {"c": few[-3], "h": many[-2], "w": many[-1]}
     return sharding([dims], [dims], specs, operator.results, sizes=sizes, uneven=lead)
-
-
-@rule("channel_shuffle")
-def channels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [n, c, ...] with its channels in another order: they stay whole."""
-    dims: Dims = tuple(None if i == 1 else f"d{i}" for i in range(len(specs[0].shape)))
-    names = [name for name in dims if name is not None]
-    return sharding([dims], [dims], specs, operator.results, uneven=names)

@@ -9,19 +9,6 @@ from strategies.rules.arguments import changed
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
-UPSAMPLING = """
-upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
-_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-_upsample_bilinear2d_aa _upsample_bicubic2d_aa
-""".split()
-
-
-@rule(*UPSAMPLING)
-def upsampling(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [n, c, ...] -> [n, c, ...]."""
-    dims: Dims = ("n", "c", *(None,) * (len(specs[0].shape) - 2))
-    return sharding([dims], [dims], specs, operator.results, uneven=("n", "c"))
-
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
-from strategies.rules.pointwise import broadcast_dims
+from strategies.rules.notation import broadcast_dims
 from strategies.rules.random import in_row_major, mix, seeding, uniform
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.registry import local_function, rule
-from strategies.rules.selections import dim_of, named_dims, passing, same_dims
+from strategies.rules.selections import dim_of
 from strategies.rules.sharding import Local, Sharding, sharding
 
 
@@ -38,36 +38,3 @@ def running_sum(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | N
         return None
     dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
     return sharding([dims], [dims], specs, operator.results, local=_running_sum, uneven=dims)
-
-
-@rule("cumprod", "logcumsumexp")
-def running(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Whose gradient may not be a number for what padding holds."""
-    if not specs[0].shape:
-        return None
-    dims = passing(len(specs[0].shape), [dim_of(operator, len(specs[0].shape))])
-    return sharding([dims], [dims], specs, operator.results)
-
-
-@rule("argsort", "cummax", "cummin", "sort", "topk")
-def ordered(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Values and places, or one of them, along one dim."""
-    if not specs[0].shape:
-        return None
-    return same_dims(operator, specs, [dim_of(operator, len(specs[0].shape))])
-
-
-@rule("msort")
-def sorted_rows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Sorted along the dim 0."""
-    return same_dims(operator, specs, [0]) if specs[0].shape else None
-
-
-@rule("diff")
-def differences(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x, and what stands in front of it and behind it along the dim."""
-    rank = len(specs[0].shape)
-    if rank == 0 or any(len(spec.shape) != rank for spec in specs):
-        return None
-    dims = passing(rank, [dim_of(operator, rank)])
-    return sharding([dims] * len(specs), [dims], specs, operator.results, uneven=named_dims(dims))

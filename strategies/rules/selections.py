@@ -37,21 +37,6 @@ def same_dims(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[i
     return sharding([dims], [dims] * len(operator.results), specs, operator.results, uneven=named_dims(dims))
 
 
-@rule(*"chunk narrow split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes".split())
-def parts(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x -> one part of a dim, or all of them."""
-    if len(specs) > 1:
-        return None  # places to split at, or to begin at, as a tensor
-    return same_dims(operator, specs, [dim_of(operator, len(specs[0].shape))])
-
-
-@rule("dsplit", "hsplit", "vsplit")
-def parts_of_one(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x -> all parts of the dim 2, 1 (of a vector: 0) or 0."""
-    dim = {"dsplit": 2, "hsplit": min(1, len(specs[0].shape) - 1), "vsplit": 0}[operator.op]
-    return same_dims(operator, specs, [dim])
-
-
 def _identity(operator: Operator, local: Local) -> Ref:
     return local.call("aten.alias.default", local.args[0])
 
@@ -64,15 +49,6 @@ def slice_(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         return same_dims(operator, specs, [dim_of(operator, rank)])
     dims = passing(rank, ())
     return sharding([dims], [dims], specs, operator.results, local=_identity, uneven=named_dims(dims))
-
-
-@rule("select", "unbind")
-def drop_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """One position of a dim, or every one as a result of its own."""
-    rank = len(specs[0].shape)
-    dims = passing(rank, [dim_of(operator, rank)])
-    result = named_dims(dims)
-    return sharding([dims], [result] * len(operator.results), specs, operator.results, uneven=result)
 
 
 @local_function
@@ -93,46 +69,6 @@ def triangle(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """The last two dims are a matrix, with the rest set to zero."""
     dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
     return sharding([dims], [dims], specs, operator.results, local=_triangle, uneven=dims)
-
-
-@rule("flip", "roll")
-def reorder(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """flip(x, dims), roll(x, shifts, dims); roll without dims runs over the flattened tensor."""
-    rank, dims = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)["dims"]
-    if operator.op == "roll" and not dims:
-        return None
-    return same_dims(operator, specs, [dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)])
-
-
-@rule("fliplr", "flipud")
-def mirror(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """The dim 1, or the dim 0, in reverse order."""
-    return same_dims(operator, specs, [1 if operator.op == "fliplr" else 0])
-
-
-@rule("rot90")
-def rotation(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """A quarter turn, or several, of two dims."""
-    rank, options = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)
-    return same_dims(operator, specs, [dim % rank for dim in options["dims"]])
-
-
-@rule("unfold")
-def unfold(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x -> windows of one dim in its place, and what is in a window as the last dim."""
-    rank = len(specs[0].shape)
-    dim = int(named(operator.target, operator.args, operator.keywords)["dimension"]) % rank
-    dims = passing(rank, [dim])
-    return sharding([dims], [(*dims, None)], specs, operator.results, uneven=named_dims(dims))
-
-
-@rule("diagonal", "linalg_diagonal")
-def diagonal(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """The diagonal of two dims as the last dim."""
-    rank, options = len(specs[0].shape), named(operator.target, operator.args, operator.keywords)
-    dims = passing(rank, [options["dim1"] % rank, options["dim2"] % rank])
-    rest = named_dims(dims)
-    return sharding([dims], [(*rest, None)], specs, operator.results, uneven=rest)
 
 
 @rule("diag_embed")

@@ -182,41 +182,8 @@ def sharding(
     return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, uneven=padded)
 
 
-def notation(text: str, specs: Sequence[TensorSpec], result_specs: Sequence[TensorSpec], **more: Any) -> Sharding:
-    """A rule as one line: "... k, n k, n -> ... n".
-
-    Names are factors, `!name` stays whole, `...` stands for the leading dims of the first operand that has it. A factor
-    that no result carries is summed over. Operands that the call does not have (an absent bias) are left out of the
-    line's end.
-    """
-    left, right = (side.split(",") for side in text.split("->"))
-    lead = 0
-    for part, spec in zip(left, specs, strict=False):
-        words = part.split()
-        if "..." in words:
-            lead = max(lead, len(spec.shape) - len(words) + 1)
-
-    def dims(part: str, spec: TensorSpec) -> Dims:
-        words: list[str] = []
-        for word in part.split():
-            if word == "...":
-                own = len(spec.shape) - len(part.split()) + 1
-                words += [f"batch{i}" for i in range(lead - own, lead)]
-            else:
-                words.append(word)
-        return tuple(None if word.startswith("!") else word for word in words)
-
-    operands = [dims(part, spec) for part, spec in zip(left, specs, strict=False)]
-    results = [dims(part, spec) for part, spec in zip(right, result_specs, strict=True)]
-    kept = {factor for part in results for factor in part}
-    sums = list(
-        dict.fromkeys(factor for part in operands for factor in part if factor is not None and factor not in kept)
-    )
-    return sharding(operands, results, specs, result_specs, sums=sums, **more)
-
-
-def whole(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:
-    """No factors: the operator (or its local program) runs on whole tensors on every rank."""
+def replicated(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:
+    """No factors: the operator (or its local program) runs on replicated tensors, on every rank."""
     operands: list[Dims] = [(None,) * len(spec.shape) for spec in specs]
     results: list[Dims] = [(None,) * len(spec.shape) for spec in operator.results]
     return replace(sharding(operands, results, specs, operator.results, local=local), known=False)

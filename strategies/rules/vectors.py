@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
-from strategies.rules.pointwise import broadcast_dims
+from strategies.rules.notation import broadcast_dims
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Local, Sharding, sharding
 
 SMALL = 25
 """Up to so many vectors on both sides torch takes distances one by one; beyond, by a matrix product."""
-
-
-@rule("cross", "linalg_cross", "linalg_vecdot")
-def pairs(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """x, y [..., v, ...] -> their cross product, or (vecdot) their scalar product [..., ...]."""
-    dim = named(operator.target, operator.args, operator.keywords)["dim"]
-    if dim is None:
-        return None  # the first dim of size 3
-    if operator.op == "linalg_vecdot":
-        shape = tuple(torch.broadcast_shapes(*(spec.shape for spec in specs)))  # type: ignore[no-untyped-call]
-        names = tuple(f"d{i}" for i in range(len(shape)))
-        result = tuple(name for i, name in enumerate(names) if i != dim % len(shape))
-        sums = [names[dim]]
-        return sharding(broadcast_dims(specs, shape), [result], specs, operator.results, sums=sums, uneven=result)
-    shape = operator.results[0].shape
-    whole = f"d{dim % len(shape)}"
-    operands = [tuple(None if name == whole else name for name in dims) for dims in broadcast_dims(specs, shape)]
-    vectors = tuple(None if name == whole else name for name in (f"d{i}" for i in range(len(shape))))
-    return sharding(operands, [vectors], specs, operator.results)
 
 
 def _distances(operator: Operator, local: Local) -> Ref:

@@ -16,8 +16,7 @@ from torch import Tensor
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
 from strategies.rules.indexing import own_index, places
-from strategies.rules.matmul import first_slice_only
-from strategies.rules.pointwise import broadcast_dims
+from strategies.rules.notation import broadcast_dims, first_slice_only
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 

@@ -72,10 +72,10 @@ def test_joins_on_every_mesh(cases, check, mesh):
 
 
 def test_every_rule_has_a_case(cases, uncovered):
-    assert not uncovered(cases, "joins")
+    assert not uncovered(cases, "concatenation")
 
 
-def test_calls_that_need_everything_run_whole(cases, known):
-    assert known(cases, "cat") == [True, True, False]
+def test_calls_that_need_everything_run_replicated(cases, known):
+    assert known(cases, "cat") == [True, True, True]
     assert known(cases, "column_stack") == [True, True, False]
     assert known(cases, "repeat_interleave") == [True, True, True, True, False, False]

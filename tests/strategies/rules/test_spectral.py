@@ -69,7 +69,3 @@ def test_spectral(cases, check):
 @pytest.mark.slow
 def test_spectral_on_every_mesh(cases, check, mesh):
     check(cases, mesh, samples=4)
-
-
-def test_every_rule_has_a_case(cases, uncovered):
-    assert not uncovered(cases, "spectral")

@@ -6,27 +6,23 @@ autograd's hooks, where results lie by their storages.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from strategies.core.graph import Operator, OperatorGraph, Ref, rewrite
+from strategies.core.graph import Ref, rewrite
 from strategies.rules import RULES, rule_of
 from strategies.rules.random import draws
 from strategies.rules.registry import resolve
 from strategies.rules.traits import ROWS, TRAITS, Traits, traits
-from tests.fuzz.generators import GENERATORS, WITHOUT
-from tests.fuzz.pool import Pool
+from tests.fuzz.generators import WITHOUT
+from tests.strategies.rules.drawn_calls import OPERATORS, Call, calls
 
-OPERATORS = sorted(GENERATORS.keys() & RULES.keys())
-CALLS = 8
 LISTS = {"gru", "lstm", "rnn_tanh", "rnn_relu"}
 """Operators whose weights lie in a list: which of them are saved depends on the number of layers."""
 WRITES = {"batch_norm"}
@@ -34,13 +30,6 @@ WRITES = {"batch_norm"}
 UNFUSED = {"scaled_dot_product_attention"}
 """Where no fused kernel fits the call, attention saves scaled copies, and not all of them where
 some have no gradient."""
-
-
-@dataclass(frozen=True)
-class Call:
-    operator: Operator
-    graph: OperatorGraph
-    values: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -52,21 +41,6 @@ class Outcome:
     @property
     def trained(self) -> bool:
         return any(result.requires_grad for result in self.results)
-
-
-@cache
-def calls(name: str, count: int = CALLS) -> tuple[Call, ...]:
-    """Up to `count` calls of an operator."""
-    found: list[Call] = []
-    for seed in range(6 * count):
-        pool = Pool(random.Random(7919 * seed + 13))
-        if not pool.attempt(lambda pool: GENERATORS[name](pool, name)):
-            continue
-        for operator in pool.operators:
-            if operator.op == name and len(found) < count:
-                graph = pool.graph([Ref(operator.id)])
-                found.append(Call(operator, graph, tuple(pool.values[ref] for ref in operator.operands)))
-    return tuple(found)
 
 
 def differentiable(value: Tensor) -> bool:
