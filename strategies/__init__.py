@@ -1,4 +1,4 @@
-"""Slicing a torch model over devices, without the runner: for notebooks and other trainers.
+"""Parallel programs from a torch model and a plan, without the runner: for notebooks and other trainers.
 
 >>> import torch
 >>> from strategies import Objective, Request, Simulation, OperatorStrategy, capture_model, lower, make_plan
@@ -6,7 +6,7 @@
 >>> batch = torch.randn(8, 8), torch.randn(8, 4)
 >>> step = Objective(model, torch.nn.MSELoss(), names=("0", "1"), targets=("1",))
 >>> captured = capture_model(step, batch, training=True)          # the operator graph, and the model's tensors by name
->>> strategy = OperatorStrategy(inputs=((1, 1), (1, 4)), outputs=None)  # x [m, k] whole, w [k, n] in 4 column blocks
+>>> strategy = OperatorStrategy(inputs=((1, 1), (1, 4)), outputs=None)  # x replicated, w in 4 column shards
 >>> plan = make_plan(captured.graph, Request("auto", world_size=4, strategies={"0.matmul": strategy}))
 >>> program = lower(captured.graph, plan)                    # the same for all ranks
 >>> ranks = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]})
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from strategies.runtime.module_tree import build
     from strategies.runtime.simulate import Simulation
 
-_HOME = {
+_MODULES = {
     "Captured": "capture",
     "Objective": "capture",
     "capture_model": "capture:capture",
@@ -92,7 +92,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Names are imported at their first use, so that importing the package does not import torch."""
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'strategies' has no attribute {name!r}")
-    module, _, other = _HOME[name].partition(":")  # the module strategies.capture keeps its own name
+    module, _, other = _MODULES[name].partition(":")  # the module strategies.capture keeps its own name
     return getattr(importlib.import_module(f"strategies.{module}"), other or name)

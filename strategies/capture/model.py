@@ -88,10 +88,15 @@ class LossFunction(nn.Module):
 
 
 def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) -> Captured:
-    """The operator graph of `objective` on `batch` (global shapes).
+    """Capture the operator graph of an objective.
 
-    For training the only output is the scalar loss; for evaluation every tensor that the module returns.
-    Raises StrategyError if the module does not run, cannot be captured, or does not return a scalar loss.
+    Args:
+        objective: model and loss.
+        batch: batch entries with their global shapes.
+        training: the only output is the scalar loss; otherwise the outputs are all tensors that the module returns.
+
+    Raises:
+        StrategyError: the module does not run, cannot be captured, or does not return a scalar loss.
     """
     modes = {module: module.training for module in objective.modules()}
     objective.train(training)

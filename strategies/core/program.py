@@ -234,10 +234,15 @@ class Program:
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """How to lower: `exact` repeats the random numbers of one device; `sharded_optimizer` leaves whole replica groups
-    to ZeRO, with the factor (world size / replicas that are complete) that its averaging over the world undoes;
-    `partial_loss` returns the loss as the ranks have it, so that backward need not wait for its sum; with `wide_sums`
-    ranks add up results below fp32 in fp32."""
+    """How to lower.
+
+    Attributes:
+        exact: repeat the random numbers of one device.
+        sharded_optimizer: leave the gradient reduction of whole replica groups to ZeRO, with the factor (world size /
+            replicas that are complete) that its averaging over the world undoes.
+        partial_loss: return the loss as a partial sum, so that backward need not wait for its reduction.
+        wide_sums: ranks reduce results below fp32 in fp32.
+    """
 
     exact: bool = False
     sharded_optimizer: bool = False

@@ -31,7 +31,12 @@ Operand = tuple[int, ...] | NamedDims
 
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """A configured strategy: operands in the order of the operator, results; None where it is left open."""
+    """The configured strategy of one operator.
+
+    Attributes:
+        inputs: slices of every operand, in the operator's order; None: open.
+        outputs: slices of every result; None: open.
+    """
 
     inputs: tuple[Operand, ...] | None
     outputs: tuple[Operand, ...] | None
@@ -57,9 +62,14 @@ class NamedMatrix:
 
 @dataclass(frozen=True)
 class RecomputeRequest:
-    """What to compute again in backward: all operators (`full`), the cheap ones (`selective`) or some kinds, inside
-    `modules` (globs; None: every repeated layer). `communication` says whether collectives are repeated; None leaves it
-    to `operators`: with full they are, else what they returned is stored."""
+    """What backward recomputes (activation checkpointing).
+
+    Attributes:
+        operators: all (`full`), the cheap ones (`selective`), or some kinds.
+        modules: globs of module paths; None: every repeated layer.
+        communication: whether collectives are repeated or their results stored; None: repeated with `full` only.
+        slice_inputs: ranks that have the same input of a module each store their part of it.
+    """
 
     operators: Literal["full", "selective"] | tuple[str, ...]
     modules: tuple[str, ...] | None = None
@@ -101,7 +111,11 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raises StrategyError for what is wrong whatever the model is."""
+    """Check what does not depend on the model.
+
+    Raises:
+        StrategyError: values that do not exist or exclude one another.
+    """
     if request.world_size < 1:
         raise StrategyError("MW407", f"world_size = {request.world_size}; at least one device is needed.")
     if request.mode not in ("data_parallel", "semi_auto", "auto"):

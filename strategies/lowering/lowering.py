@@ -37,11 +37,16 @@ def lower(
     ordinals: Mapping[str, int] | None = None,
     open_axes: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> Program:
-    """The program of `graph` under `plan`. Linear in the number of operators.
+    """Lower a graph to the program that all ranks run. Linear in the number of operators.
 
-    A stage of a pipeline returns its values in the layouts `outputs`, in which their gradients come back, and its
-    random operators have the `ordinals` (by id) that they have in the whole model. `open_axes` are those over which the
-    gradient of a parameter, by name, is added after backward at least: other stages of the same ranks add to it.
+    Args:
+        graph: the operator graph.
+        plan: the plan of this graph.
+        options: how to lower.
+        outputs: for a stage of a pipeline, the layouts in which it returns its values and receives their gradients.
+        ordinals: for a stage of a pipeline, the numbers of random operators in the whole model, by operator id.
+        open_axes: axes over which a parameter's gradient, by name, is at least reduced after backward, because other
+            stages of the same ranks add to it.
     """
     return _Lowering(graph, plan, options, outputs, ordinals, open_axes).program()
 

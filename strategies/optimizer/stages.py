@@ -38,13 +38,29 @@ def make_updates(
     peers: Peers | None = None,
     loss_scale: float | None = None,
 ) -> Updates:
-    """The optimizer parallel of ZeRO stage 0-3 for `module`, which was built from `program` (lowered with
-    `sharded_optimizer=stage > 0`). `clip` is the largest norm of the global gradient, `accumulate` the number of
-    micro-batches per step. At stage 0 gradients are added in buckets that are cut by `cut`, with `overlap` during
-    backward; DeepSpeed has options of its own for both. `short` is a second program on the same parameters. `peers` are
-    the other stages of a pipeline. In fp16 the loss is multiplied by `loss_scale`, or by one that adapts.
+    """Make the optimizer parallel of one ZeRO stage. Collective.
 
-    Raises StrategyError for what the stage cannot do (precision, optimizer, options, shapes).
+    Args:
+        stage: 0 to 3.
+        module: built from `program`.
+        program: lowered with `sharded_optimizer=stage > 0`.
+        communicator: with the groups of `axes_needed(program)`.
+        optimizer_factory: makes a torch optimizer from torch's parameter groups.
+        groups: parameter groups by name; every trainable parameter is in exactly one.
+        clip: largest norm of the global gradient; None: no clipping.
+        accumulate: micro-batches per step.
+        precision: dtype of the parameters in the program.
+        evaluation: the evaluation program on the same parameters.
+        short: the program of a short last micro-batch, on the same parameters.
+        zero_options: options of DeepSpeed's ZeRO config.
+        cut: limits of gradient buckets, at stage 0.
+        overlap: reduce gradients during backward, at stage 0.
+        offload: what DeepSpeed keeps on the host or on a disk.
+        peers: the other stages of a pipeline.
+        loss_scale: constant factor on the loss in fp16; None: one that adapts.
+
+    Raises:
+        StrategyError: the stage cannot do it (precision, optimizer, options, shapes).
     """
     if stage == 0:
         return BucketedUpdates(

@@ -122,7 +122,11 @@ class Updates(Protocol):
 
 
 def axes_needed(program: Program) -> list[tuple[str, ...]]:
-    """The sets of axes over which an optimizer parallel of any stage talks; for `Communicator`."""
+    """The sets of mesh axes over which an optimizer parallel of any stage communicates; for `Communicator`.
+
+    Returns:
+        Axis names in mesh order; each set once.
+    """
     mesh = program.mesh
     needed = [mesh.sorted(mesh.names), *(mesh.sorted(axes) for axes in program.reductions.values())]
     for source in parameters(program):
@@ -144,9 +148,10 @@ def local_elements(program: Program, source: Source) -> int:
 
 
 def trainable_groups(program: Program, groups: Groups) -> list[tuple[list[str], dict[str, Any]]]:
-    """`groups` without what does not learn and without empty groups: (names, options).
+    """`groups` without frozen parameters and without empty groups: (names, options).
 
-    Raises StrategyError if a learning parameter is in no group or in two, or if nothing learns.
+    Raises:
+        StrategyError: a trainable parameter is in no group or in two, or no parameter is trainable.
     """
     names = program.trainable_names
     given = [name for group in groups for name in group["names"]]

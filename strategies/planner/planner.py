@@ -37,9 +37,22 @@ EXACT = "dynamic_programming"
 def make_plan(
     graph: OperatorGraph, request: Request, cluster: Cluster | None = None, price: StepPrice | None = None
 ) -> Plan:
-    """The plan of a training graph; searches take their prices on `cluster`, else on one level of fast devices. Of what
-    they find the cheapest by `price` is taken; without one their own sum of seconds decides. Raises StrategyError for
-    strategies that do not fit the mode, the model, the mesh or one another."""
+    """Choose the plan of a training graph.
+
+    Args:
+        graph: the operator graph of a training step (`capture_model`).
+        request: mode, mesh, configured strategies and search.
+        cluster: speeds by which searches compare plans; None: one level of fast devices.
+        price: cost of a whole step, by which the best of the plans that a search returns is chosen; None: the search's
+            own sum of seconds.
+
+    Returns:
+        Assignments and layouts of all operators and tensors, on one mesh of `request.world_size` ranks.
+
+    Raises:
+        StrategyError: strategies do not fit the mode, the model, the mesh or one another.
+        TooLarge: no plan fits into `request.memory_limit`.
+    """
     planning = Planning(graph, request, cluster or one_level(request.world_size), price)
     return planning.plan(request.zero_stage, request.memory_limit, proven=True)
 

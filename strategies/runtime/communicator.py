@@ -50,11 +50,22 @@ _BeginAll = Callable[[Sequence[Tensor]], Landing]
 
 
 class Communicator:
-    """The collectives of `rank` on `mesh`. `sent` counts bytes and `calls` counts calls, by collective.
+    """The collectives of one rank on a mesh.
 
     Constructing it is collective: every rank names the same sets of axes, in the same order. The default process group
-    must exist if the mesh has more than one rank. In a pipeline the mesh is that of one of `stages`; the ranks of stage
-    0 come first, and `world_rank` is this rank's number among all.
+    must exist if the mesh has more than one rank.
+
+    Args:
+        mesh: in a pipeline, the mesh of one stage.
+        rank: 0 <= rank < mesh.size.
+        axes: the sets of axes over which the rank communicates.
+        stage: of the pipeline that the rank runs; the ranks of stage 0 come first.
+        stages: of the pipeline.
+
+    Attributes:
+        world_rank: this rank's number among those of all stages.
+        sent: bytes sent, by collective.
+        calls: number of calls, by collective.
     """
 
     def __init__(

@@ -63,10 +63,18 @@ def build(
     *,
     compiled: bool = False,
 ) -> fx.GraphModule:
-    """The module that `communicator.rank` runs. `tensors` holds the local slice of every parameter, buffer and constant
-    by name (parameters as nn.Parameter); `forward` takes the local batch entries in the order of the program's inputs,
-    then the random key if the program draws random numbers, and returns the outputs (the bare one if there is only
-    one). With `compiled` it is fit for `compile_units`: the random key is a tensor (`opaque_random.as_key`).
+    """Build the module that `communicator.rank` runs.
+
+    Args:
+        program: what `lower` made.
+        tensors: the local slice of every parameter (as nn.Parameter), buffer and constant, by name.
+        communicator: with the groups of all axes over which the program communicates.
+        device: where the module computes.
+        compiled: make it fit for `compile_units`; its random key is then a tensor (`opaque_random.as_key`).
+
+    Returns:
+        A module whose `forward` takes the local batch entries in the order of the program's inputs, then the random key
+        if the program has random operators, and returns the outputs (the bare one if there is only one).
     """
     return _Tree(program, tensors, communicator, torch.device(device), compiled).root
 

@@ -192,10 +192,14 @@ def redistribute(instruction: Redistribute, mesh: Mesh, tensors: Sequence[Tensor
 
 
 class Simulation:
-    """Runs a program on simulated ranks. `values` maps every source's name to its whole tensor.
+    """Runs a program on simulated ranks.
 
-    After `backward`, `gradients` gives every trainable parameter's whole gradient. `run` writes the buffers that the
-    model writes; `buffers` gives them whole.
+    After `backward`, `gradients` returns every trainable parameter's global gradient. `run` writes the buffers that the
+    model writes; `buffers` returns them.
+
+    Args:
+        program: what `lower` made.
+        values: the global tensor of every source (batch entries, parameters, buffers, constants), by name.
     """
 
     def __init__(self, program: Program, values: Mapping[str, Tensor]) -> None:
@@ -206,7 +210,14 @@ class Simulation:
             self.slices[Ref(source.id)] = [piece.requires_grad_(source.trainable) for piece in pieces]
 
     def run(self, key: int = 0) -> list[list[Any]]:
-        """The outputs, each as a list with one tensor per rank."""
+        """Run forward.
+
+        Args:
+            key: the random key of the step.
+
+        Returns:
+            The outputs, each as a list with one local tensor per rank.
+        """
         values: dict[Ref, list[Any]] = {**self.slices, KEY: [key] * self.mesh.size}
         started: dict[Ref, dict[Ref, list[Any]]] = {}
         for instruction in self.program.instructions:

@@ -15,7 +15,7 @@ def test_example() -> None:
 
 
 def test_every_name_is_there() -> None:
-    assert sorted(strategies._HOME) == sorted(strategies.__all__)
+    assert sorted(strategies._MODULES) == sorted(strategies.__all__)
     assert all(getattr(strategies, name) is not None for name in strategies.__all__)
 
 
