@@ -116,10 +116,10 @@ def measure(layers: int, backend: str | None) -> None:
     groups = {step.axes for chain in chains for step in chain if step.kind not in LOCAL}
     print(f"{layers} layers: {len(program.instructions)} instructions lowered in {seconds:.3f} s, {len(groups)} groups")
     print(f"    shared {measured(program)}")
-    of = reuse.Forms.of
-    reuse.Forms.of = lambda *_: object()  # type: ignore[assignment]
+    of = reuse.CodeForms.of
+    reuse.CodeForms.of = lambda *_: object()  # type: ignore[assignment]
     print(f"    apart  {measured(program)}", flush=True)
-    reuse.Forms.of = of  # type: ignore[method-assign]
+    reuse.CodeForms.of = of  # type: ignore[method-assign]
     if backend is not None:
         print(f"    compiled ({backend}): {compile_once(seen, backend)}", flush=True)
 

@@ -19,9 +19,8 @@ from runner.errors import ConfigError
 from runner.run_folder import CONFIG_FILE
 from runner.run_folder.plan_file import PLAN, read_content
 from strategies.core.bounded_files import is_count, read_json
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, recoverable
 from strategies.core.mesh import Mesh
-from strategies.core.recoverable import recoverable
 
 
 def run(path: Path) -> int:

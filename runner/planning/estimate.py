@@ -36,7 +36,7 @@ from strategies.cost.step import (
 )
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.cutting import Stage, recompute_in
-from strategies.lowering.pipeline.schedule import Schedule, held
+from strategies.lowering.pipeline.schedule import Schedule, peak_activations
 from strategies.lowering.recompute import recomputed
 from strategies.memory.estimate import Outline, outline, stored_lower_bound
 from strategies.memory.parts import Memory, group_memory, memory
@@ -220,7 +220,9 @@ class Estimate:
         if self.settings.offload.activations != "none":
             return [0] * self.groups
         by_part = [stored_lower_bound(part.graph, part.plan) for part in self.parts]
-        return by_part if self.schedule is None else [int(held(actions, by_part)) for actions in self.schedule]
+        return (
+            by_part if self.schedule is None else [int(peak_activations(actions, by_part)) for actions in self.schedule]
+        )
 
     def with_stored(self, share: float) -> list[int]:
         """A lower bound of the bytes of every group that stores `share` of `stored` for backward."""

@@ -22,7 +22,7 @@ from strategies.core.plan import Plan
 from strategies.core.program import LoweringOptions, Program
 from strategies.cost.roofline import flops_of
 from strategies.lowering.batch_splits import in_copies
-from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.fusion import KINDS, LARGEST, fuse
 from strategies.lowering.lowering import lower, random_ordinals
 from strategies.lowering.overlap import overlap
@@ -100,7 +100,7 @@ def with_reductions(reductions: Mapping[int, Mapping[str, tuple[str, ...]]]) -> 
 
 
 def _placed(config: Config, graph: OperatorGraph, program: Program) -> Program:
-    return place(program, on_host(graph, config.parallel.place, strict=False))
+    return place_on_host(program, on_host(graph, config.parallel.place, strict=False))
 
 
 # Collectives

@@ -40,7 +40,7 @@ from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.module_tree import MODULE, OPERATORS, build
 from strategies.runtime.opaque_random import as_key
 from strategies.runtime.peers import Peers
-from strategies.runtime.pipeline_stage import StageRunner, Unit
+from strategies.runtime.pipeline_stage import RankStage, StageRunner
 
 Forward = Callable[[Callable[..., Any], Sequence[Tensor], int], Any]
 Axes = Callable[[Program], Iterable[Sequence[str]]]
@@ -185,14 +185,14 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         for k in mine:
             tensors = weights.read_slices(folder / WEIGHTS, evaluation[k], local, rank.device) | tensors
 
-    def unit(stage: Stage, lowered: Program, learns: bool, compile_: bool = compile_) -> tuple[Unit, nn.Module]:
+    def unit(stage: Stage, lowered: Program, learns: bool, compile_: bool = compile_) -> tuple[RankStage, nn.Module]:
         module = build(lowered, tensors, communicator, rank.device, compiled=learns and compile_)
         module.meta[MODULE] = ""
         if learns and compile_:
             compiled.compile_units(module, prepared.device)
         forward = _calling(lowered, stage.graph, learns and compile_)
         learning = tuple(tensors[name] for name in lowered.reductions) if learns else ()
-        return Unit(stage, lowered, partial(forward, module), learning), module
+        return RankStage(stage, lowered, partial(forward, module), learning), module
 
     units = [unit(prepared.stages[k], programs[k], True) for k in mine]
     evaluations = {

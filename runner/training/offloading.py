@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from strategies.runtime.activation_offload import Activations, meant
+from strategies.runtime.activation_offload import Activations, matching_modules
 from strategies.runtime.disk import Disk
 from strategies.runtime.offload import Offload, OffloadTraffic
 
@@ -19,7 +19,7 @@ def activations(module: nn.Module, offload: Offload, device: str) -> Activations
     disk = Disk(offload.place) if offload.activations == "disk" else None
     found = Activations(torch.device(device), offload.larger_than, disk)
     staying: list[Tensor] = [*module.parameters(), *module.buffers()]
-    found.attach(meant(module, offload.modules), staying)
+    found.attach(matching_modules(module, offload.modules), staying)
     return found
 
 

@@ -7,7 +7,7 @@ one holds beyond the end of the dim is padding (zeros, or whatever operators mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,3 +81,20 @@ class Layout:
     def replica_group(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same slice as `rank`."""
         return mesh.group(rank, self.replica_axes(mesh))
+
+
+def recoverable(
+    parameters: Iterable[Layout], mesh: Mesh, rank: int, *, stage: int = 0, split: bool = False
+) -> tuple[int, ...]:
+    """The ranks, `rank` among them, that have the same slices of all `parameters`, in order; any can restore it.
+
+    `rank` counts over the whole run; in a pipeline `parameters` are those of its `stage`, whose ranks begin at
+    `stage * mesh.size`. `split`: the optimizer's states are not the same on replicas.
+    """
+    first = stage * mesh.size
+    if split:
+        return (rank,)
+    ranks = set(range(mesh.size))
+    for layout in parameters:
+        ranks &= set(layout.replica_group(mesh, rank - first))
+    return tuple(first + other for other in sorted(ranks))

@@ -21,7 +21,7 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import collective_seconds
 from strategies.cost.exposed_communication import added_seconds
 from strategies.cost.roofline import Work, operator_work
-from strategies.optimizer.buckets import Bucket, buckets, sent
+from strategies.optimizer.buckets import Bucket, all_reduce_elements, buckets
 from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import local_elements, parameters
@@ -153,7 +153,7 @@ def step_cost(
         others = added_seconds(program, by_name, cluster, without=names)
         weights = {kind: seconds - micro_batches * others.get(kind, 0.0) for kind, seconds in redistributed.items()}
     if program.loss_axes:
-        size = 8 * sent([1], mesh.product(program.loss_axes))
+        size = 8 * all_reduce_elements([1], mesh.product(program.loss_axes))
         seconds = collective_seconds(ALL_REDUCE, size, program.loss_axes, mesh, cluster)
         redistributed[ALL_REDUCE] = redistributed.get(ALL_REDUCE, 0.0) + seconds
     gradients = exposed = 0.0
@@ -191,7 +191,7 @@ def _gradients(
     times = []
     for one in sums:
         item_bytes, ranks = ITEM_BYTES[one.dtype], program.mesh.product(one.axes)
-        size = sent([one.elements], ranks) * item_bytes
+        size = all_reduce_elements([one.elements], ranks) * item_bytes
         seconds = collective_seconds(ALL_REDUCE, size, one.axes, program.mesh, cluster)
         if len(one.names) > 1:  # joined to one tensor
             seconds += 2 * one.elements * item_bytes / cluster.memory_bandwidth
@@ -218,7 +218,9 @@ def _zero(program: Program, cluster: Cluster, settings: OptimizerSettings) -> di
 
 def norm_seconds(mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of adding the norm of the gradients over all ranks."""
-    return collective_seconds(ALL_REDUCE, MASTER * sent([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster)
+    return collective_seconds(
+        ALL_REDUCE, MASTER * all_reduce_elements([1], mesh.size), mesh.sorted(mesh.names), mesh, cluster
+    )
 
 
 def optimizer_seconds(program: Program, cluster: Cluster, settings: OptimizerSettings) -> float:

@@ -36,7 +36,7 @@ def _in_model(operator: Operator) -> Operator:
     return operator if operator.batch_slice is None else replace(operator, name=operator.batch_slice.name)
 
 
-def place(program: Program, hosted: Collection[str]) -> Program:
+def place_on_host(program: Program, hosted: Collection[str]) -> Program:
     """`program` with the operators of these plan names on the host."""
     return _Placing(program, hosted).program if hosted else program
 

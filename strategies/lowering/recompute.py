@@ -25,7 +25,7 @@ from strategies.rules.sharding import Sharding
 def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: RecomputeRequest) -> Recompute:
     """What `wanted` means for this model. Raises StrategyError for globs and kinds that match nothing."""
     modules = set(layers(graph, wanted.modules))
-    inside = [operator for operator in graph.operators if not modules.isdisjoint(around(operator))]
+    inside = [operator for operator in graph.operators if not modules.isdisjoint(modules_around(operator.path))]
     if wanted.operators == "full":
         kept: tuple[str, ...] = ()
     elif wanted.operators == "selective":
@@ -41,14 +41,14 @@ def recomputed(graph: OperatorGraph, shardings: Mapping[str, Sharding], wanted: 
                 )
         kept = tuple(operator.name for operator in inside if operator.op not in wanted.operators)
     keeps = wanted.communication == "keep" or (wanted.communication is None and wanted.operators != "full")
-    paths = dict.fromkeys(path for operator in inside for path in around(operator) if path in modules)
+    paths = dict.fromkeys(path for operator in inside for path in modules_around(operator.path) if path in modules)
     return Recompute(tuple(paths), kept, keeps, wanted.slice_inputs)
 
 
 def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
     """The outermost modules that are meant, by path, in the order in which they run. Raises StrategyError for globs
     that match nothing."""
-    counts = Counter(path for operator in graph.operators for path in around(operator))
+    counts = Counter(path for operator in graph.operators for path in modules_around(operator.path))
     if patterns is None:
         found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
         if not found:
@@ -73,17 +73,14 @@ def layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str,
 
 def repeated_layers(graph: OperatorGraph, patterns: tuple[str, ...] | None) -> tuple[str, ...]:
     """`layers`; of a model that has no repeated ones, none."""
-    numbered = any(path.rpartition(".")[2].isdigit() for operator in graph.operators for path in around(operator))
+    numbered = any(
+        path.rpartition(".")[2].isdigit() for operator in graph.operators for path in modules_around(operator.path)
+    )
     return layers(graph, patterns) if numbered or patterns is not None else ()
 
 
 def _outermost(operator: Operator, found: set[str]) -> list[str]:
-    return [path for path in around(operator) if path in found][:1]
-
-
-def around(operator: Operator) -> tuple[str, ...]:
-    """The paths of the modules around an operator, outermost first."""
-    return modules_around(operator.path)
+    return [path for path in modules_around(operator.path) if path in found][:1]
 
 
 def _cheap(graph: OperatorGraph, operator: Operator, sharding: Sharding) -> bool:
@@ -97,7 +94,7 @@ def region_of(instruction: Instruction, program: Program) -> str | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class RegionPart:
     """An instruction of a region, the values that it takes in the order of its arguments, whether it is carried out
     once only, and whether it carries a value elsewhere."""
 
@@ -107,7 +104,7 @@ class Part:
     carries: bool
 
 
-def parts_of(program: Program) -> dict[str, Part]:
+def parts_of(program: Program) -> dict[str, RegionPart]:
     """The instructions of all regions by id, if any of them is carried out once only."""
     chosen = program.recompute
     if chosen is None:
@@ -124,7 +121,7 @@ def parts_of(program: Program) -> dict[str, Part]:
         return sent and (chosen.keeps_communication or (instruction.operand < 0 and instruction.operator in operators))
 
     found = {
-        instruction.id: Part(
+        instruction.id: RegionPart(
             instruction.id,
             tuple(ref.id for ref in instruction.operands if ref != KEY),
             keeps(instruction),

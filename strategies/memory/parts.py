@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.lowering.pipeline.schedule import Action, held
+from strategies.lowering.pipeline.schedule import Action, peak_activations
 from strategies.memory.trace import Traced
 from strategies.optimizer.settings import OptimizerSettings
 
@@ -93,7 +93,9 @@ def group_memory(
     """
     numbers = [number for number in traces if number % groups == group]
     stages = [memory(traces[number], settings) for number in numbers]
-    activations = int(held(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)}))
+    activations = int(
+        peak_activations(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)})
+    )
     gradients = [traces[number].gradients for number in numbers]
     persistent = sum(one.held for one in stages)
 

@@ -33,7 +33,7 @@ from strategies.optimizer.bytes_per_element import Need, needed
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.optimizer.updates import BucketLimits
-from strategies.runtime.activation_offload import Activations, look_up_parameters, meant
+from strategies.runtime.activation_offload import Activations, look_up_parameters, matching_modules
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Extent
 from strategies.runtime.live_tensors import Live
@@ -302,7 +302,7 @@ class Trace:
         if offload.activations != "none":
             disk = _NoDisk() if offload.activations == "disk" else None
             self.activations = Activations(torch.device(self.settings.device), offload.larger_than, disk, beside=False)
-            self.activations.attach(meant(self.module, offload.modules), [*self.tensors.values()])
+            self.activations.attach(matching_modules(self.module, offload.modules), [*self.tensors.values()])
         updates = self._updates()
         self.live.see(self.tensors.values())
         self.base = self.live.now

@@ -89,14 +89,14 @@ def predicted(program: Program, *, measure: bool = True) -> dict[str, int]:
     """Bytes that one rank sends per optimizer step for gradients, by collective; `measure` adds the norm (a double)."""
     mesh, sources = program.mesh, {source.name: source for source in parameters(program)}
     total = sum(
-        sent([local_elements(program, sources[name])], mesh.product(program.reductions[name]))
+        all_reduce_elements([local_elements(program, sources[name])], mesh.product(program.reductions[name]))
         * ITEM_BYTES[_summed_in(sources[name].spec.dtype)]
         for name in completed(program)
     )
-    norm = sent([1], mesh.size) * 8 if measure and mesh.size > 1 else 0
+    norm = all_reduce_elements([1], mesh.size) * 8 if measure and mesh.size > 1 else 0
     return {ALL_REDUCE: total + norm} if total + norm else {}
 
 
-def sent(elements: Iterable[int], ranks: int) -> int:
+def all_reduce_elements(elements: Iterable[int], ranks: int) -> int:
     """Elements that a rank sends in an all-reduce of tensors with `elements` elements each, however they are joined."""
     return sum(-(-2 * (ranks - 1) * count // ranks) for count in elements)

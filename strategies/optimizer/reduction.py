@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.buckets import Bucket, sent
+from strategies.optimizer.buckets import Bucket, all_reduce_elements
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, Awaited, recorder
 
@@ -71,6 +71,8 @@ class Reduction:
             holder.grad = None  # the bucket has it now
         recorder.cells[PLACE] = self._places[len(self._running)]
         work = self._communicator.sum(flat, self._groups[bucket.axes], later=True)
-        elements = sent([piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes))
+        elements = all_reduce_elements(
+            [piece.numel() for piece in pieces], self._communicator.mesh.product(bucket.axes)
+        )
         self._communicator.count(ALL_REDUCE, elements, flat)
         self._running.append((work, holders, flat))

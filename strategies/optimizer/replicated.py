@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from strategies.core.program import Program
 from strategies.core.steps import ALL_REDUCE
-from strategies.optimizer.buckets import buckets, sent
+from strategies.optimizer.buckets import all_reduce_elements, buckets
 from strategies.optimizer.loss_scale import LossScale
 from strategies.optimizer.reduction import Reduction
 from strategies.optimizer.state import OptimizerScalars, States, check_shape, groups_of, is_scalar, placed, set_groups
@@ -36,7 +36,7 @@ from strategies.optimizer.updates import (
 )
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import PLACE, recorder
-from strategies.runtime.naming import held
+from strategies.runtime.naming import parameters_by_name
 from strategies.runtime.offload import OffloadTraffic
 from strategies.runtime.peers import Peers
 from strategies.runtime.shards import MODEL, OPTIMIZER, Shards, of_slice, whole
@@ -68,7 +68,7 @@ class BucketedUpdates:
         self.short = module if short is None else short
         self._program, self._communicator = program, communicator
         self._clip, self._accumulate = clip, accumulate
-        named = held(module)
+        named = parameters_by_name(module)
         self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._masters = {
             name: nn.Parameter(self._parameters[name].detach().float())
@@ -196,7 +196,7 @@ class BucketedUpdates:
         elif mesh.size > 1:
             recorder.cells[PLACE] = recorder.place("the norm of the gradients")
             self._communicator.sum(total, self._communicator.group(mesh.names))
-            self._communicator.count(ALL_REDUCE, sent([1], mesh.size), total)
+            self._communicator.count(ALL_REDUCE, all_reduce_elements([1], mesh.size), total)
         return math.sqrt(total.item()) if total >= 0 else math.nan
 
     def weight(self, name: str) -> Tensor:

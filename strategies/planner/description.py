@@ -16,7 +16,7 @@ from strategies.core.steps import ALL_REDUCE, ReshardingPath
 from strategies.cost.cluster import Cluster
 from strategies.cost.step import step_cost
 from strategies.lowering.pipeline.cutting import Stage
-from strategies.lowering.pipeline.schedule import Schedule, bubble, held, makespan
+from strategies.lowering.pipeline.schedule import Schedule, bubble, makespan, peak_activations
 from strategies.memory.parts import group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.memory.trace import Traced, trace
@@ -227,7 +227,7 @@ def describe_stages(
             "operators": [len(stage.graph.operators) for stage in stages],
             "communication": sent,
             "memory": memories,
-            "held": [int(held(actions)) for actions in schedule],
+            "held": [int(peak_activations(actions)) for actions in schedule],
             "bubble": bubble(schedule, even),
         },
     }

@@ -136,7 +136,7 @@ def _kept_of(parameter: nn.Parameter, tensor: Tensor) -> _Kept:
     return _Kept(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
 
 
-def meant(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+def matching_modules(module: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     """Everything inside `module` that runs and belongs to what `globs` (of the user's modules; none: all) mean."""
     found = []
     for name, unit in module.named_modules():

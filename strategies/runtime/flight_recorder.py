@@ -119,7 +119,7 @@ class Awaited:
         recorder.leave()
 
 
-def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the number of the place for which it is called before its arguments."""
 
     def run(place: int, *args: Any) -> Any:

@@ -34,17 +34,17 @@ from strategies.core.program import (
     Redistribute,
     Start,
 )
-from strategies.lowering.recompute import Part, parts_of
+from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.buffers import store
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.flight_recorder import placed
+from strategies.runtime.flight_recorder import with_place
 from strategies.runtime.naming import OWN, inside, private, reach, register, variable
 from strategies.runtime.offload import OffloadTraffic, copier
-from strategies.runtime.opaque_random import draw_opaquely
-from strategies.runtime.recompute import Hold, recomputing, watched
+from strategies.runtime.opaque_random import make_random_opaque
+from strategies.runtime.recompute import ShardedInput, recomputing, watched
 from strategies.runtime.redistributions import edge, edges, starting, waiting
-from strategies.runtime.shared_code import Forms, Template, constants_of, function_of, scalars, several, tensors_of
+from strategies.runtime.shared_code import CodeForms, Template, constants_of, function_of, scalars, several, tensors_of
 from strategies.runtime.units import owned, unit_path
 
 MODULE = "module"
@@ -114,7 +114,7 @@ class _Tree:
             for ref in instruction.operands:
                 self.used.setdefault(ref, []).append(instruction.id)
         self.parts = parts_of(program)
-        self.forms = Forms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
+        self.forms = CodeForms(program, communicator.rank, self.paths, self.parts, self.taken, self.owned)
         self.scalars = scalars(program)
         self.templates: dict[Hashable, Template] = {}
         self.functions: dict[Hashable, Callable[..., Any]] = {}
@@ -243,7 +243,7 @@ class _Tree:
             found = found[: len(self.program.outputs)]
         graph.output(found[0] if len(found) == 1 else tuple(found))
         if self.compiled:
-            draw_opaquely(graph, constants)
+            make_random_opaque(graph, constants)
         unit.graph = graph  # while no name is taken by the user's
         template = Template.made_from(unit, [*tensors], constants, [child.name for child in children], made)
         template.fill(unit, [*tensors.values()], [child.unit for child in children])
@@ -254,10 +254,10 @@ class _Tree:
         chosen = self.program.recompute
         return chosen is not None and ".".join(self.paths[instruction.id][: depth + 1]) in chosen.modules
 
-    def _hold(self, ref: Ref) -> Hold | None:
+    def _hold(self, ref: Ref) -> ShardedInput | None:
         """How a recomputed module stores an input: each rank its part, where others hold the same."""
         axes = self.program.replicas.get(ref, ())
-        return Hold(axes, self.communicator) if axes else None
+        return ShardedInput(axes, self.communicator) if axes else None
 
     def _emit(
         self,
@@ -284,7 +284,7 @@ class _Tree:
             values[Ref(step.id, index)] = graph.call_function(python_operator.getitem, (node, index))
         return node
 
-    def _function(self, step: Instruction, part: Part | None) -> Callable[..., Any]:
+    def _function(self, step: Instruction, part: RegionPart | None) -> Callable[..., Any]:
         """What an instruction calls; the same function for the same call, so that its code can be shared."""
         kept = part is not None and part.kept
         key: Hashable
@@ -307,7 +307,7 @@ class _Tree:
             key = "wait", function_of(step.of)
             make = partial(waiting, step, self.communicator)
         placing = isinstance(step, CARRYING) and not self.compiled
-        function = self._once(key, (lambda: placed(make())) if placing else make)
+        function = self._once(key, (lambda: with_place(make())) if placing else make)
         if part is None:
             return function
         name = "_".join(step.target.split(".")[:2]) if isinstance(step, Compute) else function.__name__

@@ -76,7 +76,7 @@ def _along(module: Any, path: Sequence[str]) -> Any:
     return module
 
 
-def held(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module by all their names."""
     return dict(module.named_parameters(remove_duplicate=False))
 

@@ -94,7 +94,7 @@ def as_key(key: int) -> Tensor:
     return torch.tensor(key)
 
 
-def draw_opaquely(graph: fx.Graph, ordinals: Collection[str]) -> None:
+def make_random_opaque(graph: fx.Graph, ordinals: Collection[str]) -> None:
     """Make every operator of `graph` that takes the program's random key opaque; the key is a tensor from then on, and
     so are the attributes `ordinals` of the module."""
     for node in graph.nodes:

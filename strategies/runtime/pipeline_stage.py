@@ -19,7 +19,7 @@ from strategies.core.program import Program
 from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, INPUT, Action
 from strategies.runtime.peers import Peers
-from strategies.runtime.split_backward import Later, backward_to
+from strategies.runtime.split_backward import DeferredBackward, backward_to
 
 
 class Scale(Protocol):
@@ -45,7 +45,7 @@ Load = Callable[[int], tuple[Sequence[Tensor], int]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class RankStage:
     """A stage as this rank runs it: `run` takes the batch's entries and what is received, and the random key."""
 
     stage: Stage
@@ -74,12 +74,12 @@ class StageRunner:
     def __init__(
         self,
         peers: Peers,
-        units: Sequence[Unit],
+        units: Sequence[RankStage],
         actions: Sequence[Action],
         parts: int,
         device: torch.device | str,
-        evaluations: dict[int, list[Unit]],
-        short: Sequence[Unit] = (),
+        evaluations: dict[int, list[RankStage]],
+        short: Sequence[RankStage] = (),
     ) -> None:
         self.peers, self.actions, self.parts, self.device = peers, actions, parts, device
         self.units = {unit.stage.number: unit for unit in units}
@@ -98,11 +98,11 @@ class StageRunner:
         return self._run(actions, units, load, updates, share)
 
     def _run(
-        self, actions: Sequence[Action], units: Mapping[int, Unit], load: Load, updates: Gradients, share: float
+        self, actions: Sequence[Action], units: Mapping[int, RankStage], load: Load, updates: Gradients, share: float
     ) -> Tensor:
         received: dict[tuple[int, int], list[Tensor]] = {}
         made: dict[tuple[int, int], list[Tensor]] = {}
-        later: dict[tuple[int, int], Later] = {}
+        later: dict[tuple[int, int], DeferredBackward] = {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         scale = updates.loss_scale
         weight = (1.0 if scale is None else scale.value) * share
@@ -145,14 +145,14 @@ class StageRunner:
         self.peers.finish()
         return found
 
-    def _last(self, unit: Unit) -> bool:
+    def _last(self, unit: RankStage) -> bool:
         return not unit.stage.sends
 
     def _send_on(self, values: Sequence[Tensor]) -> None:
         for value in values:
             self.peers.send(value, ahead=True)
 
-    def _values(self, unit: Unit) -> list[Tensor]:
+    def _values(self, unit: RankStage) -> list[Tensor]:
         found = []
         for source, shape in unit.received:
             empty = torch.empty(shape, dtype=getattr(torch, source.spec.dtype), device=self.device)
@@ -161,8 +161,8 @@ class StageRunner:
         return found
 
     def _backward(
-        self, unit: Unit, inputs: Sequence[Tensor], made: Sequence[Tensor], weight: float, whole: bool
-    ) -> Later | None:
+        self, unit: RankStage, inputs: Sequence[Tensor], made: Sequence[Tensor], weight: float, whole: bool
+    ) -> DeferredBackward | None:
         """From the loss times `weight`, or from the gradients of what the stage handed on."""
         outputs = [output for output in made if output.requires_grad]
         if self._last(unit):

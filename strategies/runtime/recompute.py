@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from strategies.core.graph import leaves
 from strategies.core.layout import Layout
-from strategies.lowering.recompute import Part
+from strategies.lowering.recompute import RegionPart
 from strategies.resharding.path import resharding_path
 from strategies.runtime.communicator import Carrier, Communicator
 
@@ -36,7 +36,7 @@ def in_region() -> bool:
 
 
 @dataclass(frozen=True)
-class Hold:
+class ShardedInput:
     """How an input is stored that the ranks along `axes` hold too: each cuts its part, and they join them again."""
 
     axes: tuple[str, ...]
@@ -121,9 +121,11 @@ class _Region:
     because its own results, or tensors inside it, are needed. What is not needed is not stored.
     """
 
-    def __init__(self, run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], holds: Sequence[ShardedInput | None], parts: Mapping[str, RegionPart]
+    ) -> None:
         self.run, self.holds, self.parts = run, holds, parts
-        self.part: Part | None = None
+        self.part: RegionPart | None = None
         self.taken: dict[int, str] = {}  # storage -> value, for what the part that runs takes
         self.needed: set[str] = set()
         self.returned: dict[str, list[_Result]] = {}  # by kept part
@@ -155,7 +157,7 @@ class _Region:
                 if isinstance(one, _Result):
                     one.tensor = None
 
-    def _cut(self, value: Tensor, hold: Hold | None) -> Tensor:
+    def _cut(self, value: Tensor, hold: ShardedInput | None) -> Tensor:
         if hold is None:
             return value
         with torch.no_grad():
@@ -242,7 +244,7 @@ class _Region:
             if isinstance(one, _Result) and one.tensor is not None:
                 self.by_storage.setdefault(_storage(one.tensor), []).append(one)
 
-    def carry_out(self, part: Part, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def carry_out(self, part: RegionPart, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One part of the first run."""
         self.part = part
         self.taken = {_storage(one): id for one, id in zip(tensors_in([args, kwargs]), part.takes, strict=True)}
@@ -303,12 +305,12 @@ class _Once(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-def watched(function: Callable[..., Any], part: Part, name: str) -> Callable[..., Any]:
+def watched(function: Callable[..., Any], part: RegionPart, name: str) -> Callable[..., Any]:
     """`function`, an operator or what carries a value, as the region carries it out that runs at the time. Its first
     argument is the part that it is: `part`, or the same one of another module with the same code."""
     once = part.kept and not part.carries
 
-    def run(part: Part, *args: Any, **kwargs: Any) -> Any:
+    def run(part: RegionPart, *args: Any, **kwargs: Any) -> Any:
         region: _Region | None = getattr(_running, "region", None)
         if region is None:
             return function(*args, **kwargs)
@@ -339,7 +341,9 @@ def carried_once(carrier: Carrier) -> Carrier:
     return carry
 
 
-def recomputing(run: Callable[..., Any], holds: Sequence[Hold | None], parts: Mapping[str, Part]) -> Callable[..., Any]:
+def recomputing(
+    run: Callable[..., Any], holds: Sequence[ShardedInput | None], parts: Mapping[str, RegionPart]
+) -> Callable[..., Any]:
     """A unit's `forward` as a region of `parts`; `holds` says how each of its inputs is stored."""
 
     def forward(*inputs: Any) -> Any:

@@ -30,13 +30,13 @@ from strategies.core.program import (
     Wait,
 )
 from strategies.core.steps import ReshardingPath
-from strategies.lowering.recompute import Part
+from strategies.lowering.recompute import RegionPart
 from strategies.runtime.flight_recorder import recorder
 from strategies.runtime.naming import attach, register
 from strategies.runtime.units import use_of
 
 
-class Forms:
+class CodeForms:
     """The forms of the units of `program` on `rank`. `paths` are the places of the instructions in the tree, `parts`
     what they are of recomputed regions, `taken` which of several results are used, `owned` the names of sources."""
 
@@ -45,7 +45,7 @@ class Forms:
         program: Program,
         rank: int,
         paths: Mapping[str, tuple[str, ...]],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, RegionPart],
         taken: Mapping[str, Sequence[int]],
         owned: Mapping[Ref, str],
     ) -> None:
@@ -62,7 +62,7 @@ class Forms:
         return self._numbers.setdefault(form, len(self._numbers))
 
     @staticmethod
-    def _flags(part: Part | None) -> Hashable:
+    def _flags(part: RegionPart | None) -> Hashable:
         return None if part is None else (part.kept, part.carries)
 
     def _call(self, step: Instruction) -> Hashable:
@@ -132,10 +132,10 @@ def several(step: Instruction) -> bool:
     return isinstance(of, Fused) or (isinstance(of, Compute) and of.multiple)
 
 
-def constants_of(step: Instruction, parts: Mapping[str, Part], placing: bool) -> list[Part | int]:
+def constants_of(step: Instruction, parts: Mapping[str, RegionPart], placing: bool) -> list[RegionPart | int]:
     """What an instruction takes that differs between repeated layers, in the order of its arguments; `placing`:
     what communicates receives the place of its operator."""
-    found: list[Part | int] = [parts[step.id]] if step.id in parts else []
+    found: list[RegionPart | int] = [parts[step.id]] if step.id in parts else []
     if placing and isinstance(step, CARRYING):
         found.append(recorder.place(step.operator))
     if isinstance(step, Compute):

@@ -17,7 +17,7 @@ from strategies.lowering.pipeline.cutting import Stage
 from strategies.lowering.pipeline.programs import stage_programs
 from strategies.lowering.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Schedule, in_one_process
 from strategies.runtime.simulate import Simulation, shard
-from strategies.runtime.split_backward import Later, backward_to
+from strategies.runtime.split_backward import DeferredBackward, backward_to
 
 Pieces = list[list[Tensor]]
 """Values, each as one tensor per rank."""
@@ -56,7 +56,7 @@ class Lockstep:
         gradients afterwards."""
         self.received: dict[tuple[int, int], Pieces] = {}
         self.made: dict[tuple[int, int], Pieces] = {}
-        later: dict[tuple[int, int], Later] = {}
+        later: dict[tuple[int, int], DeferredBackward] = {}
         total, last = 0.0, len(self.stages) - 1
         for action in in_one_process(schedule):
             at = action.stage, action.micro_batch

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from strategies.runtime.recompute import unpacked_twice
 
-Later = Callable[[], None]
+DeferredBackward = Callable[[], None]
 """The second half. It adds to `grad` of the parameters."""
 
 
@@ -44,7 +44,7 @@ class _Branch:
 
 def backward_to(
     inputs: Sequence[Tensor], parameters: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> Later:
+) -> DeferredBackward:
     """Adds to `grad` of `inputs` what comes back from `outputs` with `gradients`; returns what does the same for
     `parameters`. All of them are leaves that learn."""
     roots = [get_gradient_edge(output).node for output in outputs]

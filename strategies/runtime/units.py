@@ -35,14 +35,14 @@ def use_of(instruction: Instruction) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ModuleUnit:
     """`parameters` are full names; `inward`: whether a gradient flows from the unit into the values that it takes."""
 
     parameters: tuple[str, ...]
     inward: bool
 
 
-def units(program: Program) -> list[Unit]:
+def units(program: Program) -> list[ModuleUnit]:
     """Every unit that holds parameters of its own and runs, in the order in which units are entered."""
     names = owned(program)
     kinds = {source.name for source in program.sources if source.kind == "parameter"}
@@ -53,7 +53,7 @@ def units(program: Program) -> list[Unit]:
     learned = _learned(program)
     seen: set[tuple[str, ...]] = set()
 
-    def walk(run: Sequence[Instruction], depth: int) -> Iterator[Unit]:
+    def walk(run: Sequence[Instruction], depth: int) -> Iterator[ModuleUnit]:
         here = paths[run[0].id][:depth]
         own = {
             names[ref]
@@ -69,7 +69,7 @@ def units(program: Program) -> list[Unit]:
         if own:
             inside = {instruction.id for instruction in run}
             taken = {ref for instruction in run for ref in instruction.operands if ref.id not in inside}
-            yield Unit(tuple(sorted(own)), any(ref.id in learned and ref not in names for ref in taken))
+            yield ModuleUnit(tuple(sorted(own)), any(ref.id in learned and ref not in names for ref in taken))
         for key, part in groupby(run, key=lambda one: paths[one.id][depth] if len(paths[one.id]) > depth else None):
             if key is not None:
                 yield from walk(list(part), depth + 1)

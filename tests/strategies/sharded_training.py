@@ -26,7 +26,7 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import Compute, LoweringOptions, Program
 from strategies.core.steps import LOCAL
-from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.optimizer.buckets import predicted
 from strategies.optimizer.stages import make_updates
@@ -281,7 +281,7 @@ class Setup:
     def __init__(self, task: Task, case: Case, rank: int, mesh: Mesh = MESH) -> None:
         self.plan = plan_of(task.graph, case.seed, mesh)
         program = lower(task.graph, self.plan, LoweringOptions(sharded_optimizer=case.stage > 0, partial_loss=True))
-        self.program = place(program, on_host(task.graph, case.place))
+        self.program = place_on_host(program, on_host(task.graph, case.place))
         layouts = {**self.plan.inputs, **self.plan.tensors}
         evaluation_plan = plan_of(task.evaluation, case.seed, mesh)
         evaluation_plan = replace(evaluation_plan, tensors={**evaluation_plan.tensors, **self.plan.tensors})

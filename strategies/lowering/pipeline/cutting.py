@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from strategies.core.errors import StrategyError
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, fresh, with_leaves
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, fresh, modules_around, with_leaves
 from strategies.core.layout import Layout
 from strategies.core.plan import Plan, Recompute
-from strategies.lowering.recompute import around
 from strategies.rules import rule_of, share_rules
 
 
@@ -63,7 +62,7 @@ def recompute_in(operators: Sequence[Operator], chosen: Recompute | None) -> Rec
     stages."""
     if chosen is None:
         return None
-    paths = {path for operator in operators for path in around(operator)}
+    paths = {path for operator in operators for path in modules_around(operator.path)}
     names = {operator.name for operator in operators}
     modules = tuple(path for path in chosen.modules if path in paths)
     kept = tuple(name for name in chosen.kept if name in names)

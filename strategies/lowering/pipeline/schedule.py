@@ -18,13 +18,13 @@ from strategies.core.errors import StrategyError, closest
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 KINDS: tuple[str, ...] = get_args(Kind)
-DEALT = ("interleaved_1f1b", "zero_bubble")
+ROUND_ROBIN = ("interleaved_1f1b", "zero_bubble")
 """The schedules in which a group of ranks may have several stages."""
-Way = Literal["forward", "backward", "input", "weight"]
-FORWARD: Way = "forward"
-BACKWARD: Way = "backward"
-INPUT: Way = "input"
-WEIGHT: Way = "weight"
+Pass = Literal["forward", "backward", "input", "weight"]
+FORWARD: Pass = "forward"
+BACKWARD: Pass = "backward"
+INPUT: Pass = "input"
+WEIGHT: Pass = "weight"
 COST = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 """The time of a pass, in forward passes."""
 
@@ -34,7 +34,7 @@ class Action:
     """One pass of one micro-batch through one stage. `backward` is both halves at once: `input`, the gradients that the
     stage before waits for, and `weight`, those of parameters."""
 
-    way: Way
+    way: Pass
     micro_batch: int
     stage: int
 
@@ -44,7 +44,9 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 def rounds(groups: int, micro_batches: int) -> int:
-    """In how many rounds the micro-batches of a `DEALT` schedule go through a group's stages: about `groups` at a time.
+    """The number of rounds in which the micro-batches of a `ROUND_ROBIN` schedule go through a group's stages.
+
+    A round has about `groups` micro-batches.
 
     Raises StrategyError where they cannot be cut into rounds of one size.
     """
@@ -65,9 +67,9 @@ def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) 
     it would wait. Raises StrategyError for other kinds, and for numbers that do not fit the kind."""
     if kind not in KINDS:
         raise StrategyError("MW432", f"There is no pipeline schedule {kind!r}.{closest(kind, KINDS)}")
-    if virtual > 1 and kind not in DEALT:
+    if virtual > 1 and kind not in ROUND_ROBIN:
         raise StrategyError(
-            "MW432", f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(DEALT)}."
+            "MW432", f"The schedule {kind!r} has one stage per rank, not {virtual}; take {' or '.join(ROUND_ROBIN)}."
         )
     return tuple(_actions(kind, group, groups, micro_batches, virtual) for group in range(groups))
 
@@ -75,7 +77,7 @@ def make_schedule(kind: str, groups: int, micro_batches: int, virtual: int = 1) 
 def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: int) -> tuple[Action, ...]:
     """Some passes forward, then one forward and one backward in turn, then backward what is left; halves for weights
     follow `late` passes behind."""
-    size = micro_batches // rounds(groups, micro_batches) if kind in DEALT else micro_batches
+    size = micro_batches // rounds(groups, micro_batches) if kind in ROUND_ROBIN else micro_batches
     count, behind = micro_batches * virtual, groups - 1 - group
     ahead = {
         "gpipe": count,
@@ -85,7 +87,7 @@ def _actions(kind: str, group: int, groups: int, micro_batches: int, virtual: in
     }[kind]
     ahead, late = min(ahead, count), group if kind == "zero_bubble" else 0
 
-    def action(way: Way, number: int) -> Action:
+    def action(way: Pass, number: int) -> Action:
         turn, place = divmod(number, size * virtual)
         chunk = place // size
         stage = (chunk if way == FORWARD else virtual - 1 - chunk) * groups + group
@@ -115,7 +117,7 @@ def in_one_process(schedule: Schedule) -> tuple[Action, ...]:
             while actions and done.issuperset(needed(actions[0], last)):
                 action = actions.pop(0)
                 found[action] = None
-                done.update(halves(action))
+                done.update(gradient_passes(action))
         if len(found) == before:
             raise ValueError(f"the stages wait for one another: {[actions[:1] for actions in left]}")
     return tuple(found)
@@ -126,7 +128,7 @@ def last_stage(schedule: Schedule) -> int:
     return max(action.stage for actions in schedule for action in actions)
 
 
-def halves(action: Action) -> tuple[Action, ...]:
+def gradient_passes(action: Action) -> tuple[Action, ...]:
     """What an action does: `backward` does two things."""
     if action.way != BACKWARD:
         return (action,)
@@ -134,7 +136,7 @@ def halves(action: Action) -> tuple[Action, ...]:
 
 
 def needed(action: Action, last: int) -> tuple[Action, ...]:
-    """What must have been done before an action, in its own stage or a neighbour, as `halves`."""
+    """What must have been done before an action, in its own stage or a neighbour, as `gradient_passes`."""
     number, stage = action.micro_batch, action.stage
     if action.way == FORWARD:
         return (Action(FORWARD, number, stage - 1),) if stage else ()
@@ -153,7 +155,7 @@ def makespan(schedule: Schedule, work: Sequence[float]) -> float:
         group = action.stage % len(schedule)
         ready = max([free[group], *(ends[one] for one in needed(action, last))])
         free[group] = ready + work[action.stage] * COST[action.way]
-        for half in halves(action):
+        for half in gradient_passes(action):
             ends[half] = free[group]
     return max(free)
 
@@ -166,7 +168,7 @@ def bubble(schedule: Schedule, work: Sequence[float]) -> float:
     return 1 - busy / (makespan(schedule, work) * len(schedule))
 
 
-def held(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
+def peak_activations(actions: Sequence[Action], size: Sequence[float] | Mapping[int, float] | None = None) -> float:
     """The most activations that a group holds at one time: passes, or their `size` by stage added. They are held until
     the last half of backward."""
     now = most = 0.0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from strategies.optimizer.buckets import sent
+from strategies.optimizer.buckets import all_reduce_elements
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.flight_recorder import GATHER, PLACE, SCATTER, SUM, recorder
 
@@ -24,7 +24,7 @@ def count_on(backend: Any, communicator: Communicator) -> Callable[[], None]:
 
     def all_reduce(tensor: Tensor, *args: Any, **named: Any) -> Any:
         group = args[1] if len(args) > 1 else named.get("group")
-        communicator.count(ALL_REDUCE, sent([tensor.numel()], dist.get_world_size(group)), tensor)
+        communicator.count(ALL_REDUCE, all_reduce_elements([tensor.numel()], dist.get_world_size(group)), tensor)
         return _noted(SUM, group, plain["all_reduce"], tensor, *args, **named)
 
     def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, **named: Any) -> Any:

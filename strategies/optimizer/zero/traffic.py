@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from strategies.core.graph import Source
 from strategies.core.program import Program
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from strategies.optimizer.buckets import sent
+from strategies.optimizer.buckets import all_reduce_elements
 from strategies.optimizer.updates import Groups, local_elements, parameters
 from strategies.runtime.units import units
 
@@ -69,7 +69,9 @@ def calls(program: Program, stage: int, accumulate: int = 1, groups: Groups | No
             found.append(Calls(REDUCE_SCATTER, axes, accumulate * (ranks - 1) * parts * REDUCED, accumulate))
             continue
         times = accumulate if stage == 2 else 1
-        found.append(Calls(ALL_REDUCE, axes, times * sent([sum(taught.values())], ranks) * REDUCED, times))
+        found.append(
+            Calls(ALL_REDUCE, axes, times * all_reduce_elements([sum(taught.values())], ranks) * REDUCED, times)
+        )
         item_bytes = max((source.spec.item_bytes for source in sources if source.name in learns), default=0)
         for names in named:
             flat = sum(taught.get(name, 0) for name in names)

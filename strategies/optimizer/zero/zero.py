@@ -55,7 +55,7 @@ from strategies.optimizer.zero.swap_files import SwapFiles, keep_gradients
 from strategies.runtime.activation_offload import look_up_parameters
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.disk import Disk
-from strategies.runtime.naming import attach, held, private
+from strategies.runtime.naming import attach, parameters_by_name, private
 from strategies.runtime.offload import NO_OFFLOAD, Offload, OffloadTraffic
 from strategies.runtime.peers import Peers
 from strategies.runtime.shards import Shards
@@ -99,7 +99,7 @@ class ZeroUpdates:
         self._root, self._program, self._stage, self._accumulate = module, program, stage, accumulate
         self._sums: dict[str, Tensor] = {}
         self._attached: list[str] = []
-        named = held(module)
+        named = parameters_by_name(module)
         self._parameters = {source.name: named[source.name] for source in parameters(program)}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
@@ -321,14 +321,14 @@ class ZeroUpdates:
 
     @property
     def moved(self) -> Mapping[str, OffloadTraffic]:
-        held = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
+        traffic = {kind: replace(moved) for kind, moved in self._moved.items() if kind in self._offload.kinds}
         if self._offload.optimizer == "host":
             states = [value for flat in self._state.masters() for value in self.optimizer.state.get(flat, {}).values()]
             tensors = [*self._state.masters(), *(value for value in states if isinstance(value, Tensor))]
-            held["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
+            traffic["optimizer"].held = sum(tensor.nbytes for tensor in tensors)
         if self._offload.parameters == "host":
-            held["parameters"].held = sum(self._pieces())
-        return held
+            traffic["parameters"].held = sum(self._pieces())
+        return traffic
 
     def hosted(self) -> list[Tensor]:
         found: list[Any] = []

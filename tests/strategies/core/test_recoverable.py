@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from strategies.capture import Objective, capture
-from strategies.core.layout import Layout
+from strategies.core.layout import Layout, recoverable
 from strategies.core.mesh import Mesh
-from strategies.core.recoverable import recoverable
 from strategies.core.request import OperatorStrategy, Request
 from strategies.planner.planner import make_plan
 

@@ -6,7 +6,7 @@ import torch
 from strategies.core.errors import StrategyError
 from strategies.core.program import Compute, Copy, LoweringOptions, Redistribute
 from strategies.lowering import ir
-from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.runtime.offload import OffloadTraffic, copier
 from strategies.runtime.simulate import Simulation
@@ -28,7 +28,7 @@ def test_same_numbers(training, task, globs, seed):
     plan = training.plan_of(task.graph, seed)
     plain = lower(task.graph, plan, LoweringOptions(exact=True))
     found = []
-    for program in (plain, place(plain, on_host(task.graph, globs))):
+    for program in (plain, place_on_host(plain, on_host(task.graph, globs))):
         simulation = Simulation(program, values(task))
         (losses,) = simulation.run(1)
         simulation.backward(losses[:1])
@@ -42,7 +42,9 @@ def test_same_numbers(training, task, globs, seed):
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2, 3])
 def test_every_operand_is_on_its_side(training, task, seed, globs):
     hosted = on_host(task.graph, globs)
-    program = place(lower(task.graph, training.plan_of(task.graph, seed), LoweringOptions(partial_loss=True)), hosted)
+    program = place_on_host(
+        lower(task.graph, training.plan_of(task.graph, seed), LoweringOptions(partial_loss=True)), hosted
+    )
     host, copies = {source.id: False for source in program.sources}, []
     for instruction in program.instructions:
         if isinstance(instruction, Copy):
@@ -74,7 +76,7 @@ def test_the_gradient_takes_the_way_back(host):
 
 def test_the_dump_shows_the_copies(training, task):
     plan = training.plan_of(task.graph, training.DATA_PARALLEL)
-    program = place(lower(task.graph, plan), on_host(task.graph, ["dense1"]))
+    program = place_on_host(lower(task.graph, plan), on_host(task.graph, ["dense1"]))
     lines = ir.end(task.graph, plan, program, 0).splitlines()
     copies = [line for line in lines if "copy_to_" in line]
     assert [line.split("copy_to_")[1].split("(")[0] for line in copies] == ["host"] * 3 + ["device"]

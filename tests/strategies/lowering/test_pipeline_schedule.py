@@ -11,18 +11,18 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from strategies.core.errors import StrategyError
 from strategies.lowering.pipeline.schedule import (
     BACKWARD,
-    DEALT,
     FORWARD,
     INPUT,
     KINDS,
+    ROUND_ROBIN,
     WEIGHT,
     Action,
     Schedule,
     bubble,
-    held,
     in_one_process,
     last_stage,
     make_schedule,
+    peak_activations,
 )
 
 SIZES = [(2, 2), (2, 5), (3, 3), (4, 8), (4, 4), (3, 5), (8, 16)]
@@ -38,8 +38,8 @@ def every(kinds: tuple[str, ...] = KINDS) -> list[tuple[str, int, int, int]]:
     found = []
     for kind in kinds:
         for groups, micro_batches in SIZES:
-            for virtual in (1, 2, 3) if kind in DEALT else (1,):
-                if kind not in DEALT or micro_batches % max(1, micro_batches // groups) == 0:
+            for virtual in (1, 2, 3) if kind in ROUND_ROBIN else (1,):
+                if kind not in ROUND_ROBIN or micro_batches % max(1, micro_batches // groups) == 0:
                     found.append((kind, groups, micro_batches, virtual))
     return found
 
@@ -109,8 +109,8 @@ def test_blocking_receives_never_wait_in_a_circle(kind: str) -> None:
     tried = 0
     for groups in range(2, 9):
         for micro_batches in range(groups, 4 * groups + 1):
-            for virtual in (1, 2, 3, 4) if kind in DEALT else (1,):
-                if kind in DEALT and micro_batches % (micro_batches // groups):
+            for virtual in (1, 2, 3, 4) if kind in ROUND_ROBIN else (1,):
+                if kind in ROUND_ROBIN and micro_batches % (micro_batches // groups):
                     continue
                 run_with_blocking_receives(make_schedule(kind, groups, micro_batches, virtual))
                 tried += 1
@@ -128,7 +128,7 @@ def test_messages_in_another_order_are_noticed() -> None:
 @pytest.mark.parametrize(("stages", "micro_batches"), [size for size in SIZES if size[1] % size[0] == 0])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 def test_bubble_of_equal_stages(kind: str, stages: int, micro_batches: int, virtual: int) -> None:
-    if kind not in DEALT:
+    if kind not in ROUND_ROBIN:
         virtual = 1
     found = bubble(make_schedule(kind, stages, micro_batches, virtual), [2.0] * stages * virtual)
     assert found == pytest.approx((stages - 1) / (virtual * micro_batches + stages - 1))
@@ -148,11 +148,11 @@ def test_bubble_of_unequal_stages() -> None:
 
 
 def test_activations_held() -> None:
-    assert [held(actions) for actions in make_schedule("gpipe", 4, 8)] == [8, 8, 8, 8]
-    assert [held(actions) for actions in make_schedule("1f1b", 4, 8)] == [4, 3, 2, 1]
-    assert [held(actions) for actions in make_schedule("interleaved_1f1b", 4, 8, 2)] == [11, 9, 7, 5]
-    assert [held(actions) for actions in make_schedule("zero_bubble", 4, 8)] == [4, 4, 4, 4]
-    assert held(make_schedule("interleaved_1f1b", 2, 2, 2)[1], [1.0, 10.0, 1.0, 2.0]) == 22
+    assert [peak_activations(actions) for actions in make_schedule("gpipe", 4, 8)] == [8, 8, 8, 8]
+    assert [peak_activations(actions) for actions in make_schedule("1f1b", 4, 8)] == [4, 3, 2, 1]
+    assert [peak_activations(actions) for actions in make_schedule("interleaved_1f1b", 4, 8, 2)] == [11, 9, 7, 5]
+    assert [peak_activations(actions) for actions in make_schedule("zero_bubble", 4, 8)] == [4, 4, 4, 4]
+    assert peak_activations(make_schedule("interleaved_1f1b", 2, 2, 2)[1], [1.0, 10.0, 1.0, 2.0]) == 22
 
 
 def test_stages_that_wait_for_one_another() -> None:

@@ -15,7 +15,7 @@ from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
 from strategies.core.program import LoweringOptions, Program
 from strategies.core.request import RecomputeRequest, Request
-from strategies.lowering.device_placement import on_host, place
+from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline.schedule import Action
 from strategies.memory.parts import group_memory, memory
@@ -24,7 +24,7 @@ from strategies.memory.zero import FlatGroup
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
-from strategies.runtime.activation_offload import Activations, meant
+from strategies.runtime.activation_offload import Activations, matching_modules
 from strategies.runtime.communicator import Communicator
 from strategies.runtime.live_tensors import Live
 from strategies.runtime.module_tree import build
@@ -45,7 +45,7 @@ def gpt() -> Captured:
 
 def program_of(found: Captured, wanted: RecomputeRequest | None = None, hosted: tuple[str, ...] = ()) -> Program:
     plan = make_plan(found.graph, Request("data_parallel", 1, recompute=wanted))
-    return place(lower(found.graph, plan, LoweringOptions(partial_loss=True)), on_host(found.graph, hosted))
+    return place_on_host(lower(found.graph, plan, LoweringOptions(partial_loss=True)), on_host(found.graph, hosted))
 
 
 class Step:
@@ -61,7 +61,7 @@ class Step:
         self.module = build(program, self.tensors, communicator, "cpu")
         if settings.offload.activations == "host":
             Activations(torch.device("cpu"), settings.offload.larger_than).attach(
-                meant(self.module, settings.offload.modules), [*self.tensors.values()]
+                matching_modules(self.module, settings.offload.modules), [*self.tensors.values()]
             )
         groups = [{"names": list(program.trainable_names)}]
         self.updates = BucketedUpdates(

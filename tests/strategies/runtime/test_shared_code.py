@@ -83,7 +83,7 @@ def test_numbers_are_those_of_layers_with_their_own_code(
     seen = gpt(3)
     shared = module_of(seen, recompute)
     opaque = module_of(seen, compiling=True)
-    monkeypatch.setattr(reuse.Forms, "of", lambda *_: object())
+    monkeypatch.setattr(reuse.CodeForms, "of", lambda *_: object())
     alone = module_of(seen, recompute)
     assert codes(alone) == len(units(alone)) > codes(shared)
     assert [name for name, _ in shared.named_parameters()] == [name for name, _ in alone.named_parameters()]
