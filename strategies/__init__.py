@@ -1,24 +1,30 @@
 """Parallel programs from a torch model and a plan, without the runner: for notebooks and other trainers.
 
->>> import torch
->>> from strategies import Objective, Request, Simulation, OperatorStrategy, capture_model, lower, make_plan
->>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
->>> batch = torch.randn(8, 8), torch.randn(8, 4)
->>> step = Objective(model, torch.nn.MSELoss(), names=("0", "1"), targets=("1",))
->>> captured = capture_model(step, batch, training=True)          # the operator graph, and the model's tensors by name
->>> strategy = OperatorStrategy(inputs=((1, 1), (1, 4)), outputs=None)  # x replicated, w in 4 column shards
->>> plan = make_plan(captured.graph, Request("auto", world_size=4, strategies={"0.matmul": strategy}))
->>> program = lower(captured.graph, plan)                    # the same for all ranks
->>> ranks = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]})
->>> losses, = ranks.run()                                    # all four ranks, in this process
->>> bool(torch.allclose(losses[3], step(*batch)))
-True
+Examples:
+    >>> import torch
+    >>> from strategies import Objective, OperatorStrategy, Request, Simulation
+    >>> from strategies import capture_model, lower, make_plan
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    >>> batch = torch.randn(8, 8), torch.randn(8, 4)
+    >>> step = Objective(model, torch.nn.MSELoss(), names=("0", "1"), targets=("1",))
+    >>> captured = capture_model(step, batch, training=True)  # the operator graph, and the model's tensors by name
+    >>> # x [m, k] replicated, w [k, n] in 4 column blocks
+    >>> strategy = OperatorStrategy(inputs=((1, 1), (1, 4)), outputs=None)
+    >>> plan = make_plan(captured.graph, Request("auto", world_size=4, strategies={"0.matmul": strategy}))
+    >>> program = lower(captured.graph, plan)  # the same for all ranks
+    >>> ranks = Simulation(program, {**captured.tensors, "0": batch[0], "1": batch[1]})
+    >>> losses, = ranks.run()  # all four ranks, in this process
+    >>> bool(torch.allclose(losses[3], step(*batch)))
+    True
 
-On real ranks (torch.distributed initialised, the same plan everywhere) `build` gives each one its module:
+Real ranks:
+    With torch.distributed initialised and the same plan everywhere, `build` gives each rank its module:
 
-    communicator = Communicator(plan.mesh, rank, axes)       # axes over which the program and the optimizer talk
-    module = build(program, slices, communicator, device)    # slices: this rank's parameters by name
-    loss = module(*local_batch)
+        # axes over which the program and the optimizer communicate
+        communicator = Communicator(plan.mesh, rank, axes)
+        # slices: this rank's parameters by name
+        module = build(program, slices, communicator, device)
+        loss = module(*local_batch)
 """
 
 from __future__ import annotations
