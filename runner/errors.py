@@ -1,7 +1,7 @@
 """The errors that end a run with a message instead of a traceback.
 
-Invariant: the text of these exceptions is all that the user needs to see. It says what is wrong, where, and what would
-be right; a code names its kind. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with
+Invariant: the text of these exceptions is all that the user needs to see. It names the fault, the place, and a
+remedy; a code names its kind. `ConfigError` ends the command with exit code 2, `RunFailed` with 1, `Stopped` with
 128 + its signal. No library is imported here, so parents, ranks and readers of data files can all raise them.
 """
 
@@ -62,6 +62,6 @@ def allowed(value: str, options: Iterable[str]) -> str:
     options = list(options)
     if not options:
         return ""
-    begun = [one for one in options if len(one) > 2 < len(value) and (value.startswith(one) or one.startswith(value))]
-    close = [max(begun, key=len)] if begun else difflib.get_close_matches(value, options, n=1, cutoff=0.6)
+    prefixes = [o for o in options if len(o) > 2 < len(value) and (value.startswith(o) or o.startswith(value))]
+    close = [max(prefixes, key=len)] if prefixes else difflib.get_close_matches(value, options, n=1, cutoff=0.6)
     return f" Allowed: {', '.join(options)}." + (f" Did you mean {close[0]!r}?" if close else "")

@@ -18,7 +18,7 @@ class CodedError(Exception):
 
     Args:
         code: the kind of error, such as `MW204`; all of them stand in `runner/refusals.yaml`.
-        text: one paragraph: what is wrong, where, and what would be right.
+        text: one paragraph: the fault, the place, and a remedy.
         more: further paragraphs.
     """
 
