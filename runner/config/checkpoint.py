@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import StrictBool, model_validator
+from pydantic import StrictBool
 
-from runner.config.section import Count, Positive, Section, refusal, setting
+from runner.config.section import Count, Positive, Section, setting
 
 
 class Checkpoint(Section):
@@ -27,13 +27,3 @@ class Checkpoint(Section):
     )
     background: StrictBool = setting(False, "Train on while files are written")
     copies: Count = setting(1, "Ranks on which each replicated tensor is stored")
-
-    @model_validator(mode="after")
-    def _better(self) -> Checkpoint:
-        if self.best_mode is not None and self.best is None:
-            raise refusal(
-                f"checkpoint.best_mode = {self.best_mode!r} says which value of checkpoint.best is better, but that is "
-                "null; name a metric of evaluate, such as checkpoint.best=loss.",
-                "checkpoint.best_mode",
-            )
-        return self

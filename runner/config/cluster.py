@@ -109,12 +109,6 @@ def from_file(values: Mapping[str, Any]) -> Mapping[str, Any]:
     name = values.get("file")
     if not isinstance(name, str) or not name:
         return values
-    if values.get("machine") is not None:
-        raise ConfigError(
-            "MW205",
-            f"cluster = {values.get('name')!r} and cluster.file = {name!r} both describe the machine; drop one of "
-            "them.",
-        )
     try:
         described = OmegaConf.create({"cluster": OmegaConf.load(Path(name))})
         if values.get("nodes") is not None:

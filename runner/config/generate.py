@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.config import keys
+from runner.config import exclusive, keys
 from runner.config.parallel import SHORT
 from runner.config.schema import Config
 from runner.config.section import Section
@@ -36,6 +36,12 @@ Every key with its type, default and meaning. Set one in a recipe or on the comm
 for editors: begin one with `# yaml-language-server: $schema=PATH/config.schema.json` and they complete its keys.
 
 """
+EXCLUSIVE = """# Keys that exclude each other
+
+A config in which both keys of a row have such values is refused with the code MW205, before anything starts. "Given" is
+any value but `null`, `false` and an empty list or mapping.
+
+"""
 
 
 def files() -> dict[Path, str]:
@@ -44,6 +50,7 @@ def files() -> dict[Path, str]:
     generated[ROOT / "conf/config.yaml"] = _defaults(ROOT / "conf/config.yaml", "")
     schema = json_schema()
     generated[ROOT / "docs/reference/config.md"] = reference_page(schema)
+    generated[ROOT / "docs/reference/exclusive_keys.md"] = exclusive_page()
     generated[ROOT / "docs/reference/config.schema.json"] = json.dumps(schema, indent=1) + "\n"
     return generated
 
@@ -76,6 +83,21 @@ def reference_page(schema: Mapping[str, Any]) -> str:
         if name in others and (rows := _table("", others[name], schema)):
             page += f"\n## {name}\n\n{rows}"
     return page
+
+
+def exclusive_page() -> str:
+    """The page of keys that do not go together."""
+    page = EXCLUSIVE + "| key | with | why | what to do |\n|---|---|---|---|\n"
+    for rule in (*exclusive.RULES, *exclusive.SOURCES):
+        (first, *others) = ((rule.first, rule.of_first), (rule.second, rule.of_second), *rule.where)
+        cells = [f"`{first[0]}` {first[1].text}", ", ".join(f"`{key}` {kind.text}" for key, kind in others)]
+        page += f"| {' | '.join([*cells, _escaped(rule.why), _escaped(rule.remedy)])} |\n"
+    return page
+
+
+def _escaped(text: str) -> str:
+    """Text for a table of Markdown, outside of code."""
+    return re.sub(r"(?<!\w)([\[{|*])", r"\\\1", text)
 
 
 def yaml_lines(block: Iterable[keys.Key], group: str) -> Iterator[str]:
@@ -134,7 +156,7 @@ def _table(prefix: str, section: type[Section], schema: Mapping[str, Any]) -> st
             continue
         default, unit = keys.flow(keys.default(key)), f" [{key.unit}]" if key.unit else ""
         default = "required" if default == "???" else f"`{default}`"
-        meaning = re.sub(r"(?<!\w)([\[{|*])", r"\\\1", f"{key.info.description}{unit}")
+        meaning = _escaped(f"{key.info.description}{unit}")
         rows += f"| `{prefix}{key.path}` | {_type(properties[key.path], schema)} | {default} | {meaning} |\n"
     return rows and f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}"
 

@@ -21,16 +21,10 @@ TABLE_SHAPE = 'a list such as [{"rank": 0, "host": "10.0.0.1", "device": 0}, ...
 def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The composed section `launch`, with the hosts of `launch.hostfile` or `launch.rank_table` in `hosts`.
 
-    Raises ConfigError for a file that cannot be read or is none, and where hosts are given twice.
+    Raises ConfigError for a file that cannot be read or is none.
     """
-    sources = [key for key in ("hosts", "hostfile", "rank_table") if values.get(key)]
-    if len(sources) > 1:
-        raise ConfigError(
-            "MW205",
-            f"{' and '.join(f'launch.{key}' for key in sources)} both say where the ranks run; drop one of them.",
-        )
-    key = sources[0] if sources else ""
-    if key == "hosts" or not isinstance(values.get(key), str):
+    key = next((key for key in ("hostfile", "rank_table") if values.get(key)), "")
+    if not isinstance(values.get(key), str):
         return values
     name = values[key]
     try:

@@ -31,6 +31,9 @@ class Host(Section):
     ranks: tuple[Number, ...] = setting(REQUIRED, "Ranks on this host", min_length=1)
     devices: tuple[Number, ...] = setting(REQUIRED, "Device index of each of the ranks")
 
+    def __str__(self) -> str:
+        return f"{self.name}:{len(self.ranks)}"
+
 
 HOSTS = WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}})
 
@@ -83,29 +86,6 @@ class Launch(Section):
     dry_run: StrictBool = setting(False, "Print the commands and start nothing; also `run launch --dry-run`")
 
     @model_validator(mode="after")
-    def _fewer_only_when_restarted(self) -> Launch:
-        if self.min_ranks is not None and not self.max_restarts:
-            raise refusal(
-                f"launch.min_ranks = {self.min_ranks} says with how few ranks a run is started again, but "
-                "launch.max_restarts = 0 never does; set launch.max_restarts too.",
-                "launch.min_ranks",
-                "launch.max_restarts",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rescued_from_here(self) -> Launch:
-        if self.rescue and self.launcher != "local":
-            raise refusal(
-                f"launch.rescue = true lets the survivors of a failure write what they have in memory before they are "
-                f"stopped, but launch = {self.launcher!r} stops them at once; choose launch=local or "
-                "launch.rescue=false.",
-                "launch.rescue",
-                "launch.launcher",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _table_is_whole(self) -> Launch:
         names = [host.name for host in self.hosts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -140,29 +120,6 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _launcher_can(self) -> Launch:
-        if self.launcher == "local" and (self.hosts or self.nodes):
-            raise refusal(
-                "launch = 'local' starts all ranks on this machine, but hosts are given; choose launch=torchrun, "
-                "mpirun, slurm, deepspeed or rank_table.",
-                "launch.launcher",
-                "launch.hosts",
-            )
-        if self.launcher == "rank_table" and not self.hosts:
-            raise refusal(
-                "launch = 'rank_table' needs to know the hosts; give launch.rank_table=FILE.json (or launch.hosts).",
-                "launch.rank_table",
-            )
-        if self.launcher == "deepspeed" and not self.hosts:
-            raise refusal(
-                "launch = 'deepspeed' needs to know the hosts; give launch.hostfile=FILE (or launch.hosts).",
-                "launch.hostfile",
-            )
-        if self.nodes is not None and self.launcher != "slurm":
-            raise refusal(
-                f"launch.nodes = {self.nodes} is for launch=slurm, which finds hosts by itself; name them in "
-                "launch.hosts.",
-                "launch.nodes",
-            )
         if self.min_ranks is not None and self.ranks is not None and self.min_ranks > self.ranks:
             raise refusal(
                 f"launch.min_ranks = {self.min_ranks}, but the hosts of the launch have {self.ranks} ranks; give hosts "
@@ -188,26 +145,10 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _by_hand(self) -> Launch:
-        if self.host is None and self.rank is None:
-            return self
-        given = "host" if self.host is not None else "rank"
-        if self.launcher != "rank_table" or (self.host is not None and self.rank is not None):
-            raise refusal(
-                f"launch.{given} starts a part of a rank table by hand: it needs launch=rank_table, and launch.host or "
-                "launch.rank, not both.",
-                f"launch.{given}",
-            )
-        if self.port is None:
-            raise refusal(
-                f"launch.{given}: what is started by hand on several hosts must know where to meet; set launch.port, "
-                "everywhere the same, e.g. launch.port=29400.",
-                f"launch.{given}",
-                "launch.port",
-            )
         names, ranks = [host.name for host in self.hosts], [rank for host in self.hosts for rank in host.ranks]
-        if self.host is not None and self.host not in names:
+        if self.hosts and self.host is not None and self.host not in names:
             raise refusal(f"launch.host = {self.host!r} is not in the table: {', '.join(names)}.", "launch.host")
-        if self.rank is not None and self.rank not in ranks:
+        if self.hosts and self.rank is not None and self.rank not in ranks:
             raise refusal(
                 f"launch.rank = {self.rank} is not in the table, which has {len(ranks)} ranks from 0.", "launch.rank"
             )

@@ -15,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
+from runner.config import exclusive
 from runner.config import hosts as table
 from runner.config.cluster import from_file
+from runner.config.exclusive import shown
 from runner.config.keys import unknown
 from runner.config.origins import Origins
 from runner.config.parallel import Mode
@@ -66,6 +68,9 @@ def load(composed: DictConfig, origins: Origins) -> Config:
         text = " ".join(str(error).splitlines()[0].split())
         raise ConfigError("MW206", f"{error.full_key}: {text}.{origins.sentence([str(error.full_key)])}") from None
     assert isinstance(values, dict)
+    for rule in exclusive.SOURCES:
+        if rule.breaks(values):
+            raise ConfigError("MW205", rule.paragraph(values) + origins.sentence([rule.first, rule.second]))
     if isinstance(cluster := values.get("cluster"), Mapping):
         values |= {"cluster": from_file(cluster)}
     if isinstance(launch := values.get("launch"), Mapping):
@@ -133,13 +138,13 @@ def _paragraph(error: Mapping[str, Any], origins: Origins) -> str:
         text, concerned = _missing(dotted), []
     elif kind == "literal_error":
         options = _words(context["expected"])
-        text = f"{dotted} = {_shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
+        text = f"{dotted} = {shown(value)} is not allowed.{allowed(str(value), (o.lower() for o in options))}"
     elif kind == "value_error":
-        text = f"{dotted} = {_shown(value)} {context['error']}".rstrip(".") + "."
+        text = f"{dotted} = {shown(value)} {context['error']}".rstrip(".") + "."
     elif kind in MEANINGS:
-        text = f"{dotted} = {_shown(value)}: {MEANINGS[kind].format(**context)}."
+        text = f"{dotted} = {shown(value)}: {MEANINGS[kind].format(**context)}."
     else:
-        text = f"{dotted} = {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
+        text = f"{dotted} = {shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}."
     if kind != "refusal" and "words" in error:
         text += allowed(str(value), _words(error["words"])).replace(" Allowed:", " Allowed too:")
     if value in ("None", "none"):
@@ -167,10 +172,3 @@ def _words(expected: str) -> list[str]:
 
 def _missing(dotted: str | None) -> str:
     return f"{dotted} has no value and no default; set it with {dotted}=VALUE."
-
-
-def _shown(value: object) -> str:
-    """A value as YAML would write it."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return repr(value)

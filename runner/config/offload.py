@@ -27,19 +27,6 @@ class ActivationOffload(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def _something_is_moved(self) -> ActivationOffload:
-        for name, value in (("modules", self.modules), ("larger_than", self.larger_than)):
-            if value and self.to == "none":
-                key = f"parallel.offload.activations.{name}"
-                raise refusal(
-                    f"{key} = {list(value) if isinstance(value, tuple) else value} is given but "
-                    "parallel.offload.activations.to = 'none' moves nothing; choose host or disk, or drop it.",
-                    key,
-                    "parallel.offload.activations.to",
-                )
-        return self
-
 
 class OffloadForm(Section):
     optimizer: Offloaded = setting("none", "Where optimizer states are stored; host with ZeRO 1-3, disk with ZeRO 3")
@@ -50,14 +37,3 @@ class OffloadForm(Section):
     @property
     def on_disk(self) -> bool:
         return "disk" in (self.optimizer, self.parameters, self.activations.to)
-
-    @model_validator(mode="after")
-    def _folder_is_used(self) -> OffloadForm:
-        if self.folder is not None and not self.on_disk:
-            raise refusal(
-                f"parallel.offload.folder = {self.folder!r} is given but nothing of parallel.offload goes to a disk; "
-                "set optimizer, parameters or activations.to to disk, or drop the folder.",
-                "parallel.offload.folder",
-                "parallel.offload",
-            )
-        return self

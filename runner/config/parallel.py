@@ -27,8 +27,6 @@ from runner.errors import allowed
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid"]
 Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
 DATASETS = ("data_parallel", "full_batch")
-NOTHING = {"set_data_parallel": "[]", "place": "{}"}
-"""How to drop a key that is not dropped by null."""
 SHORT = {"recompute": "operators", "zero": "stage", "pipeline": "stages"}
 """Sections that may be one value, and the key whose value it is; the other keys then have their defaults."""
 
@@ -152,129 +150,7 @@ class Parallel(Section):
         return self
 
     @model_validator(mode="after")
-    def _mode_uses_what_is_given(self) -> Parallel:
-        searched = self.mode in ("semi_auto", "auto")
-        given = {
-            "strategies": bool(self.strategies) and not searched,
-            "set_data_parallel": bool(self.set_data_parallel) and not searched,
-            "mesh": self.mesh is not None and self.mode in ("stand_alone", "data_parallel"),
-            "place": bool(self.place) and self.mode in ("stand_alone", "hybrid"),
-            "plan": self.plan is not None and self.mode in ("stand_alone", "hybrid"),
-        }
-        for name, unused in given.items():
-            if unused:
-                key, nothing = f"parallel.{name}", NOTHING.get(name, "null")
-                others = "data_parallel, semi_auto" if name in ("place", "plan") else "semi_auto"
-                raise refusal(
-                    f"{key} is given but parallel.mode = {self.mode!r} would ignore it; choose mode {others} or "
-                    f"auto, or drop it with {key}={nothing}.",
-                    key,
-                    "parallel.mode",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _dataset_strategy_fits_mode(self) -> Parallel:
-        sliced = self.dataset_strategy != "data_parallel"
-        if sliced and (self.mode == "data_parallel" or (self.mode == "stand_alone" and not self._full_batch)):
-            given = "full_batch" if self._full_batch else "a strategy per input"
-            raise refusal(
-                f"parallel.dataset_strategy: {given} is not allowed with parallel.mode = {self.mode!r}; it needs mode "
-                "semi_auto, auto or hybrid. Allowed here: data_parallel.",
-                "parallel.dataset_strategy",
-                "parallel.mode",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _zero_is_used(self) -> Parallel:
-        if self.zero.stage and self.mode == "stand_alone":
-            raise refusal(
-                f"parallel.zero.stage = {self.zero.stage} needs ranks to divide the optimizer over, but parallel.mode "
-                "= 'stand_alone' has one process; choose another mode or parallel.zero.stage=0.",
-                "parallel.zero.stage",
-                "parallel.mode",
-            )
-        if self.zero.options and self.zero.stage == 0:
-            raise refusal(
-                f"parallel.zero.options = {self.zero.options} is given but parallel.zero.stage = 0, which is done "
-                "without DeepSpeed, would ignore it; choose stage 1, 2 or 3, or drop the options.",
-                "parallel.zero.options",
-                "parallel.zero.stage",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_decision_has_a_plan(self) -> Parallel:
-        if self.zero.stage == "auto" and self.mode == "hybrid":
-            raise refusal(
-                "parallel.zero.stage = 'auto' is decided by the prediction of a plan, but parallel.mode = 'hybrid' "
-                "runs the module as it is; choose parallel.zero.stage = 0, 1, 2 or 3, or mode data_parallel, semi_auto "
-                "or auto.",
-                "parallel.zero.stage",
-                "parallel.mode",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fusion_is_used(self) -> Parallel:
-        fusion, key = self.comm_fusion, "parallel.comm_fusion"
-        kinds = {"all_reduce": fusion.all_reduce, "all_gather": fusion.all_gather}
-        kinds["reduce_scatter"] = fusion.reduce_scatter
-        for name, joined in kinds.items():
-            own = self.mode == "stand_alone" or (self.mode == "hybrid" and name != "all_reduce")
-            if own and joined.mode in ("size", "index"):
-                why = "has one process" if self.mode == "stand_alone" else "leaves such calls to the module"
-                raise refusal(
-                    f"{key}.{name}.mode = {joined.mode!r} joins collectives of a plan, but parallel.mode = "
-                    f"{self.mode!r} {why}; choose another mode or {key}.{name}.mode=auto.",
-                    f"{key}.{name}.mode",
-                    "parallel.mode",
-                )
-        if fusion.all_reduce.mode == "index" and self.zero.known:
-            raise refusal(
-                f"{key}.all_reduce.mode = 'index' cuts the sum of gradients that parallel.zero.stage = 0 makes, but "
-                f"with stage {self.zero.stage} DeepSpeed cuts it by size; choose mode size or auto, or "
-                "parallel.zero.stage=0.",
-                f"{key}.all_reduce.mode",
-                "parallel.zero.stage",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _recompute_has_a_plan(self) -> Parallel:
-        if self.recompute.operators != "none" and self.mode in ("stand_alone", "hybrid"):
-            raise refusal(
-                f"parallel.recompute.operators = {self.recompute.told} is a property of a plan, but "
-                f"parallel.mode = {self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto "
-                "(data_parallel with world_size=1 for one process), or parallel.recompute.operators=none.",
-                "parallel.recompute.operators",
-                "parallel.mode",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _copies_have_a_plan(self) -> Parallel:
-        if self.copies > 1 and self.mode in ("stand_alone", "hybrid"):
-            raise refusal(
-                f"parallel.copies = {self.copies} makes the operators of a plan take turns, but parallel.mode = "
-                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
-                "parallel.copies=1.",
-                "parallel.copies",
-                "parallel.mode",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _a_limit_has_a_plan(self) -> Parallel:
-        if self.memory_limit is not None and self.mode in ("stand_alone", "hybrid"):
-            raise refusal(
-                f"parallel.memory_limit = {self.memory_limit} is held against a plan's prediction, but parallel.mode = "
-                f"{self.mode!r} runs the module as it is; choose data_parallel, semi_auto or auto, or "
-                "parallel.memory_limit=null.",
-                "parallel.memory_limit",
-                "parallel.mode",
-            )
         if self.recompute.operators == "auto" and self.memory_limit is None and not self.open:
             raise refusal(
                 "parallel.recompute.operators = 'auto' computes again what parallel.memory_limit asks for, but that is "
@@ -284,79 +160,11 @@ class Parallel(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _offload_has_its_stage(self) -> Parallel:
-        """DeepSpeed would take the first two without a word, and offload less than they say or nothing."""
-        stage, moved = self.zero.stage, self.offload
-        if stage == "auto":
-            return self  # each choice is held against it
-        needs = {
-            "optimizer": (moved.optimizer, {"none": 0, "host": 1, "disk": 3}[moved.optimizer]),
-            "parameters": (moved.parameters, {"none": 0, "host": 3, "disk": 3}[moved.parameters]),
-        }
-        for name, (where, least) in needs.items():
-            if stage < least:
-                raise refusal(
-                    f"parallel.offload.{name} = {where!r} needs parallel.zero.stage = {'1, 2 or ' * (least == 1)}3, "
-                    f"but it is {stage}; choose that stage or parallel.offload.{name}="
-                    f"{'host' if stage and name == 'optimizer' else 'none'}.",
-                    f"parallel.offload.{name}",
-                    "parallel.zero.stage",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _offload_is_said_once(self) -> Parallel:
-        ways = {"offload_optimizer": "optimizer", "offload_param": "parameters", "sub_group_size": "optimizer"}
-        for option, name in ways.items():
-            where = getattr(self.offload, name)
-            if option in self.zero.options and where != "none" and (option != "sub_group_size" or where == "disk"):
-                raise refusal(
-                    f"parallel.zero.options.{option} and parallel.offload.{name} = {where!r} both say how to offload; "
-                    "keep one of them.",
-                    "parallel.zero.options",
-                    f"parallel.offload.{name}",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _pipeline_fits(self) -> Parallel:
-        if self.pipeline.stages is None:
-            return self
-        stages = f"parallel.pipeline.stages = {self.pipeline.stages}"
-        if self.mode in ("stand_alone", "hybrid"):
-            raise refusal(
-                f"{stages} cuts the operators of a plan, but parallel.mode = {self.mode!r} runs the module as it is; "
-                "choose mode data_parallel, semi_auto or auto, or drop it with parallel.pipeline.stages=null.",
-                "parallel.pipeline.stages",
-                "parallel.mode",
-            )
-        if self.zero.known > 1:
-            raise refusal(
-                f"{stages} works with parallel.zero.stage = 0 or 1, not {self.zero.stage}: stages 2 and 3 cut up the "
-                "gradients of every micro-batch (3 also gathers its weights), of which a pipeline has several under "
-                "way. Use parallel.zero.stage=1, or parallel.pipeline.stages=null.",
-                "parallel.zero.stage",
-                "parallel.pipeline.stages",
-            )
-        if self.comm_fusion.all_reduce.mode == "index":
-            raise refusal(
-                f"{stages} gives every stage gradients of its own, so parallel.comm_fusion.all_reduce.mode = 'index' "
-                "has no positions to cut at; choose mode auto or size.",
-                "parallel.comm_fusion.all_reduce.mode",
-                "parallel.pipeline.stages",
-            )
-        return self
-
     @property
     def open(self) -> bool:
         """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
         staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs its own
         return self.zero.stage == "auto" or self.pipeline.open or staged
-
-    @property
-    def _full_batch(self) -> bool:
-        return self.dataset_strategy == "full_batch"
 
     def operands(self) -> list[tuple[Place, OperandForm]]:
         """Every operand form of this config with its place: those of the strategies and those of the dataset."""

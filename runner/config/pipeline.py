@@ -41,28 +41,7 @@ class Pipeline(Section):
 
     @model_validator(mode="after")
     def _enough_to_do(self) -> Pipeline:
-        if self.stages is None:
-            given = {
-                "micro_batches": self.micro_batches is not None,
-                "virtual_stages": self.virtual_stages is not None,
-                "cuts": self.cuts != "auto",
-            }
-            for name in (name for name, said in given.items() if said):
-                raise refusal(
-                    f"parallel.pipeline.{name} is given but parallel.pipeline.stages = null would ignore it; say "
-                    "how many stages with parallel.pipeline.stages=N.",
-                    f"parallel.pipeline.{name}",
-                    "parallel.pipeline.stages",
-                )
-            return self
-        if self.stages == "auto":
-            if self.cuts != "auto":
-                raise refusal(
-                    f"parallel.pipeline.cuts = {self.cuts} names stages by number, but parallel.pipeline.stages = "
-                    "'auto' leaves open how many there are; say how many, or choose parallel.pipeline.cuts=auto.",
-                    "parallel.pipeline.cuts",
-                    "parallel.pipeline.stages",
-                )
+        if self.stages is None or self.stages == "auto":
             return self
         if self.micro_batches != "auto" and self.parts < self.stages:
             raise refusal(
@@ -96,20 +75,6 @@ class Pipeline(Section):
         if self.stages is None or self.stages == "auto":
             return self
         schedule = f"parallel.pipeline.schedule = {self.schedule!r}"
-        if self.schedule not in DEALT and self.virtual > 1:
-            raise refusal(
-                f"{schedule} has one stage per rank, not parallel.pipeline.virtual_stages = {self.virtual_stages}; "
-                "choose schedule interleaved_1f1b or zero_bubble, or virtual_stages=1.",
-                "parallel.pipeline.schedule",
-                "parallel.pipeline.virtual_stages",
-            )
-        if self.schedule == "interleaved_1f1b" and self.virtual < 2:
-            raise refusal(
-                f"{schedule} with parallel.pipeline.virtual_stages = {self.virtual_stages} is 1f1b that holds more "
-                "activations; choose virtual_stages=2 or more, or schedule 1f1b.",
-                "parallel.pipeline.schedule",
-                "parallel.pipeline.virtual_stages",
-            )
         if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
             raise refusal(
                 f"{schedule} sends parallel.pipeline.micro_batches = {self.parts} through the stages in "

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
-
 from runner.config.arguments import Arguments
-from runner.config.section import Count, Dotted, Section, refusal, setting
+from runner.config.section import Count, Dotted, Section, setting
 
 LINES = ".jsonl"
 
@@ -30,24 +28,6 @@ class PredictedRows(Section):
     def lines(self) -> bool:
         """Whether the rows are the lines of a file."""
         return self.target is None and self.path is not None and self.path.endswith(LINES)
-
-    @model_validator(mode="after")
-    def _all_is_used(self) -> PredictedRows:
-        if self.lines and self.args:
-            raise refusal(
-                f"predict.data.args = {self.args} is for a dataset, but predict.data.path = {self.path!r} is a file of "
-                "rows; drop one of them, or name the dataset in predict.data.target.",
-                "predict.data.args",
-                "predict.data.path",
-            )
-        if self.collate_args and self.collate is None:
-            raise refusal(
-                f"predict.data.collate_args = {self.collate_args} is given but predict.data.collate = null would "
-                "ignore it; name the function in predict.data.collate, or drop the arguments.",
-                "predict.data.collate_args",
-                "predict.data.collate",
-            )
-        return self
 
 
 class Predict(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator
 
 from runner.config.section import Glob, Section, refusal, setting
 from runner.errors import allowed
@@ -44,24 +44,3 @@ class Recompute(Section):
                 "parallel.recompute.operators",
             )
         return operators
-
-    @model_validator(mode="after")
-    def _something_to_recompute(self) -> Recompute:
-        given = {
-            "modules": self.modules is not None,
-            "communication": self.communication is not None,
-            "slice_inputs": self.slice_inputs,
-        }
-        for name in (name for name, unused in given.items() if unused and self.operators == "none"):
-            raise refusal(
-                f"parallel.recompute.{name} is given but parallel.recompute.operators = 'none' would ignore it; choose "
-                f"full, selective or kinds of operators, or drop parallel.recompute.{name}.",
-                f"parallel.recompute.{name}",
-                "parallel.recompute.operators",
-            )
-        return self
-
-    @property
-    def told(self) -> str:
-        """`operators` as a user would write it."""
-        return repr(self.operators) if isinstance(self.operators, str) else str(list(self.operators))

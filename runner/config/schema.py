@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import StrictBool, field_validator, model_validator
 
+from runner.config import exclusive
 from runner.config.arguments import Arguments
 from runner.config.checkpoint import Checkpoint
 from runner.config.cluster import NODE, ClusterForm
@@ -69,15 +70,6 @@ class Model(Section):
                 ) from None
         return pairs
 
-    @model_validator(mode="after")
-    def _something_to_rename(self) -> Model:
-        if self.rename and self.weights is None:
-            raise refusal(
-                "model.rename changes the names in the files of model.weights, but model.weights is null; give it too.",
-                "model.rename",
-            )
-        return self
-
 
 class Data(Section):
     target: Dotted = setting(REQUIRED, "Dotted name of a map-style dataset class or function")
@@ -91,17 +83,6 @@ class Data(Section):
     unbatched: tuple[str | int, ...] = setting(
         (), "Batch entries that are one tensor for all rows, such as [w] for forward(x, w)"
     )
-
-    @model_validator(mode="after")
-    def _collate_args_are_used(self) -> Data:
-        if self.collate_args and self.collate is None:
-            raise refusal(
-                f"data.collate_args = {self.collate_args} is given but data.collate = null would ignore it; name the "
-                "function in data.collate, or drop the arguments.",
-                "data.collate_args",
-                "data.collate",
-            )
-        return self
 
 
 class ParameterGroup(Section):
@@ -174,53 +155,8 @@ class Config(Section):
     job: Job = setting(Job(), "The verb")
 
     @model_validator(mode="after")
-    def _training_ends(self) -> Config:
-        if self.job.name in ("train", "launch") and self.train.steps is None and self.train.epochs is None:
-            raise refusal(
-                "train.steps and train.epochs are both null; say how long to train, e.g. train.steps=100 or "
-                "train.epochs=10.",
-                "train.steps",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_found(self) -> Config:
-        if self.checkpoint.best is not None and not self.evaluate.wanted:
-            raise refusal(
-                f"checkpoint.best = {self.checkpoint.best!r} is what an evaluation finds, but nothing is evaluated; "
-                "set evaluate.every (steps) or evaluate.metric, or checkpoint.best=null.",
-                "checkpoint.best",
-                "evaluate.every",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _all_is_batched(self) -> Config:
-        others = {
-            "evaluate": self.evaluate.wanted,
-            "job": self.job.name == "predict",
-            "data.drop_last": not self.data.drop_last,
-            "parallel.copies": self.parallel.copies > 1,
-        }
-        if self.data.unbatched and (key := next((key for key, set_ in others.items() if set_), None)):
-            what = {
-                "evaluate": "evaluation counts rows in every entry; leave evaluate out",
-                "job": "run predict counts rows in every entry",
-                "data.drop_last": "a short last batch is cut out of every entry; use data.drop_last=true",
-                "parallel.copies": "copies of the batch are cut out of every entry; use parallel.copies=1",
-            }
-            names = ", ".join(map(str, self.data.unbatched))
-            raise refusal(f"data.unbatched = [{names}]: {what[key]}.", "data.unbatched", key)
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_predict_with(self) -> Config:
-        if self.job.name == "predict" and self.predict.checkpoint is None and self.model.weights is None:
-            raise refusal(
-                "predict.checkpoint is null and so is model.weights, so there are no trained weights to predict with; "
-                "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run.",
-                "predict.checkpoint",
-            )
+    def _keys_go_together(self) -> Config:
+        exclusive.check(self)
         return self
 
     @model_validator(mode="after")
@@ -232,17 +168,6 @@ class Config(Section):
                 "(world_size=null takes those of the hosts).",
                 "world_size",
                 "launch.hosts",
-            )
-        if self.launch.dry_run and self.job.name not in ("train", "launch"):
-            raise refusal(
-                f"launch.dry_run = true prints how training would be started; {self.job.name} has no such thing.",
-                "launch.dry_run",
-            )
-        if self.launch.launcher != "local" and self.job.name in ("verify", "calibrate"):
-            raise refusal(
-                f"launch = {self.launch.launcher!r} starts training, but {self.job.name} runs on this machine; use "
-                "launch=local.",
-                "launch.launcher",
             )
         return self
 
@@ -281,84 +206,6 @@ class Config(Section):
                 f"stage has as many ranks as the others, so take a multiple of {stages}.",
                 "world_size",
                 "parallel.pipeline.stages",
-            )
-        if self.train.compile and self.parallel.pipeline.schedule == "zero_bubble":
-            raise refusal(
-                "train.compile = true makes backward of a stage one function, but parallel.pipeline.schedule = "
-                "'zero_bubble' needs it in two halves; choose schedule 1f1b or interleaved_1f1b, or "
-                "train.compile=false.",
-                "train.compile",
-                "parallel.pipeline.schedule",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_program(self) -> Config:
-        mode = self.parallel.mode
-        if self.train.compile and mode in ("stand_alone", "hybrid"):
-            raise refusal(
-                f"train.compile = true compiles the program that a plan gives each rank, but parallel.mode = {mode!r} "
-                "runs the module as it is; choose another mode (data_parallel with world_size=1 for one process).",
-                "train.compile",
-                "parallel.mode",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_or_recomputed(self) -> Config:
-        if self.train.compile and self.parallel.recompute.operators != "none":
-            raise refusal(
-                "train.compile = true cannot be combined with parallel.recompute.operators = "
-                f"{self.parallel.recompute.told}: the compiler decides by itself what backward computes "
-                "again. Choose train.compile=false or parallel.recompute.operators=none.",
-                "train.compile",
-                "parallel.recompute.operators",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_or_placed(self) -> Config:
-        if self.train.compile and self.parallel.place:
-            raise refusal(
-                f"train.compile = true compiles for one device, but parallel.place = {self.parallel.place} runs parts "
-                "of the program on the host; drop one of them.",
-                "train.compile",
-                "parallel.place",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_or_offloaded(self) -> Config:
-        where = self.parallel.offload.activations.to
-        if self.train.compile and where != "none":
-            raise refusal(
-                "train.compile = true lets the compiler choose what is kept for backward, so "
-                f"parallel.offload.activations.to = {where!r} cannot take it away; drop one of them.",
-                "train.compile",
-                "parallel.offload.activations.to",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _zero_precision(self) -> Config:
-        if self.train.precision == "fp64" and self.parallel.zero.known:
-            raise refusal(
-                f"train.precision = 'fp64' cannot be kept with parallel.zero.stage = {self.parallel.zero.stage}: "
-                "DeepSpeed holds the master weights of stages 1-3 in fp32. Use parallel.zero.stage=0 or "
-                "train.precision=fp32.",
-                "train.precision",
-                "parallel.zero.stage",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_loss_scale(self) -> Config:
-        if self.train.precision == "fp16" and self.parallel.zero.known and self.parallel.pipeline.known is not None:
-            raise refusal(
-                "train.precision = 'fp16' with parallel.zero.stage = 1 lets the ranks of every stage of a pipeline "
-                "decide for themselves which steps overflow; use parallel.zero.stage=0 or train.precision=bf16.",
-                "train.precision",
-                "parallel.zero.stage",
             )
         return self
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, StrictBool, model_validator
+from pydantic import AfterValidator, StrictBool
 
 from runner.config.arguments import Arguments
-from runner.config.section import Count, Positive, Section, dotted, refusal, setting
+from runner.config.section import Count, Positive, Section, dotted, setting
 from runner.errors import allowed
 
 
@@ -35,28 +35,6 @@ class Train(Section):
     measure_memory: StrictBool = setting(False, "Count each rank's tensors while it trains, into memory.json")
     resume: str | None = setting(None, "auto (the newest checkpoint of the run) or the path of a checkpoint")
     log_every: Count = setting(10, "Interval of lines in the log", unit="steps")
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.steps is not None and self.epochs is not None:
-            raise refusal(
-                f"train.steps = {self.steps} and train.epochs = {self.epochs} cannot both be given; "
-                "drop one with train.steps=null or train.epochs=null.",
-                "train.steps",
-                "train.epochs",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_to_scale(self) -> Train:
-        if self.loss_scale is not None and self.precision != "fp16":
-            raise refusal(
-                f"train.loss_scale = {self.loss_scale:g} is for fp16, but train.precision = {self.precision!r} needs "
-                "no scale; choose train.precision=fp16 or train.loss_scale=null.",
-                "train.loss_scale",
-                "train.precision",
-            )
-        return self
 
 
 class Evaluate(Section):

@@ -353,7 +353,8 @@ class JointDecision:
         parallel, parts = self.config.parallel, self.config.data.batch_size // self.config.train.accumulate
         section, pipeline = parallel.recompute, parallel.pipeline
         zeros = ZERO if parallel.zero.stage == "auto" else (parallel.zero.stage,)
-        recomputes = AGAIN if section.operators == "auto" else (section.told.strip("'"),)
+        kinds = section.operators if isinstance(section.operators, str) else str(list(section.operators))
+        recomputes = AGAIN if section.operators == "auto" else (kinds,)
         if pipeline.stages == "auto":
             several = [count for count in range(1, self.ranks + 1) if self.ranks % count == 0]
         else:

@@ -169,7 +169,7 @@ def test_a_class_says_what_may_be_missing_or_left_over(tmp_path, monkeypatch):
         (("model.weights=nowhere.pt",), "nowhere.pt: there is no such file or folder."),
         (("model.weights=other.pt",), "the files do not have inner.weight, inner.bias, outer.weight (1 more), which"),
         (("model.weights=other.pt", "model.rename=[['(','']]"), "which is no regular expression: missing )"),
-        (("model.rename=[[a,b]]",), "model.weights is null; give it too."),
+        (("model.rename=[[a,b]]",), "give model.weights too."),
         (("model.config={width: 3}",), "has no config class as the models of transformers have"),
     ],
 )

@@ -133,11 +133,11 @@ BAD = [
     ((*PARALLEL, "+parallel.comm_fusion.allreduce.mode=auto"), "Did you mean 'all_reduce'?"),
     (
         (*PARALLEL, "parallel.zero.stage=1", "parallel.comm_fusion.all_reduce={mode: index, config: [1]}"),
-        "with stage 1 DeepSpeed cuts it by size; choose mode size or auto, or parallel.zero.stage=0",
+        "DeepSpeed cuts its reductions by size; choose mode size or auto, or parallel.zero.stage=0",
     ),
     (
         (*SMALL, *MODES["stand_alone"], "parallel.comm_fusion.all_reduce={mode: size, config: 1}"),
-        "has one process; choose another mode or parallel.comm_fusion.all_reduce.mode=auto",
+        "choose another mode or parallel.comm_fusion.all_reduce.mode=auto",
     ),
     (
         (*SMALL, *HYBRID, "parallel.comm_fusion.reduce_scatter={mode: size, config: 1}"),

@@ -14,9 +14,9 @@ GPT = "+recipe=gpt"
     [
         (
             ["+recipe=data_parallel", "parallel.mode=stand_alone", "parallel.copies=2"],
-            ("parallel.mode = 'stand_alone' runs the module as it is", "or parallel.copies=1."),
+            ("parallel.mode = 'stand_alone'", "or parallel.copies=1."),
         ),
-        (["+recipe=hybrid_matmul", "parallel.copies=2"], ("parallel.mode = 'hybrid' runs the module as it is",)),
+        (["+recipe=hybrid_matmul", "parallel.copies=2"], ("parallel.mode = 'hybrid'",)),
         ([GPT, "parallel.copies=0"], ("parallel.copies = 0",)),
         (
             [GPT, "parallel.copies=3"],

@@ -66,7 +66,7 @@ def test_modes_without_a_plan_cannot_load_one(command, mode):
     given = {"stand_alone": ("parallel=stand_alone", "world_size=1"), "hybrid": HYBRID}[mode]
     done = command(*SMALL, *given, "parallel.plan=plan.json")
     assert done.code == 2
-    assert f"parallel.plan is given but parallel.mode = '{mode}' would ignore it" in done.err
+    assert f"does not go with parallel.mode = '{mode}'" in done.err
 
 
 def test_the_second_plan_comes_from_the_cache(start, tmp_path, capfd):

@@ -48,7 +48,7 @@ def test_what_is_no_number_of_bytes(given):
         ),
         (
             ["+recipe=hybrid_matmul", "parallel.memory_limit=1GB"],
-            ["parallel.mode = 'hybrid' runs the module as it is", "parallel.memory_limit=null"],
+            ["parallel.mode = 'hybrid'", "parallel.memory_limit=null"],
         ),
     ],
 )

@@ -1,0 +1,263 @@
+"""Keys that exclude or need each other: one table, which `Config` and the page docs/reference/exclusive_keys.md read.
+
+A rule is broken where both of its keys have values of the kinds that it names, and so have the keys of `where`. What
+takes arithmetic (sizes that must divide each other, strategies that must fit a mesh) is checked in the sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from runner.config.section import refusal
+
+LONGEST = 200
+"""Characters of a value in a message."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values: what the reference calls it, and whether a value is one of them."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, list | tuple | Mapping) and not value)
+
+
+GIVEN = Kind("given", _is_given)
+UNSET = Kind("not given", lambda value: not _is_given(value))
+ON, OFF = Kind("`true`", lambda value: value is True), Kind("`false`", lambda value: value is False)
+NUMBER = Kind("a number", lambda value: isinstance(value, int))
+ABOVE_0 = Kind("above 0", lambda value: value > 0)
+ABOVE_1 = Kind("above 1", lambda value: value is not None and value > 1)
+ROWS = Kind("a .jsonl file", lambda value: isinstance(value, str) and value.endswith(".jsonl"))
+
+
+def any_of(*values: Any) -> Kind:
+    return Kind(" or ".join(f"`{value}`" for value in values), lambda value: value in values)
+
+
+def none_of(*values: Any) -> Kind:
+    return Kind(f"other than {' and '.join(f'`{value}`' for value in values)}", lambda value: value not in values)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two keys that do not go together.
+
+    Attributes:
+        first, of_first: A key and the kind of its values.
+        second, of_second: The other key and the kind of its values.
+        why: Why they do not go together, a clause.
+        remedy: What to do, an imperative.
+        where: Further keys with the kinds of values on which the rule depends.
+    """
+
+    first: str
+    of_first: Kind
+    second: str
+    of_second: Kind
+    why: str
+    remedy: str
+    where: tuple[tuple[str, Kind], ...] = ()
+
+    def breaks(self, values: Any) -> bool:
+        """Whether a config, or a mapping composed for one, breaks the rule."""
+        conditions = ((self.first, self.of_first), (self.second, self.of_second), *self.where)
+        return all(kind.holds(value_of(values, key)) for key, kind in conditions)
+
+    def paragraph(self, values: Any) -> str:
+        """What a user is told whose config breaks the rule."""
+        first, second = (f"{key} = {shown(value_of(values, key))}" for key in (self.first, self.second))
+        return f"{first} does not go with {second}: {self.why}; {self.remedy}."
+
+
+AS_WRITTEN = any_of("stand_alone", "hybrid")
+"""Modes that run the user's module as it is written, without a plan."""
+NO_PLAN = "this mode has no plan and runs the module as it is"
+A_MODE = "choose parallel.mode data_parallel, semi_auto or auto"
+SHARDED = any_of(1, 2, 3)
+MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
+FUSION, OFFLOAD, PIPELINE = "parallel.comm_fusion", "parallel.offload", "parallel.pipeline"
+RECOMPUTE, CUTS = "parallel.recompute.operators", "parallel.pipeline.cuts"
+COMPILE, ACTIVATIONS = "train.compile", "parallel.offload.activations.to"
+EVALUATION = ("metric", "every", "args", "batch_size")
+
+RULES: tuple[Rule, ...] = (
+    # model and data
+    Rule("model.rename", GIVEN, "model.weights", UNSET,
+         "it changes the names in the files of model.weights", "give model.weights too"),
+    Rule("data.collate_args", GIVEN, "data.collate", UNSET,
+         "they are arguments of data.collate", "name the function in data.collate, or drop the arguments"),
+    *(Rule("data.unbatched", GIVEN, f"evaluate.{name}", GIVEN,
+           "evaluation counts rows in every entry", "leave evaluate out") for name in EVALUATION),
+    Rule("data.unbatched", GIVEN, "job.name", any_of("predict"),
+         "run predict counts rows in every entry", "predict with another model or dataset"),
+    Rule("data.unbatched", GIVEN, "data.drop_last", OFF,
+         "a short last batch is cut out of every entry", "use data.drop_last=true"),
+    Rule("data.unbatched", GIVEN, "parallel.copies", ABOVE_1,
+         "copies of the batch are cut out of every entry", "use parallel.copies=1"),
+    # training, evaluation and prediction
+    Rule("train.steps", GIVEN, "train.epochs", GIVEN,
+         "both say how long to train", "drop one with train.steps=null or train.epochs=null"),
+    Rule("train.steps", UNSET, "train.epochs", UNSET,
+         "one of them says how long to train", "set train.steps=100 or train.epochs=10, for example",
+         where=(("job.name", any_of("train", "launch")),)),
+    Rule("train.loss_scale", GIVEN, "train.precision", none_of("fp16"),
+         "only fp16 needs a scale", "choose train.precision=fp16 or train.loss_scale=null"),
+    Rule("checkpoint.best_mode", GIVEN, "checkpoint.best", UNSET,
+         "it says which value of that metric is better", "name a metric of evaluate, such as checkpoint.best=loss"),
+    Rule("checkpoint.best", GIVEN, "evaluate.every", UNSET, "nothing is evaluated that could find the best",
+         "set evaluate.every (steps) or evaluate.metric, or checkpoint.best=null",
+         where=tuple((f"evaluate.{name}", UNSET) for name in EVALUATION if name != "every")),
+    Rule("predict.checkpoint", UNSET, "model.weights", UNSET, "there are no trained weights to predict with",
+         "write `run predict +recipe=NAME checkpoint=PATH` with a checkpoint or the folder of a run",
+         where=(("job.name", any_of("predict")),)),
+    Rule("predict.data.args", GIVEN, "predict.data.path", ROWS, "a file of rows takes no arguments",
+         "drop one of them, or name the dataset in predict.data.target", where=(("predict.data.target", UNSET),)),
+    Rule("predict.data.collate_args", GIVEN, "predict.data.collate", UNSET,
+         "they are arguments of predict.data.collate", "name the function there, or drop the arguments"),
+    # launch
+    Rule("launch.min_ranks", GIVEN, "launch.max_restarts", any_of(0),
+         "a run goes on with fewer ranks when it is restarted", "set launch.max_restarts too"),
+    Rule("launch.rescue", ON, "launch.launcher", none_of("local"),
+         "other launchers stop the survivors of a failure at once", "choose launch=local or launch.rescue=false"),
+    *(Rule("launch.launcher", any_of("local"), f"launch.{name}", GIVEN, "it starts all ranks on this machine",
+           "choose launch=torchrun, mpirun, slurm, deepspeed or rank_table") for name in ("hosts", "nodes")),
+    Rule("launch.launcher", any_of("rank_table"), "launch.hosts", UNSET,
+         "it must know the hosts", "give launch.rank_table=FILE.json (or launch.hosts)"),
+    Rule("launch.launcher", any_of("deepspeed"), "launch.hosts", UNSET,
+         "it must know the hosts", "give launch.hostfile=FILE (or launch.hosts)"),
+    Rule("launch.nodes", GIVEN, "launch.launcher", none_of("slurm"),
+         "only Slurm finds the hosts itself", "name them in launch.hosts"),
+    *(Rule(f"launch.{name}", GIVEN, "launch.launcher", none_of("rank_table"), "it starts a part of a rank table",
+           "choose launch=rank_table") for name in ("host", "rank")),
+    Rule("launch.host", GIVEN, "launch.rank", GIVEN, "both say what to start here", "drop one of them"),
+    *(Rule(f"launch.{name}", GIVEN, "launch.port", UNSET, "parts that are started one by one must know where to meet",
+           "set launch.port, everywhere the same, e.g. launch.port=29400") for name in ("host", "rank")),
+    Rule("launch.dry_run", ON, "job.name", none_of("train", "launch"),
+         "it prints how training would be started", "use the verb train or launch"),
+    Rule("launch.launcher", none_of("local"), "job.name", any_of("verify", "calibrate"),
+         "these verbs run on this machine", "use launch=local"),
+    # pipeline
+    *(Rule(f"{PIPELINE}.{name}", kind, STAGES, UNSET, "there is no pipeline, which would ignore it",
+           "set parallel.pipeline.stages=N") for name, kind in (
+               ("micro_batches", GIVEN), ("virtual_stages", GIVEN), ("cuts", none_of("auto")))),
+    Rule(CUTS, none_of("auto"), STAGES, any_of("auto"), "cuts name stages by number, but 'auto' leaves open how many "
+         "there are", "say how many stages, or choose parallel.pipeline.cuts=auto"),
+    Rule(f"{PIPELINE}.schedule", any_of("gpipe", "1f1b"), f"{PIPELINE}.virtual_stages", ABOVE_1,
+         "the schedule has one stage per rank",
+         "choose schedule interleaved_1f1b or zero_bubble, or virtual_stages=1", where=((STAGES, NUMBER),)),
+    Rule(f"{PIPELINE}.schedule", any_of("interleaved_1f1b"), f"{PIPELINE}.virtual_stages", any_of(1),
+         "that is 1f1b that stores more activations", "choose virtual_stages=2 or more, or schedule 1f1b",
+         where=((STAGES, NUMBER),)),
+    # recompute and offload
+    *(Rule(f"parallel.recompute.{name}", GIVEN, RECOMPUTE, any_of("none"), "nothing is recomputed that needs it",
+           f"choose full, selective or kinds of operators, or drop parallel.recompute.{name}")
+      for name in ("modules", "communication", "slice_inputs")),
+    *(Rule(f"{OFFLOAD}.activations.{name}", kind, ACTIVATIONS, any_of("none"), "no activation is offloaded",
+           "choose host or disk, or drop it") for name, kind in (("modules", GIVEN), ("larger_than", ABOVE_0))),
+    Rule(f"{OFFLOAD}.folder", GIVEN, f"{OFFLOAD}.optimizer", none_of("disk"), "nothing is offloaded to a disk",
+         "set optimizer, parameters or activations.to to disk, or drop the folder",
+         where=((f"{OFFLOAD}.parameters", none_of("disk")), (ACTIVATIONS, none_of("disk")))),
+    # what the mode can do
+    *(Rule(f"parallel.{name}", GIVEN, MODE, none_of("semi_auto", "auto"), "this mode would ignore it",
+           f"choose mode semi_auto or auto, or drop it with parallel.{name}={nothing}")
+      for name, nothing in (("strategies", "null"), ("set_data_parallel", "[]"))),
+    Rule("parallel.mesh", GIVEN, MODE, any_of("stand_alone", "data_parallel"), "this mode would ignore it",
+         "choose mode semi_auto or auto, or drop it with parallel.mesh=null"),
+    *(Rule(f"parallel.{name}", GIVEN, MODE, AS_WRITTEN, "this mode would ignore it",
+           f"{A_MODE}, or drop it with parallel.{name}={nothing}")
+      for name, nothing in (("place", "{}"), ("plan", "null"))),
+    *(Rule("parallel.dataset_strategy", kind, MODE, any_of(mode), "the mode decides how batches are sharded",
+           "choose mode semi_auto, auto or hybrid. Allowed here: data_parallel") for kind, mode in (
+               (none_of("data_parallel"), "data_parallel"), (none_of("data_parallel", "full_batch"), "stand_alone"))),
+    Rule(STAGE, none_of(0), MODE, any_of("stand_alone"), "ZeRO needs ranks to shard the optimizer over, but this mode "
+         "has one process", "choose another mode or parallel.zero.stage=0"),
+    Rule(STAGE, any_of("auto"), MODE, any_of("hybrid"), "the decision needs the prediction of a plan, which this "
+         "mode lacks", "choose parallel.zero.stage=0, 1, 2 or 3, or mode data_parallel, semi_auto or auto"),
+    *(Rule(f"{FUSION}.{name}.mode", any_of("size", "index"), MODE, any_of("stand_alone"), "this mode has one process",
+           f"choose another mode or {FUSION}.{name}.mode=auto")
+      for name in ("all_reduce", "all_gather", "reduce_scatter")),
+    *(Rule(f"{FUSION}.{name}.mode", any_of("size", "index"), MODE, any_of("hybrid"),
+           "this mode leaves such calls to the module", f"choose another mode or {FUSION}.{name}.mode=auto")
+      for name in ("all_gather", "reduce_scatter")),
+    Rule(RECOMPUTE, none_of("none"), MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE} (data_parallel with world_size=1 for one "
+         "process), or parallel.recompute.operators=none"),
+    Rule("parallel.copies", ABOVE_1, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or parallel.copies=1"),
+    Rule("parallel.memory_limit", GIVEN, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or parallel.memory_limit=null"),
+    Rule(STAGES, GIVEN, MODE, AS_WRITTEN, NO_PLAN, f"{A_MODE}, or drop it with parallel.pipeline.stages=null"),
+    # ZeRO
+    Rule("parallel.zero.options", GIVEN, STAGE, any_of(0), "stage 0 runs without DeepSpeed, which the options are for",
+         "choose stage 1, 2 or 3, or drop the options"),
+    Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGE, SHARDED, "DeepSpeed cuts its reductions by size",
+         "choose mode size or auto, or parallel.zero.stage=0"),
+    Rule(f"{OFFLOAD}.optimizer", any_of("host"), STAGE, any_of(0), "optimizer states are offloaded by ZeRO 1, 2 or 3",
+         "choose such a parallel.zero.stage or parallel.offload.optimizer=none"),
+    Rule(f"{OFFLOAD}.optimizer", any_of("disk"), STAGE, any_of(0, 1, 2), "only ZeRO 3 offloads to a disk",
+         "choose parallel.zero.stage=3, or parallel.offload.optimizer=none (host with ZeRO 1 and 2)"),
+    Rule(f"{OFFLOAD}.parameters", any_of("host", "disk"), STAGE, any_of(0, 1, 2), "only ZeRO 3 offloads parameters",
+         "choose parallel.zero.stage=3 or parallel.offload.parameters=none"),
+    *(Rule(f"parallel.zero.options.{option}", GIVEN, f"{OFFLOAD}.{name}", kind, "both say how to offload",
+           "choose one of them") for option, name, kind in (
+               ("offload_optimizer", "optimizer", none_of("none")), ("offload_param", "parameters", none_of("none")),
+               ("sub_group_size", "optimizer", any_of("disk")))),
+    Rule(STAGES, GIVEN, STAGE, any_of(2, 3), "stages 2 and 3 shard the gradients of every micro-batch (3 also gathers "
+         "its weights), and a pipeline has several at once", f"choose {STAGE}=1, or {STAGES}=null"),
+    Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGES, GIVEN,
+         "every stage has gradients of its own, so there are no positions to cut at", "choose mode auto or size"),
+    Rule("train.precision", any_of("fp64"), STAGE, SHARDED, "DeepSpeed holds the master weights in fp32",
+         "choose train.precision=fp32. Use parallel.zero.stage=0 for fp64"),
+    Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
+         "themselves which steps overflow", "use parallel.zero.stage=0 or train.precision=bf16",
+         where=((STAGES, NUMBER),)),
+    # torch.compile
+    Rule(COMPILE, ON, f"{PIPELINE}.schedule", any_of("zero_bubble"), "a compiled backward of a stage cannot be split",
+         "choose schedule 1f1b or interleaved_1f1b, or train.compile=false", where=((STAGES, NUMBER),)),
+    Rule(COMPILE, ON, MODE, AS_WRITTEN, "the program of a plan is compiled, and this mode has none",
+         "choose another mode (data_parallel with world_size=1 for one process)"),
+    Rule(COMPILE, ON, RECOMPUTE, none_of("none"), "the compiler decides itself what backward recomputes",
+         "choose train.compile=false or parallel.recompute.operators=none"),
+    Rule(COMPILE, ON, "parallel.place", GIVEN, "a compiled program is for one device", "drop one of them"),
+    Rule(COMPILE, ON, ACTIVATIONS, none_of("none"), "the compiler decides itself what is saved for backward",
+         "drop one of them"),
+)  # fmt: skip
+
+
+SOURCES: tuple[Rule, ...] = (
+    Rule("cluster.file", GIVEN, "cluster.machine", GIVEN, "both describe the machine", "drop one of them"),
+    *(Rule(f"launch.{first}", GIVEN, f"launch.{second}", GIVEN, "both say where the ranks run", "drop one of them")
+      for first, second in (("hosts", "hostfile"), ("hosts", "rank_table"), ("hostfile", "rank_table"))),
+)  # fmt: skip
+"""Rules for what is composed, before the files that some keys name are read in the place of others."""
+
+
+def check(config: BaseModel) -> None:
+    """Raise the refusal of the first rule that a config breaks."""
+    for rule in RULES:
+        if rule.breaks(config):
+            raise refusal(rule.paragraph(config), rule.first, rule.second)
+
+
+def value_of(values: Any, path: str) -> Any:
+    """The value of a dotted key in a config or nested mapping; None where it has none."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+    return values
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would write it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        text = f"[{', '.join(map(shown, value))}]"
+    else:
+        text = str(value) if isinstance(value, BaseModel) else repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

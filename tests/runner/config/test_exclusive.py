@@ -1,0 +1,53 @@
+"""The table of keys that exclude each other: what it names exists, and every rule refuses what it should."""
+
+from __future__ import annotations
+
+import pytest
+from composing import compose_config
+
+from runner.config import exclusive, keys
+from runner.config.exclusive import GIVEN, RULES, SOURCES, UNSET, Rule
+from runner.errors import ConfigError
+
+OPEN = tuple(keys.open_mappings())
+BREAKING = {
+    ("parallel.zero.options.offload_param", "parallel.offload.parameters"): (
+        *("parallel=data_parallel", "parallel.offload.parameters=host", "world_size=2"),
+        "parallel.zero={stage: 3, options: {offload_param: {device: cpu}}}",
+    ),
+    ("parallel.mesh", "parallel.mode"): ("parallel=data_parallel", "parallel.mesh={dp: 2}"),
+    ("train.steps", "train.epochs"): ("train.epochs=1",),
+    ("checkpoint.best", "evaluate.every"): ("checkpoint.best=loss",),
+    ("launch.host", "launch.port"): ("launch=rank_table", "launch.hosts=[a:2]", "launch.host=a"),
+    ("launch.rank", "launch.launcher"): ("launch=torchrun", "launch.rank=0"),
+    ("parallel.offload.folder", "parallel.offload.optimizer"): ("parallel.offload.folder=there",),
+    ("launch.hosts", "launch.hostfile"): ("launch=torchrun", "launch.hosts=[a:2]", "launch.hostfile=hosts"),
+    ("cluster.file", "cluster.machine"): ("cluster=dgx_h100", "cluster.file=mine.yaml"),
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES, *SOURCES], ids=lambda rule: f"{rule.first}-{rule.second}")
+def test_every_key_of_a_rule_exists(rule):
+    for key in (rule.first, rule.second, *(key for key, _ in rule.where)):
+        assert keys.find(key) is not None or key.startswith(OPEN), key
+    assert not rule.remedy.endswith(".") and not rule.why.endswith(".")
+
+
+def test_no_rule_stands_twice():
+    signatures = [(rule.first, rule.of_first.text, rule.second, rule.of_second.text) for rule in (*RULES, *SOURCES)]
+    assert len(set(signatures)) == len(signatures)
+
+
+@pytest.mark.parametrize("pair", BREAKING, ids="-".join)
+def test_a_config_that_breaks_a_rule_is_refused_with_both_keys(pair):
+    with pytest.raises(ConfigError) as caught:
+        compose_config("model.target=a.B", "data.target=a.C", "train.steps=1", *BREAKING[pair])
+    assert caught.value.code == "MW205" and all(f"{key} = " in str(caught.value) for key in pair)
+
+
+def test_values_are_found_in_configs_and_in_mappings():
+    rule = Rule("a.b", GIVEN, "a.c", UNSET, "why", "do this")
+    assert rule.breaks({"a": {"b": 0, "c": None}})
+    assert not rule.breaks({"a": {"b": False}}) and not rule.breaks({"a": {"b": 1, "c": 2}})
+    assert rule.paragraph({"a": {"b": True}}) == "a.b = true does not go with a.c = null: why; do this."
+    assert exclusive.value_of(compose_config("+recipe=zero"), "parallel.zero.stage") == 1
