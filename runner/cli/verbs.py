@@ -112,7 +112,7 @@ VERBS = {
         keys=("calibrate", "world_size", "device", "launch.timeout", "launch.threads"),
     ),
     "diff": Verb(
-        "compare two plans: operators that are sliced otherwise, and what that changes",
+        "compare two plans: operators with other layouts, and what that changes",
         "run diff runs/a/plan.json runs/b",
         "runner.commands.diff:run",
         composed=False,

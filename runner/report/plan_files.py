@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runner import home
 from runner.errors import ConfigError
-from runner.planning import lowering
 from runner.planning.clusters import cluster_of
-from runner.planning.estimate import settings_of
+from runner.planning.estimate import Estimate, Programs, estimate, settings_of
 from runner.planning.prepare import Prepared
 from runner.report.page import plan_page
-from runner.report.prediction import Part, predict
-from strategies.core.graph import OperatorGraph
-from strategies.core.plan import Plan
-from strategies.core.program import Program
-from strategies.cost.cluster import Cluster
+from runner.report.prediction import predict
 from strategies.lowering import ir
+from strategies.memory.repeated_blocks import Traces
 from strategies.planner.description import describe, describe_stages
-
-
-def programs_of(prepared: Prepared) -> list[Program]:
-    """The program of the plan as the ranks lower it, or those of a pipeline's stages. There must be a plan."""
-    assert prepared.step is not None
-    if prepared.stages:
-        return list(
-            lowering.pipeline_programs(prepared.config, prepared.stages, lowering.training_options(prepared.config))
-        )
-    return [lowering.training_program(prepared.config, *prepared.step)]
-
-
-def _part(prepared: Prepared, number: int) -> tuple[OperatorGraph, Plan]:
-    """Graph and plan of a stage, or of the whole step where there is no pipeline."""
-    assert prepared.step is not None
-    if not prepared.stages:
-        return prepared.step
-    return prepared.stages[number].graph, prepared.stages[number].plan
 
 
 def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
@@ -48,15 +25,12 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     config = prepared.config
     cluster = cluster_of(config, prepared.device, prepared.world_size)
     settings = settings_of(config, prepared.graph, prepared.device)
-    programs = programs_of(prepared)
-    if prepared.stages:
+    assert prepared.step is not None
+    step = estimate(config, prepared.step, settings, cluster, Programs(), Traces())
+    programs = [part.program for part in step.parts]
+    if step.schedule is not None:
         content = describe_stages(
-            prepared.plan,
-            prepared.stages,
-            programs,
-            lowering.schedule_of(prepared.config),
-            settings=settings,
-            cluster=cluster,
+            prepared.plan, step.stages, programs, step.schedule, settings=settings, cluster=cluster
         )
         content["pipeline"] |= {"schedule": config.parallel.pipeline.schedule}
     else:
@@ -71,11 +45,20 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     content["copies"] = _copies(prepared)
     if content["search"]["cost"] is None:
         content["search"] |= {"cost": content["cost"]["total"]}
-    _predict(content, prepared, programs, cluster)
+    tokens = next(
+        (
+            source.spec.shape[1]
+            for source in prepared.graph.of_kind("input")
+            if not source.spec.floating and len(source.spec.shape) == 2
+        ),
+        0,
+    )
+    samples = config.data.batch_size
+    predict(content, step, ranks=prepared.world_size, samples=samples, tokens=samples * tokens)
     (run_dir / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if (wanted := config.parallel.dump_ir) is not False:
         try:
-            _write_ir(prepared, programs, run_dir / "ir" if wanted is True else home.expanded(wanted))
+            _write_ir(prepared, step, run_dir / "ir" if wanted is True else home.expanded(wanted))
         except OSError as error:
             raise ConfigError(
                 "MW603",
@@ -85,20 +68,20 @@ def write_plan(prepared: Prepared, run_dir: Path) -> dict[str, Any] | None:
     return content
 
 
-def _write_ir(prepared: Prepared, programs: Sequence[Program], place: Path) -> None:
+def _write_ir(prepared: Prepared, step: Estimate, place: Path) -> None:
     """`rank_R/step_parallel_begin.ir` and `..._end.ir` of every rank in `place`, numbered for further stages."""
     assert prepared.plan is not None
     for rank in range(prepared.world_size):
         folder = place / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
         group, local = divmod(rank, prepared.plan.mesh.size)
-        for number in range(group, len(programs), lowering.pipeline_groups(prepared.config)):
-            graph, plan = _part(prepared, number)
-            first = f"# stage {number} of {len(programs)}, whose ranks are counted from 0\n" * bool(prepared.stages)
+        for number in range(group, len(step.parts), step.groups):
+            part = step.parts[number]
+            first = f"# stage {number} of {len(step.parts)}, whose ranks are counted from 0\n" * bool(step.stages)
             name = "step_parallel_{}" + f"_{number}.ir" * (number != group) + ".ir" * (number == group)
             for which, text in (
-                ("begin", ir.begin(graph, plan)),
-                ("end", ir.end(graph, plan, programs[number], local)),
+                ("begin", ir.begin(part.graph, part.plan)),
+                ("end", ir.end(part.graph, part.plan, part.program, local)),
             ):
                 (folder / name.format(which)).write_text(first + text, encoding="utf-8")
 
@@ -113,25 +96,6 @@ def _copies(prepared: Prepared) -> dict[str, Any]:
     apart = {share.name for share in shares}
     once = [operator.name for operator in prepared.graph.operators if operator.name not in apart]
     return {"count": shares[0].count, "rows": shares[0].rows, "operators": len(apart), "once": once}
-
-
-def _predict(content: dict[str, Any], prepared: Prepared, programs: list[Program], cluster: Cluster) -> None:
-    """Add what the plan promises on its cluster to the content of plan.json."""
-    config = prepared.config
-    assert prepared.graph is not None
-    batch = prepared.graph.of_kind("input")
-    words = next(
-        (source.spec.shape[1] for source in batch if not source.spec.floating and len(source.spec.shape) == 2), 0
-    )
-    settings = settings_of(config, prepared.graph, prepared.device)
-    predict(
-        content,
-        [Part(*_part(prepared, number), program, settings) for number, program in enumerate(programs)],
-        cluster,
-        ranks=prepared.world_size,
-        samples=config.data.batch_size,
-        tokens=config.data.batch_size * words,
-    )
 
 
 def write_page(content: dict[str, Any], prepared: Prepared, run_dir: Path) -> Path:

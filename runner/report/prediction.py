@@ -1,4 +1,4 @@
-"""What a plan promises on its cluster: speed, the limit that binds, and what would make it faster or make it fit.
+"""What a plan promises on its cluster: speed, the bottleneck, and what would make it faster or make it fit.
 
 What-ifs price the same plan on a machine with one rate doubled. Invariant: all of it follows from plan, program and
 cluster; nothing is measured.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from runner.planning.estimate import Estimate, StageEstimate
 from runner.report.text import CALLS
-from strategies.core.graph import Operator, OperatorGraph, Ref
+from strategies.core.graph import Operator, Ref
 from strategies.core.mesh import Mesh
-from strategies.core.plan import Plan
-from strategies.core.program import Program
 from strategies.core.request import RecomputeRequest
 from strategies.cost.by_operator import OperatorCost, operator_costs
 from strategies.cost.cluster import Cluster, Level, Link
@@ -24,65 +23,26 @@ from strategies.cost.step import step_cost
 from strategies.lowering.recompute import recomputed
 from strategies.memory.parts import memory
 from strategies.memory.trace import trace
-from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import model_name, model_operators
 from strategies.rules import rule_of
 
 ATTENTION = 2.0
-"""Flops of attention's backward relative to forward's, as they are counted for MFU: without what is computed again."""
+"""Flops of attention's backward relative to forward's, as they are counted for MFU: without recompute."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A graph with its plan and program: the whole model, or a stage of a pipeline; `settings` is how a step goes on
-    after backward, with all micro-batches of the step."""
-
-    graph: OperatorGraph
-    plan: Plan
-    program: Program
-    settings: OptimizerSettings
-
-    def costs(self, cluster: Cluster) -> dict[str, OperatorCost]:
-        return operator_costs(self.graph, self.plan, self.program, cluster, self.settings)
-
-    def seconds(self, cluster: Cluster) -> float:
-        return step_cost(self.graph, self.plan, self.program, cluster, self.settings).total
-
-    def maker(self, ref: Ref) -> str:
-        """The model's name of the operator or source that a value comes from."""
-        found = self.graph.by_id[ref.id]
-        while isinstance(found, Operator) and self.plan.operators[found.name].origin == "copies":
-            found = self.graph.by_id[found.operands[0].id]
-        return model_name(found) if isinstance(found, Operator) else found.name
-
-    def at_peak(self, cluster: Cluster) -> float:
-        """Seconds in which one device that reached the peak of every dtype would do the step's products, recompute not
-        counted; backward's are one per factor that learns."""
-        found = 0.0
-        for operator in self.graph.operators:
-            sharding, attends = rule_of(operator, self.graph), operator.op == "scaled_dot_product_attention"
-            if sharding.sums or attends:
-                learns = [ref in self.graph.trained for ref in operator.operands]
-                _, backward = backward_work(sharding, operator, learns)
-                back = any(learns) * (ATTENTION if attends else backward)
-                dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
-                found += (1 + back) * sharding.flops / cluster.peak(dtype)
-        return self.settings.accumulate * cluster.fraction * found
-
-
-def predict(
-    content: dict[str, Any],
-    parts: Sequence[Part],
-    cluster: Cluster,
-    *,
-    ranks: int,
-    samples: int,
-    tokens: int,
-) -> None:
+def predict(content: dict[str, Any], step: Estimate, *, ranks: int, samples: int, tokens: int) -> None:
     """Add to the content of plan.json what its operators cost (`predicted`, per operator), where their operands come
-    from (`inputs`), and what the plan promises (`prediction`). `samples` and `tokens` are those of a step (0 tokens:
-    the batch holds none)."""
-    costs = [part.costs(cluster) for part in parts]
+    from (`inputs`), and what the plan promises (`prediction`).
+
+    Args:
+        content: that of plan.json, without predictions.
+        step: the estimate of a step.
+        ranks: all of them.
+        samples: of a step.
+        tokens: of a step; 0 for a batch without tokens.
+    """
+    parts, cluster, settings = step.parts, step.cluster, step.settings
+    costs = [operator_costs(part.graph, part.plan, part.program, cluster, settings) for part in parts]
     entries = iter(content["operators"])
     made = {model_name(operator) for part in parts for operator in part.graph.operators}
     for part, found in zip(parts, costs, strict=True):
@@ -92,7 +52,7 @@ def predict(
             together[name] = one + together[name] if name in together else one
         for operator in model_operators(part.graph, part.plan):
             entry = next(entries)
-            entry["inputs"] = [_sender(part.maker(ref), made) for ref in operator.operands]
+            entry["inputs"] = [_sender(_producer(part, ref), made) for ref in operator.operands]
             entry["predicted"] = asdict(together[model_name(operator)])
     seconds = content["cost"]["total"]
     shares = shares_of(costs) | {
@@ -107,14 +67,38 @@ def predict(
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else None,
         "tokens_per_second": tokens / seconds if seconds and tokens else None,
-        "mfu": sum(part.at_peak(cluster) for part in parts) / ranks / seconds if seconds else None,
+        "mfu": _seconds_at_peak(step) / ranks / seconds if seconds else None,
         "memory": content["memory"]["peak"],
         "memory_limit": cluster.memory,
         "shares": shares,
         "binding": binding(content["memory"]["peak"], cluster, shares),
-        "speedups": speedups(parts, cluster),
-        "shrunk": shrunk(content, parts) if content["memory"]["peak"] > cluster.memory else {},
+        "speedups": speedups(step),
+        "shrunk": smaller_needs(content, step) if content["memory"]["peak"] > cluster.memory else {},
     }
+
+
+def _producer(part: StageEstimate, ref: Ref) -> str:
+    """The model's name of the operator or source that a value comes from."""
+    node = part.graph.by_id[ref.id]
+    while isinstance(node, Operator) and part.plan.operators[node.name].origin == "copies":
+        node = part.graph.by_id[node.operands[0].id]
+    return model_name(node) if isinstance(node, Operator) else node.name
+
+
+def _seconds_at_peak(step: Estimate) -> float:
+    """Seconds in which one device at the peak of every dtype would do the matrix products of a step, without recompute;
+    backward has one per factor that is trained."""
+    seconds = 0.0
+    for part in step.parts:
+        for operator in part.graph.operators:
+            sharding, attends = rule_of(operator, part.graph), operator.op == "scaled_dot_product_attention"
+            if sharding.sums or attends:
+                trained = [ref in part.graph.trained for ref in operator.operands]
+                _, backward = backward_work(sharding, operator, trained)
+                times = any(trained) * (ATTENTION if attends else backward)
+                dtype = next((spec.dtype for spec in operator.results if spec.floating), "float32")
+                seconds += (1 + times) * sharding.flops / step.cluster.peak(dtype)
+    return step.settings.accumulate * step.cluster.fraction * seconds
 
 
 def _sender(name: str, made: Set[str]) -> str:
@@ -130,56 +114,58 @@ def crossed(mesh: Mesh, axis: str, cluster: Cluster) -> str | None:
 
 
 def shares_of(costs: Sequence[Mapping[str, OperatorCost]]) -> dict[str, float]:
-    """Seconds by what limits them: flops, the bandwidth of memory, beginning calls, and a link per level."""
-    found = {"flops": 0.0, "memory bandwidth": 0.0, CALLS: 0.0}
+    """Seconds by what limits them: flops, memory bandwidth, launching calls, and a link per level."""
+    shares = {"flops": 0.0, "memory bandwidth": 0.0, CALLS: 0.0}
     for cost in (cost for stage in costs for cost in stage.values()):
-        found[CALLS] += cost.calls
-        found["flops" if cost.flop_bound else "memory bandwidth"] += cost.forward + cost.backward - cost.calls
+        shares[CALLS] += cost.calls
+        shares["flops" if cost.flop_bound else "memory bandwidth"] += cost.forward + cost.backward - cost.calls
         for level, seconds in cost.levels.items():
-            found[f"{level} link"] = found.get(f"{level} link", 0.0) + seconds
-    return found
+            shares[f"{level} link"] = shares.get(f"{level} link", 0.0) + seconds
+    return shares
 
 
 def binding(memory: int, cluster: Cluster, shares: Mapping[str, float]) -> str:
-    """The limit that binds: the memory of a device if the plan needs more, else what takes most of the time."""
+    """The bottleneck: the memory of a device if the plan needs more, else what takes most of the time."""
     return "memory" if memory > cluster.memory else max(shares, key=lambda name: shares[name])
 
 
-def shrunk(content: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, int]:
+def smaller_needs(content: Mapping[str, Any], step: Estimate) -> dict[str, int]:
     """Bytes that a rank would need at most with more ZeRO, with full recompute, and with both, by the keys that ask for
-    it. ZeRO divides what replicas share; recompute is counted as memory is. Pipelines have neither."""
-    if len(parts) > 1:
+    it. ZeRO divides what replicas share; recompute is traced. Pipelines have neither."""
+    if len(step.parts) > 1:
         return {}
-    (part,), memory_now = parts, content["memory"]
+    part, settings, memory_now = step.parts[0], step.settings, content["memory"]
     sizes = [(math.prod(one["local_shape"]), one["replica_group_size"]) for one in content["parameters"].values()]
     share = 1 - sum(size / replicas for size, replicas in sizes) / sum(size for size, _ in sizes)
-    found, freed, zero = {}, 0, ""
-    for stage in range(part.settings.stage + 1, 4) if share else ():
+    needs, freed, zero = {}, 0, ""
+    for stage in range(settings.stage + 1, 4) if share else ():
         freed += int(share * memory_now[("optimizer", "gradients", "parameters")[stage - 1]])
         zero = f"parallel.zero.stage={stage}"
-        found[zero] = memory_now["peak"] - freed
+        needs[zero] = memory_now["peak"] - freed
     if part.plan.recompute is None:
         rules = {operator.id: rule_of(operator, part.graph) for operator in part.graph.operators}
-        again = recomputed(part.graph, rules, RecomputeRequest("full"))
-        if again.modules:
-            peak = memory(trace(replace(part.program, recompute=again), part.settings), part.settings).peak
-            found["parallel.recompute=full"] = peak
+        recompute = recomputed(part.graph, rules, RecomputeRequest("full"))
+        if recompute.modules:
+            peak = memory(trace(replace(part.program, recompute=recompute), settings), settings).peak
+            needs["parallel.recompute=full"] = peak
             if zero:
-                found[f"parallel.recompute=full {zero}"] = peak - freed
-    return found
+                needs[f"parallel.recompute=full {zero}"] = peak - freed
+    return needs
 
 
-def speedups(parts: Sequence[Part], cluster: Cluster) -> dict[str, float]:
+def speedups(step: Estimate) -> dict[str, float]:
     """How many times as fast the slowest stage would be with one rate doubled."""
-    before = max(part.seconds(cluster) for part in parts)
-    return {
-        name: before / max(part.seconds(other) for part in parts) for name, other in doubled(cluster).items() if before
-    }
+
+    def seconds(cluster: Cluster) -> float:
+        return max(step_cost(part.graph, part.plan, part.program, cluster, step.settings).total for part in step.parts)
+
+    before = max(part.cost.total for part in step.parts)
+    return {name: before / seconds(other) for name, other in doubled(step.cluster).items() if before}
 
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one of its rates doubled, by the rate's name."""
-    found = {
+    clusters = {
         "flops": replace(cluster, flops={dtype: 2 * rate for dtype, rate in cluster.flops.items()}),
         "memory bandwidth": replace(cluster, memory_bandwidth=2 * cluster.memory_bandwidth),
         CALLS: replace(cluster, launch=cluster.launch / 2, view=cluster.view / 2),
@@ -187,8 +173,8 @@ def doubled(cluster: Cluster) -> dict[str, Cluster]:
     for level in cluster.levels:
         if level.size > 1:
             levels = tuple(_twice(other) if other is level else other for other in cluster.levels)
-            found[f"{level.name} link"] = replace(cluster, levels=levels)
-    return found
+            clusters[f"{level.name} link"] = replace(cluster, levels=levels)
+    return clusters
 
 
 def _twice(level: Level) -> Level:

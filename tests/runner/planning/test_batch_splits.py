@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused(command, words, texts):
     assert [text for text in texts if text not in done.err] == []
 
 
-def test_the_plan_tells_the_copies(command, tmp_path):
+def test_the_plan_lists_the_batch_splits(command, tmp_path):
     done = command("explain", "+recipe=gpt_multi_copy", f"hydra.run.dir={tmp_path}/run", "parallel.dump_ir=true")
     assert done.code == 0, done.err
     assert (

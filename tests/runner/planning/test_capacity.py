@@ -72,7 +72,7 @@ def test_a_plan_needs_no_memory(room):
     assert prepare_decided(compose_config(*SMALL, *MODES["semi_auto"], "job=explain"), None).world_size == 4
 
 
-def test_a_slow_start_is_told(tmp_path, monkeypatch, capsys):
+def test_a_slow_start_is_reported(tmp_path, monkeypatch, capsys):
     files = [tmp_path / str(rank) for rank in range(MANY + 1)]
     starting, begun = Starting(files), time.monotonic()
     cells = array("q", bytes(8 * CELLS))

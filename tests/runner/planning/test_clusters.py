@@ -117,7 +117,7 @@ def test_refusals_name_the_keys(overrides, said):
 
 
 @pytest.mark.parametrize("nodes", ["0", "-3", "1.5"])
-def test_what_stands_twice_is_told_once(nodes):
+def test_duplicate_settings_are_reported_once(nodes):
     with pytest.raises(ConfigError) as refused:
         compose("cluster=dgx_h100", f"cluster.nodes={nodes}")
     (said,) = refused.value.paragraphs

@@ -1,4 +1,4 @@
-"""What is left open is decided: as brute force would, within the memory, and as the ranks then train."""
+"""Joint decisions: as brute force decides, within the memory, and as the ranks then train."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ AUTO = (*STACK, "parallel=auto", "parallel.search=dynamic_programming", *OPEN)
 
 @pytest.fixture(scope="module")
 def stacked():
-    """The open decision of a small stack, and every choice with its price; what is told before is no more."""
+    """The open decision of a small stack, and every choice with its cost; the bounds before it are no higher."""
     deciding = JointDecision(compose_config(*DATA, "parallel.plan_cache=null"), print)
     found = {}
     for choice in deciding.bounds:
-        *before, found[choice] = told = list(deciding.evaluate(choice))
-        assert [one.seconds for one in told] == sorted(one.seconds for one in told)
-        assert [one.bytes is None for one in told] == [True] * len(before) + [False]
+        *before, found[choice] = bounds = list(deciding.evaluate(choice))
+        assert [one.seconds for one in bounds] == sorted(one.seconds for one in bounds)
+        assert [one.bytes is None for one in bounds] == [True] * len(before) + [False]
         assert len(before) >= (choice.zero > 0) + (choice.recompute != "none")
     return deciding, found
 
@@ -125,7 +125,7 @@ def test_as_few_layers_as_keep_the_limit_are_computed_again(words):
         assert found[0].plan.recompute.modules == found[0].modules
 
 
-def test_a_decision_that_takes_long_tells_how_far_it_is(monkeypatch):
+def test_a_long_decision_reports_its_progress(monkeypatch):
     monkeypatch.setattr("runner.planning.joint.EVERY", 0.0)
     said = []
     one = replace(with_limit(2**30), say=said.append)
@@ -218,11 +218,11 @@ def test_what_cannot_be_decided_is_refused(command, words, said):
     ],
     ids=["propagation", "dynamic", "stages"],
 )
-def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
+def test_memory_bounds_without_a_trace_are_never_too_high(search, words):
     words = (*DEEP, "world_size=4", OPEN[0], *words, "parallel.recompute=auto", "parallel.plan_cache=null")
     one = JointDecision(compose_config(*words, f"parallel.search={search}"), print)
     before = {choice: one.memory_bounds(choice) for choice in one.bounds}
-    assert all(told.likely is None for told in before.values())
+    assert all(bounds.likely is None for bounds in before.values())
     for choice in one.bounds:
         if not choice.zero:
             assert one.fastest(choice).peak
@@ -231,9 +231,9 @@ def test_what_is_told_of_bytes_without_a_trace_is_never_too_much(search, words):
     assert len({choice.zero for choice in one.bounds}) >= 2
     for choice, true in sizes.items():
         none = sizes[replace(choice, recompute="none")]
-        for told in (before[choice], behind[choice]):
-            assert all(a <= b <= c for a, b, c in zip(told.recomputed, told.least, true, strict=True))
-            assert choice.recompute != "none" or all(a <= b for a, b in zip(told.recomputed, none, strict=True))
+        for bounds in (before[choice], behind[choice]):
+            assert all(a <= b <= c for a, b, c in zip(bounds.recomputed, bounds.least, true, strict=True))
+            assert choice.recompute != "none" or all(a <= b for a, b in zip(bounds.recomputed, none, strict=True))
         assert behind[choice].likely == pytest.approx(true, rel=0.2)
         assert all(a <= b for a, b in zip(before[choice].least, behind[choice].least, strict=True))
         price = one.fastest(choice)
@@ -262,8 +262,8 @@ def test_what_is_known_of_bytes_holds_whatever_a_step_does(words):
             price = one.fastest(choice)
         except ConfigError:
             continue  # a stage that does not go with what is asked for
-        told = replace(price, traced={}).bounds(None)
-        assert all(a <= b <= c for a, b, c in zip(told.recomputed, told.least, price.peaks, strict=True))
+        bounds = replace(price, traced={}).bounds(None)
+        assert all(a <= b <= c for a, b, c in zip(bounds.recomputed, bounds.least, price.peaks, strict=True))
     assert len(one.estimates) >= 6
 
 

@@ -1,4 +1,4 @@
-"""Rooms for a search, against made-up ranks whose bytes follow the search's own in several ways."""
+"""Search budgets, for made-up ranks whose bytes follow those of the search in several ways."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ RANKS: dict[str, Callable[[float], float]] = {
 
 
 @pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
-def test_few_rooms_lead_to_a_plan_that_keeps_the_limit_and_no_much_less(rank):
-    rooms, seen = SearchBudget(LIMIT, 1.0), [(100.0, round(rank(100)))]
-    while (room := rooms.next(seen)) is not None:
-        assert room not in dict(seen)
-        seen.append((float(room), round(rank(room))))
+def test_few_budgets_lead_to_a_plan_close_below_the_limit(rank):
+    budgets, seen = SearchBudget(LIMIT, 1.0), [(100.0, round(rank(100)))]
+    while (budget := budgets.next(seen)) is not None:
+        assert budget not in dict(seen)
+        seen.append((float(budget), round(rank(budget))))
     assert len(seen) <= 6
     best = max(size for _, size in seen if size <= LIMIT)
     assert best >= CLOSE * LIMIT
 
 
-def test_what_plans_have_told_is_known_of_the_next_choice():
-    rooms = SearchBudget(LIMIT, 0.5)
-    assert rooms.slope == USUAL * 0.5
-    assert rooms.next([(200.0, 90)]) == int(200 - 30 / (USUAL * 0.5))
-    rooms.next([(200.0, 90), (160.0, 78)])
-    assert rooms.slope == pytest.approx(0.3)
-    assert rooms.next([(200.0, 81)]) == int(200 - 21 / 0.3)
-    rooms.next([(200.0, 90), (160.0, 89)])
-    assert rooms.slope == FLATTEST * 0.5
+def test_the_slope_of_earlier_plans_is_used_for_the_next_choice():
+    budgets = SearchBudget(LIMIT, 0.5)
+    assert budgets.slope == USUAL * 0.5
+    assert budgets.next([(200.0, 90)]) == int(200 - 30 / (USUAL * 0.5))
+    budgets.next([(200.0, 90), (160.0, 78)])
+    assert budgets.slope == pytest.approx(0.3)
+    assert budgets.next([(200.0, 81)]) == int(200 - 21 / 0.3)
+    budgets.next([(200.0, 90), (160.0, 89)])
+    assert budgets.slope == FLATTEST * 0.5
 
 
 def test_there_is_no_room_below_nothing_nor_beside_what_is_near_the_limit():

@@ -12,7 +12,7 @@ LIMIT = 60
 
 
 def found(sizes: Sequence[Sequence[int]], measured: bool = True, guess: float = 1.0) -> tuple[list[int], int]:
-    """Of groups with these bytes by layers that are computed again: how many are, and how many numbers were tried."""
+    """Of groups with these bytes by recomputed layers: how many are, and how many numbers were tried."""
     every = [tuple(f"{group}.{layer}" for layer in range(len(one) - 1)) for group, one in enumerate(sizes)]
     most = [round(guess * one[0]) for one in sizes]
     fewest = FewestLayers(LIMIT, every, most, [one[-1] for one in sizes], measured=measured)
@@ -57,7 +57,7 @@ def test_what_is_surely_among_them_is_no_more_than_is_found():
 
 
 def test_a_layer_of_two_groups_leaves_none_too_small():
-    """One group computes again what the other one takes for its own: it is told more than it expected."""
+    """One group recomputes what the other one takes for its own: it needs more than expected."""
     fewest = FewestLayers(LIMIT, [("a", "b"), ("b", "c")], [70, 50], [50, 40], measured=True)
     layers = fewest.next()
     assert layers == {"a"}

@@ -16,7 +16,7 @@ REQUEST: Any = SimpleNamespace(world_size=512)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_long_search_tells_how_long_it_takes_and_leaves_no_thread(monkeypatch, fails):
+def test_a_long_search_reports_progress_and_leaves_no_thread(monkeypatch, fails):
     monkeypatch.setattr(sources, "EVERY", 0.01)
     said: list[str] = []
     before = threading.active_count()

@@ -24,7 +24,7 @@ def test_what_counts_rows_is_found_wherever_it_is():
     assert list(by_row(torch.zeros(3), 3)) == ["output"]
 
 
-def test_nothing_to_write_is_told():
+def test_nothing_to_write_is_refused():
     with pytest.raises(ConfigError, match="nothing that has a value for each row"):
         by_row({"loss": torch.tensor(1.0), "cache": torch.zeros(5, 3)}, 3)
 
@@ -65,7 +65,7 @@ def test_lines_are_samples(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"ids": [1, [2]]}', '{"ids": "a"}', "{ids: 1}", "null"])
-def test_a_line_of_something_else_is_told_by_number(tmp_path, line):
+def test_an_invalid_line_is_reported_by_number(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"1\n{line}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2"):

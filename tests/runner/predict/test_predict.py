@@ -73,7 +73,7 @@ def test_every_mode_gives_what_the_plain_model_gives(start, stored, place):
     assert not (ended.folder / "checkpoints").exists()
 
 
-def test_only_so_many_rows(start, stored):
+def test_the_number_of_rows_is_limited(start, stored):
     ended = start(*SMALL, *MODES["stand_alone"], ROWS, f"predict.checkpoint={stored}", "predict.rows=7", verb="predict")
     data = networks.Points(50, 1)
     with torch.no_grad():

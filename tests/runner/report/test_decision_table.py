@@ -1,4 +1,4 @@
-"""What auto decided is told by explain and by the report, with the runner-up and the difference."""
+"""Joint decisions in explain and in the report, with the runner-up and the difference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_a_runner_up_there_is_only_what_was_chosen():
     assert decision_rows(TOLD | {"runner_up": None})[-1] == ("seconds per step", "2.00 ms", "")
 
 
-def test_explain_and_the_report_tell_it(start, capsys):
+def test_explain_and_the_report_show_it(start, capsys):
     words = ("parallel.zero.stage=auto", "parallel.recompute=auto", "parallel.memory_limit=3MB")
     ended = start(*GPT, *words, verb="explain")
     said, decided = capsys.readouterr().out, ended.plan["search"]["decided"]

@@ -8,13 +8,13 @@ from small import MODES, SMALL
 from runner.errors import ConfigError
 
 
-def told(start, capsys, *options):
+def explained(start, capsys, *options):
     start(*options, verb="explain")
     return capsys.readouterr().out
 
 
 def test_a_configured_operator(start, capsys):
-    out = told(start, capsys, "+recipe=quickstart", "explain.operator=matmul")
+    out = explained(start, capsys, "+recipe=quickstart", "explain.operator=matmul")
     assert "matmul (matmul, models/matmul.py:22)\n" in out
     assert "  strategy   (d0, d1) (d1, -) -> (d0, -) partial over d1\n" in out
     assert "  why        configured: parallel.strategies.matmul\n" in out
@@ -25,7 +25,7 @@ def test_a_configured_operator(start, capsys):
 
 
 def test_a_propagated_operator_and_its_runner_up(start, capsys):
-    out = told(start, capsys, "+recipe=quickstart", "explain.operator=relu")
+    out = explained(start, capsys, "+recipe=quickstart", "explain.operator=relu")
     assert "  why        propagated: " in out
     assert "  runner-up  (d0, -) -> (d0, -)\n             takes " in out and ") more: " in out
     assert "             keeps 384 B more per rank" in out
@@ -33,7 +33,7 @@ def test_a_propagated_operator_and_its_runner_up(start, capsys):
 
 
 def test_equal_layers_share_a_paragraph(start, capsys):
-    out = told(start, capsys, "+recipe=megatron_tp", "explain.operator='layers.*.attention.[qo]_proj'")
+    out = explained(start, capsys, "+recipe=megatron_tp", "explain.operator='layers.*.attention.[qo]_proj'")
     assert (
         "layers.0.attention.q_proj (linear, models/transformer.py:31) and 1 like it: layers.1.attention.q_proj" in out
     )
@@ -45,28 +45,28 @@ def test_equal_layers_share_a_paragraph(start, capsys):
 
 def test_operators_that_no_one_chose(start, capsys):
     options = (*SMALL, *MODES["data_parallel"], "model.target=networks.Renormed")
-    out = told(start, capsys, *options, "explain.operator=renorm")
+    out = explained(start, capsys, *options, "explain.operator=renorm")
     assert "  why        its kind has no sharding rule, so it is replicated on every rank" in out
     assert "  runner-up  none: no other strategy is legal on this mesh" in out
-    assert "  why        not configured and not reached" in told(start, capsys, *options, "explain.operator=inner")
+    assert "  why        not configured and not reached" in explained(start, capsys, *options, "explain.operator=inner")
 
 
-def test_a_cheaper_neighbour_is_told(start, capsys):
+def test_a_cheaper_neighbour_is_reported(start, capsys):
     strategies = "parallel.strategies={inner.matmul: [[4,1],[1,1]], outer.matmul: [[1,4],[4,1]]}"
-    out = told(start, capsys, *SMALL, "parallel=semi_auto", strategies, "explain.operator=outer")
+    out = explained(start, capsys, *SMALL, "parallel=semi_auto", strategies, "explain.operator=outer")
     assert "  cheaper    (d0, -) (-, -) (-) -> (d0, -)\n             takes " in out and ") less: " in out
     assert "(with its neighbours unchanged; changed together they may cost less still)" in out
 
 
 def test_operators_of_a_pipelines_stage(start, capsys):
-    out = told(start, capsys, "+recipe=gpt_pipeline", "explain.operator=layers.3.attention.q_proj")
+    out = explained(start, capsys, "+recipe=gpt_pipeline", "explain.operator=layers.3.attention.q_proj")
     assert "layers.3.attention.q_proj (linear" in out and "strategies on this mesh" in out
 
 
 def test_a_loaded_plan_says_so(start, capsys):
     saved = start(*SMALL, *MODES["auto"], verb="plan", folder="saved")
     options = ("parallel=semi_auto", f"parallel.plan={saved.folder}", "explain.operator=inner")
-    assert "  why        configured where the plan was made" in told(start, capsys, *SMALL, *options)
+    assert "  why        configured where the plan was made" in explained(start, capsys, *SMALL, *options)
 
 
 def test_a_name_that_means_nothing_leaves_nothing(start, tmp_path, command):
@@ -92,20 +92,20 @@ def table(out, name):
 
 
 def test_slices_of_parameters_inputs_and_results(start, capsys):
-    out = told(start, capsys, "+recipe=quickstart", "explain.slices='*'")
+    out = explained(start, capsys, "+recipe=quickstart", "explain.slices='*'")
     product = table(out, "matmul")
     assert [row[0] for row in product] == [*map(str, range(8))]
     assert product[0][1:] == ("0:8", "0:16", "d1") and product[7][1:] == ("8:16", "0:16", "d1")
-    sliced = told(start, capsys, *SMALL, *MODES["semi_auto"], "explain.slices=outer.weight")
+    sliced = explained(start, capsys, *SMALL, *MODES["semi_auto"], "explain.slices=outer.weight")
     assert [row[1:] for row in table(sliced, "outer.weight")] == [("0:4", "0:8", "-"), ("0:4", "8:16", "-")] * 2
     assert "inner" not in sliced
 
 
 def test_slices_of_a_pipeline_name_the_ranks_of_the_stage(start, capsys):
     options = (*SMALL, "parallel=data_parallel", "parallel.pipeline.stages=2", "data.args.keys=true")
-    out = told(start, capsys, *options, "explain.slices='outer.*'")
+    out = explained(start, capsys, *options, "explain.slices='outer.*'")
     assert table(out, "outer.bias") == [("2", "0:4", "-"), ("3", "0:4", "-")]
-    assert [row[1] for row in table(told(start, capsys, *options, "explain.slices=x"), "x")] == ["0:2", "2:4"]
+    assert [row[1] for row in table(explained(start, capsys, *options, "explain.slices=x"), "x")] == ["0:2", "2:4"]
 
 
 @pytest.mark.parametrize(

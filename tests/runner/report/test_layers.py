@@ -1,4 +1,4 @@
-"""Layers of a plan: what is folded, what is kept apart, and that every operator is told once."""
+"""Layers of a plan: which are one kind, which are not, and that every operator is in one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_layer_of_an_operator(module: str, name: str, layer: str, below: str
     assert relative(entry(name, module, "add")) == below
 
 
-def test_an_operator_tells_if_it_holds_or_sends() -> None:
+def test_operators_with_parameters_or_communication_matter() -> None:
     quiet = {"predicted": entry("a")["predicted"] | {"sent": 0, "parameters": 0}}
     (first, second) = kinds([entry("a", "a"), entry("b", "b") | quiet])
     assert first.rows()[0].matters and not second.rows()[0].matters

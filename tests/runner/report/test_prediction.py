@@ -26,14 +26,14 @@ def plan_of(start, *options, **more):
 
 def test_speed_and_flops(start):
     plan = plan_of(start)
-    told = plan["prediction"]
-    assert told["seconds"] == plan["cost"]["total"] > 0
-    assert told["samples_per_second"] == pytest.approx(16 / told["seconds"])
-    assert told["tokens_per_second"] == pytest.approx(16 * 512 / told["seconds"])
+    prediction = plan["prediction"]
+    assert prediction["seconds"] == plan["cost"]["total"] > 0
+    assert prediction["samples_per_second"] == pytest.approx(16 / prediction["seconds"])
+    assert prediction["tokens_per_second"] == pytest.approx(16 * 512 / prediction["seconds"])
     attention = 3 * 4 * 2 * 2 * 16 * 512 * 512 * 1024  # layers, products, flops, batch, queries, keys, width
     flops = 6 * (PARAMETERS - 4096 * 1024) * 16 * 512 + attention
-    assert told["mfu"] == pytest.approx(flops / (8 * 989e12) / told["seconds"], rel=0.02)
-    assert (told["ranks"], told["devices"], told["axes"]) == (8, 8, {"dp": "gpu", "tp": "gpu"})
+    assert prediction["mfu"] == pytest.approx(flops / (8 * 989e12) / prediction["seconds"], rel=0.02)
+    assert (prediction["ranks"], prediction["devices"], prediction["axes"]) == (8, 8, {"dp": "gpu", "tp": "gpu"})
     parts = [entry["predicted"] for entry in plan["operators"]]
     assert sum(part["forward"] for part in parts) == pytest.approx(plan["cost"]["forward"])
 
@@ -69,43 +69,45 @@ def test_memory_binds_where_it_does_not_suffice(start, capsys):
 
 def test_what_would_fit_is_what_it_takes(start, capsys):
     limit = "cluster.machine.memory=6.0e8"
-    told = plan_of(start, limit)["prediction"]
+    prediction = plan_of(start, limit)["prediction"]
     assert "; parallel.zero.stage=auto parallel.recompute=auto finds the fastest that fits\n" in capsys.readouterr().out
-    assert told["memory"] > 6e8 > told["shrunk"]["parallel.recompute=full"]
+    assert prediction["memory"] > 6e8 > prediction["shrunk"]["parallel.recompute=full"]
     recomputed = plan_of(start, limit, "parallel.recompute=full")["prediction"]
-    assert recomputed["memory"] == told["shrunk"]["parallel.recompute=full"]
+    assert recomputed["memory"] == prediction["shrunk"]["parallel.recompute=full"]
     assert recomputed["binding"] != "memory" and recomputed["shrunk"] == {}
 
 
 def test_one_rank_has_nothing_to_divide(start, capsys):
     alone = "world_size=1", "parallel.mode=data_parallel", *NOTHING
-    told = plan_of(start, *alone, "cluster.machine.memory=1.0e8")["prediction"]
-    assert list(told["shrunk"]) == ["parallel.recompute=full"]
+    prediction = plan_of(start, *alone, "cluster.machine.memory=1.0e8")["prediction"]
+    assert list(prediction["shrunk"]) == ["parallel.recompute=full"]
     assert capsys.readouterr().out.split("it does not fit: ")[1].splitlines()[0].endswith("(parallel.offload)")
 
 
 def test_slow_links_bind_and_faster_ones_help(start, capsys):
     slow = "cluster.machine.levels.gpu.bandwidth=1.0e9"
-    told = plan_of(start, slow)["prediction"]
-    assert told["binding"] == "gpu link"
-    assert max(told["speedups"], key=told["speedups"].get) == "gpu link"
-    assert 1.5 < told["speedups"]["gpu link"] < 2
+    prediction = plan_of(start, slow)["prediction"]
+    assert prediction["binding"] == "gpu link"
+    assert max(prediction["speedups"], key=prediction["speedups"].get) == "gpu link"
+    assert 1.5 < prediction["speedups"]["gpu link"] < 2
     out = capsys.readouterr().out
     assert "bottleneck: gpu link" in out and "next better: a gpu link twice as fast 1." in out
 
 
 def test_operators_that_end_before_the_next_is_begun_are_bound_by_their_calls(start, capsys):
     """A net of a few thousand parameters on a fast GPU: neither its flops nor its memory take any time."""
-    told = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
+    prediction = start(*SMALL, "world_size=1", "parallel.mode=data_parallel", "cluster=one_gpu", verb="plan").plan[
         "prediction"
     ]
-    assert told["binding"] == "operator calls"
-    assert told["shares"]["operator calls"] > 100 * (told["shares"]["flops"] + told["shares"]["memory bandwidth"])
-    assert told["speedups"]["operator calls"] > 1.5
+    assert prediction["binding"] == "operator calls"
+    assert prediction["shares"]["operator calls"] > 100 * (
+        prediction["shares"]["flops"] + prediction["shares"]["memory bandwidth"]
+    )
+    assert prediction["speedups"]["operator calls"] > 1.5
     assert re.search(r"next better: launching calls in half the time [12]\.\d\d times as fast", capsys.readouterr().out)
 
 
-def test_ranks_that_are_of_no_use_are_told(start, capsys):
+def test_useless_ranks_are_reported(start, capsys):
     """A net so small that the exact search gathers the batch and computes it on every rank."""
     options = ("parallel=auto", "parallel.search=dynamic_programming", "cluster=dgx_h100")
     layouts = {
@@ -118,7 +120,7 @@ def test_ranks_that_are_of_no_use_are_told(start, capsys):
     assert "nothing is sliced" not in capsys.readouterr().out
 
 
-def test_devices_that_are_left_over_are_told(start, capsys):
+def test_idle_devices_are_reported(start, capsys):
     start(*SMALL, *MODES["auto"], "cluster=dgx_h100", "cluster.nodes=2", verb="plan")
     assert "12 devices idle (world_size=null takes all)" in capsys.readouterr().out
 
@@ -147,8 +149,8 @@ def test_the_table_has_a_line_per_kind_of_layer(start, capsys):
 
 
 def test_plans_without_words_have_no_tokens(start):
-    told = start(*SMALL, *MODES["auto"], verb="plan").plan["prediction"]
-    assert told["tokens_per_second"] is None and told["samples_per_second"] > 0
+    prediction = start(*SMALL, *MODES["auto"], verb="plan").plan["prediction"]
+    assert prediction["tokens_per_second"] is None and prediction["samples_per_second"] > 0
 
 
 def test_every_copy_of_an_operator_is_begun(start):

@@ -22,8 +22,8 @@ def test_metrics_of_a_run(start, capfd):
     assert lines[1].startswith("plan: mesh ")
     assert lines[2].startswith("propagation: ")
     assert lines[3].startswith("first step after ")
-    told = [line.partition("  ")[0] for line in lines[4:-1]]
-    assert told == ["step 2/6", "step 4/6", "step 4/6", "step 6/6", "step 6/6"]
+    words = [line.partition("  ")[0] for line in lines[4:-1]]
+    assert words == ["step 2/6", "step 4/6", "step 4/6", "step 6/6", "step 6/6"]
     last = ended.evaluations[6]["loss"]
     assert lines[-1].startswith(f"done: 6 steps, loss {ended.value:.6g}, test loss {last:.4g}; results in ")
 

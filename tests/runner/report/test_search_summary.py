@@ -1,4 +1,4 @@
-"""What a search tells in words: the mesh with its runner-up, and both prices of propagation."""
+"""A search in words: the mesh with its runner-up, and both prices of propagation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ MESH = {"mesh": [2, 4], "seconds": 2.0}
 
 
 def test_the_mesh_and_its_runner_up():
-    told = {"mesh": MESH, "runner_up": {"mesh": [8], "seconds": 2.5}, "meshes": 3, "left_out": 1}
-    assert mesh_line(told) == (
+    line = {"mesh": MESH, "runner_up": {"mesh": [8], "seconds": 2.5}, "meshes": 3, "left_out": 1}
+    assert mesh_line(line) == (
         "mesh: 2 x 4, the best of 4 factorisations of the ranks (1 pruned by bounds); "
         "the runner-up 8 takes 2.5 s per step, 25 % more"
     )
@@ -29,5 +29,5 @@ def test_what_propagation_followed():
 
 def test_command_and_report_say_the_same(start, capsys):
     ended = start("+recipe=quickstart", "parallel.search=dynamic_programming", verb="plan")
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mesh: ")]
-    assert "runner-up" in told and told in (ended.folder / "report.html").read_text(encoding="utf-8")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mesh: ")]
+    assert "runner-up" in line and line in (ended.folder / "report.html").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_table_tells_what_was_varied_and_what_came_of_it():
+def test_the_table_shows_what_was_varied_and_the_results():
     head, *rows = table([GOOD, BAD, KILLED], [Path("0"), Path("1"), Path("2")])
     assert head == ["job", "folder", "status", "lr", "loss", "test accuracy", "seconds", "error"]
     assert rows[0] == ["0", "0", "done", "1", "0.5", "0.9", "2.0", ""]
@@ -96,7 +96,7 @@ def test_only_jobs_of_this_start_count(tmp_path):
     assert not first.end()
 
 
-def test_curves_keep_the_last_step_and_tell_of_their_scale(tmp_path):
+def test_curves_keep_the_last_step_and_state_their_scale(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {n}, "loss": {10.0**-n}}}\n' for n in range(1, 8)), encoding="utf-8"
     )
