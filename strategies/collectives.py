@@ -34,7 +34,7 @@ def use(communicator: Communicator | None) -> None:
 
 
 def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Parameter:
-    """The rank's slice of a whole parameter along `dim`, as a parameter that declares how it is sliced.
+    """The rank's slice of a global parameter along `dim`, as a parameter that declares how it is sliced.
 
     From the declaration follow the gradient reduction, checkpoints and the comparison with a reference. Raises
     StrategyError if the dim is not there or does not divide.
@@ -49,7 +49,7 @@ def shard_parameter(parameter: nn.Parameter, dim: int, axes: Axes) -> nn.Paramet
 
 
 def declared(parameter: nn.Parameter) -> tuple[Layout, tuple[int, ...]]:
-    """Layout and whole shape of a parameter of a hybrid module; whole on every rank unless declared otherwise."""
+    """Layout and global shape of a parameter of a hybrid module; replicated unless declared otherwise."""
     layout = getattr(parameter, "declared_layout", Layout.replicated(parameter.dim()))
     return layout, getattr(parameter, "whole_shape", tuple(parameter.shape))
 
@@ -80,7 +80,7 @@ def all_to_all(x: Tensor, axes: Axes, split: int, join: int) -> Tensor:
 
 
 def split(x: Tensor, axes: Axes, dim: int = 0) -> Tensor:
-    """This rank's slice of a tensor that is whole on every rank. Adjoint: zeros around the slice's gradient."""
+    """This rank's slice of a replicated tensor. Adjoint: zeros around the slice's gradient."""
     dim = _divided(x, axes, dim)
     return _run(x, _step(SLICE, axes, dim), _step(PAD, axes, dim))
 

@@ -1,6 +1,6 @@
 """What happens between a loss and the next weights, as one protocol for every optimizer parallel.
 
-Stage 0 (`gradients`) adds the gradients itself and keeps whole optimizer states; stages 1-3 (`zero`) are DeepSpeed.
+Stage 0 (`replicated`) reduces gradients itself and replicates optimizer states; stages 1-3 (`zero`) are DeepSpeed.
 Invariant: after `reduce`, `gradients` are the true gradients of the global loss, each rank holding its own slices;
 after `update`, all ranks that hold the same slice hold the same bits.
 """
@@ -73,7 +73,7 @@ class Updates(Protocol):
         step with fewer rows, `share` is the part of them that this micro-batch has, and `left` more are to come."""
 
     def collect(self) -> None:
-        """In a pipeline, in place of `backward`: half a pass of a micro-batch through a stage, or a whole one, has
+        """In a pipeline, in place of `backward`: an input-gradient, weight-gradient or backward pass of a stage has
         added its gradients, divided by the number of micro-batches, to `grad` of the parameters."""
 
     def reduce(self) -> None:
@@ -94,8 +94,8 @@ class Updates(Protocol):
         """This rank's slice of a parameter, not to be written. Collective over its replicas."""
 
     def pieces(self, write: bool = False) -> Iterator[Shards]:
-        """Everything of parameters and optimizer states that this rank holds, in batches: each is there until the next
-        is asked for. With `write` the views may be overwritten, after `begin` and before `loaded`."""
+        """Everything of parameters and optimizer states that this rank holds, in batches: each is valid until the next
+        one. With `write` the views may be overwritten, after `begin` and before `loaded`."""
 
     def plain(self) -> OptimizerScalars:
         """What is no tensor of the optimizer's state, of all parameters that this rank holds a slice of."""
@@ -187,7 +187,7 @@ def check_kind(optimizer: Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, program: Program, stage: int) -> None:
-    """Raises StrategyError if the optimizer cannot do the same on slices as on whole parameters."""
+    """Raises StrategyError if the optimizer cannot do the same on shards as on global parameters."""
     check_kind(optimizer)
     kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in BY_SHAPE), "")
     if kind:

@@ -70,7 +70,7 @@ def _read(
     if not sharding.known and any(_sliced(operand) for operand in wanted.inputs):
         raise StrategyError(
             "MW405",
-            f"{where}: operator {operator.op} has no sharding rule, so it runs on whole tensors; drop the strategy.",
+            f"{where}: operator {operator.op} has no sharding rule, so it runs replicated; drop the strategy.",
         )
     product_order = operator.op == "linear" and address == f"{operator.module}.matmul"
     factors: dict[str, Slicing] = {}

@@ -1,7 +1,7 @@
 """Plans that were found before, in a folder: one file per question.
 
 The question is everything that decides a plan: the graph, the request, and the code of the planner.
-Invariant: an entry is whole or not there (it is written beside its place and renamed), and what it holds is known by
+Invariant: an entry is complete or absent (it is written beside its place and renamed), and what it holds is known by
 its hash, so a damaged one is never believed. A folder that cannot be written costs a warning, never a run.
 """
 

@@ -77,7 +77,7 @@ class Planning:
 
     @cached_property
     def problem(self) -> Problem:
-        """What is fixed beforehand, and what is to be decided."""
+        """The configured assignments, and the open ones."""
         fixed: dict[str, Assignment] = {}
         for id, entry in self.configured.items():
             if entry.wanted.inputs is not None:
@@ -88,13 +88,13 @@ class Planning:
         outputs = {
             id: found for id, entry in self.configured.items() if (found := self._outputs(id, entry, fixed)) is not None
         }
-        asked = self.request
+        request = self.request
         return replace(
             bare,
-            states=asked.optimizer_state_factor,
-            moved=asked.optimizer_bytes,
-            overlaps=asked.overlap_gradients,
-            turns=asked.micro_batches,
+            states=request.optimizer_state_factor,
+            moved=request.optimizer_bytes,
+            overlaps=request.overlap_gradients,
+            turns=request.micro_batches,
             fixed=fixed,
             outputs=outputs,
         )
@@ -112,25 +112,25 @@ class Planning:
         Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
         problem = self._at(stage).within(memory)
-        told: dict[str, Any] = {"cost": None, "lower_bound": None}
+        report: dict[str, Any] = {"cost": None, "lower_bound": None}
         reached: Collection[str] = ()
         if self.request.mode == "auto" and self.request.search in SOLVERS:
             solved = self._solve(stage, memory)
             if self.price is not None:
                 solved = self._repriced(problem, solved, self.price)
-            told |= solved.proven() if proven and solved.proven is not None else solved.told
+            report |= solved.proven() if proven and solved.proven is not None else solved.told
             reached = solved.assignments
         elif self.request.mode == "auto":
             pricer = None if self.price is None else lambda found: self._seconds(problem, Solved(found))
             found = propagated(problem, self.meshing, self.cluster, pricer)
             solved = Solved({id: assignment for id, (assignment, _) in found.found.items()})
             reached = [id for id, (_, arrived) in found.found.items() if arrived]
-            told |= {"propagation": found.to_json()}
+            report |= {"propagation": found.to_json()}
         else:
             solved = Solved(self._defaults(problem))
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        told = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **told}
-        return replace(self._made(problem, solved, reached), search=told)
+        report = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **report}
+        return replace(self._made(problem, solved, reached), search=report)
 
     def _made(self, problem: Problem, solved: Solved, reached: Collection[str] = ()) -> Plan:
         """The plan of assignments; `reached` are the operators that a search decided."""
@@ -189,11 +189,11 @@ class Planning:
         best = every[0]
         if math.isinf(best.seconds):
             price.seconds(self._made(problem, found))  # raises the reason
-        told = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
-        told["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
-        if "mesh" in told:
-            told |= of_meshes(problem, every)
-        return replace(best.solved, told=told, proven=None)
+        report = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
+        report["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
+        if "mesh" in report:
+            report |= of_meshes(problem, every)
+        return replace(best.solved, told=report, proven=None)
 
     def _others(self, problem: Problem, axes: tuple[Axes, ...] | None) -> Iterator[Solved]:
         """What the other searches find."""
@@ -233,15 +233,15 @@ class Planning:
         matrices = []
         for id, entry in self.configured.items():
             counts = [count for count in entry.factors.values() if isinstance(count, int)]
-            asked = math.prod(counts)
-            if world % asked:
+            slices = math.prod(counts)
+            if world % slices:
                 raise StrategyError(
                     "MW403",
-                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} asks for {asked} "
+                    f"parallel.strategies.{entry.path}: {entry.wanted} on {self._operator(id).where} needs {slices} "
                     "slices, "
                     f"which do not divide the {world} devices.",
                 )
-            if len(counts) == len(entry.factors) and asked > 1:
+            if len(counts) == len(entry.factors) and slices > 1:
                 matrices.append(counts)
         dataset = self.request.dataset_strategy
         for operand in dataset if isinstance(dataset, tuple) else ():
@@ -451,13 +451,13 @@ class Planning:
             if source.kind != "parameter":
                 continue
             uses = [(o, self._operand(o, i, operators)) for o, i in self.graph.users[Ref(source.id)]]
-            asked = [
+            configured_uses = [
                 (o, layout)
                 for o, layout in uses
                 if o.id in self.configured and self.configured[o.id].wanted.inputs is not None
             ]
-            for operator, layout in asked[1:]:
-                first, wanted = asked[0]
+            for operator, layout in configured_uses[1:]:
+                first, wanted = configured_uses[0]
                 if layout != wanted:
                     texts = [layout.counts(self.mesh) for layout in (wanted, layout)]
                     needs = texts if texts[0] != texts[1] else (wanted, layout)  # as many slices, on other ranks
@@ -470,8 +470,8 @@ class Planning:
                         "or leave one of "
                         "them without a strategy.",
                     )
-            if asked or uses:
-                found[source.name] = (asked or uses)[0][1]
+            if configured_uses or uses:
+                found[source.name] = (configured_uses or uses)[0][1]
         return found
 
     def _operand(self, operator: Operator, position: int, operators: Mapping[str, OperatorPlan]) -> Layout:

@@ -4,7 +4,7 @@ The generated code of such an operator hashes the program's key and sets generat
 key, a new number at every step, would be compiled anew each time. So the key becomes a tensor, and the operator
 `meshwright::draw(key, ordinals, tensors, number)`; the ordinals, by which repeated layers differ, are tensors too. The
 invariant: its gradient is that of the same computation with the same numbers, which key and ordinals alone determine;
-they are drawn again for it.
+they are computed again for it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _draw_gradient(
 ) -> list[Tensor]:
     """The gradient of every floating-point tensor, given those of the floating-point results."""
     with torch.enable_grad():
-        drawn = list(map(int, ordinals))
+        numbers = list(map(int, ordinals))
         leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
-        results = [one for one in _draws[number](int(key), drawn, leaves) if one.is_floating_point()]
+        results = [one for one in _draws[number](int(key), numbers, leaves) if one.is_floating_point()]
     pairs = [(one, given) for one, given in zip(results, gradients, strict=True) if one.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found = torch.autograd.grad(
@@ -113,19 +113,19 @@ def _drawing(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: list
     args, kwargs = node.args, node.kwargs
     several = bool(node.users) and all(user.target is python_operator.getitem for user in node.users)
 
-    def draw(number: int, drawn: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
+    def draw(number: int, numbers: Sequence[int], values: Sequence[Tensor]) -> list[Tensor]:
         given: dict[fx.Node, Any] = {key: number}
-        given |= dict(zip(ordinals, drawn, strict=True)) | dict(zip(tensors, values, strict=True))
+        given |= dict(zip(ordinals, numbers, strict=True)) | dict(zip(tensors, values, strict=True))
         result = function(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__))
         return list(result) if several else [result]
 
     _draws.append(draw)
     number, count = len(_draws) - 1, len(ordinals)
 
-    def drawn(key: Tensor, *values: Tensor) -> Any:
+    def call(key: Tensor, *values: Tensor) -> Any:
         results = _Drawn.apply(number, count, key, *values)  # type: ignore[no-untyped-call]
         return results if several else results[0]
 
-    drawn.__name__ = drawn.__qualname__ = function.__name__
-    drawn.__module__ = "drawn"
-    return drawn
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__module__ = "opaque_random"
+    return call

@@ -38,12 +38,12 @@ from strategies.runtime.slices import cut, padded, resized
 
 
 def shard(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """The slices of a whole tensor, one per rank (copies)."""
+    """The slices of a global tensor, one per rank (copies)."""
     return [cut(tensor, layout, mesh, rank) for rank in range(mesh.size)]
 
 
 def assemble(slices: Sequence[Tensor], layout: Layout, shape: Sequence[int], mesh: Mesh) -> Tensor:
-    """The whole tensor from the ranks' slices; partial sums are added. Replicas are taken from the lowest rank."""
+    """The global tensor from the ranks' slices; partial sums are added. Replicas are taken from the lowest rank."""
     whole = torch.zeros(tuple(shape), dtype=slices[0].dtype)
     replicas = layout.replica_axes(mesh)
     silent = [axis for axis in replicas if axis not in layout.partial]
@@ -113,7 +113,7 @@ def _exchanged(step: Step, tensors: Sequence[Tensor], mesh: Mesh, rank: int) -> 
 
 
 def carry(steps: ReshardingPath, tensors: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
-    """A whole chain on all ranks; no result shares memory with another or with an input."""
+    """A resharding path on all ranks; no result shares memory with another or with an input."""
     now = list(tensors)
     for step in steps:
         now = carry_out(step, now, mesh)
@@ -273,7 +273,7 @@ class Simulation:
         torch.autograd.backward(list(losses), [torch.ones_like(loss) for loss in losses])
 
     def buffers(self) -> dict[str, Tensor]:
-        """Every buffer, whole, by name."""
+        """Every global buffer, by name."""
         return {
             source.name: assemble(
                 self.slices[Ref(source.id)], self.program.layouts[source.id], source.spec.shape, self.mesh

@@ -436,9 +436,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dim missing": ({"dense1": wanted((8,), (1, 1))}, FIRST + "operand 0 has 2 dims .* the strategy gives 1"),
     "not of the devices": (
         {"dense1": wanted((3, 1), (1, 1))},
-        FIRST + "asks for 3 slices, which do not divide the 8 devices",
+        FIRST + "needs 3 slices, which do not divide the 8 devices",
     ),
-    "more than devices": ({"dense1": wanted((8, 2), (1, 2))}, FIRST + "asks for 16 slices"),
+    "more than devices": ({"dense1": wanted((8, 2), (1, 2))}, FIRST + "needs 16 slices"),
     "dim does not divide": (
         {"dense1": wanted((1, 5), (1, 5))},
         FIRST + "dim 1 of operand 0 .* into 5 equal slices; counts that fit: 1, 2, 4, 8, 16",

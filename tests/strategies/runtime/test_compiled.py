@@ -143,7 +143,9 @@ def test_random_operators_keep_their_numbers_and_gradients(model: Model, draw: A
         other = torch.autograd.grad(second, list(opaque.parameters()))
         assert all(map(torch.equal, mine, other))
     code = "\n".join(unit.code for unit in opaque.modules() if isinstance(unit, fx.GraphModule))
-    assert code.count("drawn_dropout_slice(random_key") + code.count("drawn_dropout_block(random_key") == 2
+    assert (
+        code.count("opaque_random_dropout_slice(random_key") + code.count("opaque_random_dropout_block(random_key") == 2
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
