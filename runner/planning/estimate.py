@@ -276,9 +276,9 @@ class Estimate:
             return MemoryBounds(self.with_stored(1.0), None, recomputed)
         lower, likely = [], []
         for own, one in zip(self.outlines, similar.memories, strict=True):
-            forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.held
+            forward = 0 if self.settings.accumulate > 1 else one.peaks["forward"] - one.persistent
             lower.append(max(own.persistent + forward, own.least(one.activations)))
-            likely.append(max(lower[-1], own.persistent + one.peak - one.held))
+            likely.append(max(lower[-1], own.persistent + one.peak - one.persistent))
         return MemoryBounds(lower, likely, recomputed)
 
 

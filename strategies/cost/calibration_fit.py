@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.float64]
 REPEATS, STEP, SHORTEST = 40, 0.9, 1e-12
 """Steps of the fit, the largest step of a logarithm, and the shortest fitted time (of no bytes and no call, say)."""
 HIDDEN = 0.1
-"""A share of the time of the largest call that cannot be told from noise."""
+"""A share of the time of the largest call that cannot be distinguished from noise."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Fit:
 
 def fit(products: Iterable[Product], copies: Iterable[Copy], calls: Iterable[Call]) -> Fit:
     """The constants of what was measured. Those of which nothing is known are left out: kinds of collectives that
-    were measured with one number of bytes, whose seconds per byte and per call cannot be told apart, too."""
+    were measured with one number of bytes, whose seconds per byte and per call cannot be separated, too."""
     errors: dict[str, Error] = {}
     flops: dict[str, float] = {}
     by_dtype: dict[str, list[Product]] = {}

@@ -6,8 +6,8 @@ Per rank, of a group of n ranks where B bytes are sent (as `Step.busiest` counts
 * ring: all-gather and reduce-scatter take n - 1 rounds, all-reduce twice as many. Every unit of a level sends over the
   links of all its members at once, so a level's bandwidth is that of a link times the group's members in a unit.
 * tree: an all-reduce up and down chains in the innermost units and binary trees over the others, two trees with half of
-  the tensor each; rounds grow with the logarithm, and each rank sends the whole tensor up and down.
-* hierarchical: one ring per level after the other; the outer ones carry what is left of the tensor.
+  the tensor each; rounds grow with the logarithm, and each rank sends the complete tensor up and down.
+* hierarchical: one ring per level after the other; the outer ones carry the rest of the tensor.
 * all-to-all and exchange: one message per peer; what leaves a unit goes over its members' own links.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), and the cost

@@ -178,10 +178,10 @@ class KnownBytes:
 
     def __init__(self, program: Program, settings: OptimizerSettings) -> None:
         tensors, self.need = local_tensors(program, "meta"), optimizer_need(program, settings)
-        held = parameters_of(tensors)
-        trained = [held[name] for name in program.trainable_names]
+        parameters = parameters_of(tensors)
+        trained = [parameters[name] for name in program.trainable_names]
         self.sizes = [one.numel() for one in trained]
-        self.zero = ZeroBuffers(program, held, self.need, settings) if settings.stage and trained else None
+        self.zero = ZeroBuffers(program, parameters, self.need, settings) if settings.stage and trained else None
         self.persistent = persistent_bytes(program, tensors, self.need, self.zero)
         wide = ITEM_BYTES["float32"] if settings.stage == 0 else 0  # where weights have masters
         self._added = sum(one.numel() * max(one.itemsize, wide) for one in trained)

@@ -27,7 +27,7 @@ def over(needed: Memory, limit: int, settings: OptimizerSettings, *, recomputes:
     parts = needed.by_part
     largest = max(PARTS, key=lambda name: parts[name])
     shown = ", ".join(f"{name} {in_words(parts[name])}" for name in PARTS if parts[name])
-    what = "even with all repeated layers computed again the plan" if all_of_it else "the plan"
+    what = "even with all repeated layers recomputed the plan" if all_of_it else "the plan"
     return (
         f"parallel.memory_limit = {in_words(limit)} per rank, but {what} needs {in_words(needed.peak)} at once, in "
         f"{needed.peak_in} ({shown}). The largest part is {largest}: "

@@ -21,7 +21,7 @@ class Memory:
         optimizer: The optimizer's states and copies of weights.
         activations: Of all micro-batches that are under way.
         buffers: Of communication.
-        held: Stay from step to step, of all parts.
+        persistent: Stay from step to step, of all parts.
         peaks: The most at one moment, by phase.
         host: On the host, at most, by offload and placed operators.
         disk: On the disk, at most.
@@ -32,7 +32,7 @@ class Memory:
     optimizer: int
     activations: int
     buffers: int
-    held: int
+    persistent: int
     peaks: dict[str, int]
     host: int
     disk: int
@@ -55,7 +55,7 @@ class Memory:
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json. `total` is the sum of the parts."""
-        more = {"held": self.held, "peak": self.peak, "peak_in": self.peak_in, "peaks": dict(self.peaks)}
+        more = {"held": self.persistent, "peak": self.peak, "peak_in": self.peak_in, "peaks": dict(self.peaks)}
         return {**self.by_part, **more, "host": self.host, "disk": self.disk, "total": sum(self.by_part.values())}
 
 
@@ -97,14 +97,15 @@ def group_memory(
         peak_activations(actions, {number: one.activations for number, one in zip(numbers, stages, strict=True)})
     )
     gradients = [traces[number].gradients for number in numbers]
-    persistent = sum(one.held for one in stages)
+    persistent = sum(one.persistent for one in stages)
 
     def peak(phase: str) -> int:
         if phase == "update":
-            return persistent + sum(one.peaks[phase] - one.held for one in stages)
-        running = (
-            one.peaks[phase] - one.held - one.activations - own for one, own in zip(stages, gradients, strict=True)
-        )
+            return persistent + sum(one.peaks[phase] - one.persistent for one in stages)
+        running = [
+            one.peaks[phase] - one.persistent - one.activations - own
+            for one, own in zip(stages, gradients, strict=True)
+        ]
         return persistent + activations + sum(gradients) + max(running)
 
     return Memory(

@@ -1,8 +1,8 @@
 """The memory of a program with repeated blocks (the layers of a deep model), from traces of few of them.
 
-A truncated program runs two or three repetitions: the same before them, the same behind them. Invariant: what is left
-out repeats, instruction by instruction, what is kept: the same calls of tensors of the same sizes, taken from as far
-behind or from in front of the repeated blocks.
+A truncated program runs two or three repetitions, with the same instructions in front of them and behind them.
+Invariant: what is left out repeats, instruction by instruction, what is kept: the same calls of tensors of the same
+sizes, taken from as far behind or from in front of the repeated blocks.
 
 What is alive at a moment is affine in the number of repetitions, and in that of the one that runs; a peak, the most of
 many moments, is not. So every call of two traces, one repetition apart, is compared with its counterpart: from the
@@ -406,7 +406,7 @@ class _RecordingBuffers(ZeroBuffers):
     """Buckets as large as those of the complete program, whose copies are left out."""
 
     def __init__(self, recording: _Recording) -> None:
-        super().__init__(recording.program, recording.held, recording.need, recording.settings)
+        super().__init__(recording.program, recording.parameters, recording.need, recording.settings)
         assert recording.known.zero is not None
         self.complete, self.recording = recording.known.zero, recording
         self.bucket = self.complete.bucket

@@ -234,7 +234,7 @@ class Trace:
         self.program, self.settings, self.need = program, settings, need
         self.communicator = _ShapeCommunicator(program.mesh)
         self.tensors = local_tensors(program, settings.device)
-        self.held = parameters_of(self.tensors)
+        self.parameters = parameters_of(self.tensors)
         self.activations: Activations | None = None
         self.gathered: list[GatheredModule] = []
         self.module = build(program, self.tensors, self.communicator, settings.device)
@@ -261,7 +261,7 @@ class Trace:
         if zero is not None:
             update = zero.during_update()
         else:
-            update = gradients + self.need.during([self.held[name].numel() for name in program.trainable_names])
+            update = gradients + self.need.during([self.parameters[name].numel() for name in program.trainable_names])
         self.peaks["update"] = max(self.peaks["update"], update)
         if self.activations is not None and self.activations.disk is not None:
             self.offloaded += self.activations.moved.held
@@ -325,7 +325,7 @@ class Trace:
         )  # fmt: skip
 
     def _zero(self) -> ZeroBuffers:
-        return ZeroBuffers(self.program, self.held, self.need, self.settings)
+        return ZeroBuffers(self.program, self.parameters, self.need, self.settings)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

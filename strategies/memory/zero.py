@@ -88,28 +88,28 @@ class PersistentBytes:
 
 
 class ZeroBuffers:
-    """The tensors of stages 1-3 for a rank's `held` parameters, by full name; `need` is what the optimizer needs."""
+    """The tensors of stages 1-3 for a rank's `parameters`, by full name; `need` is what the optimizer needs."""
 
     def __init__(
-        self, program: Program, held: Mapping[str, nn.Parameter], need: Need, settings: OptimizerSettings
+        self, program: Program, parameters: Mapping[str, nn.Parameter], need: Need, settings: OptimizerSettings
     ) -> None:
         self.stage, self.accumulate, self.offload = settings.stage, settings.accumulate, settings.offload
         self.groups = flat_groups(program, settings.groups_for(program), settings.stage)
-        self.held, self.need = held, need
+        self.parameters, self.need = parameters, need
         self.on_device = self.offload.optimizer == "none"
-        first = next(iter(held.values()))
+        first = next(iter(parameters.values()))
         self.dtype, self.item, self.device = first.dtype, first.itemsize, torch.device(settings.device)
         self.low = self.item < FP32
-        every = sum(parameter.numel() for parameter in held.values())
+        every = sum(parameter.numel() for parameter in parameters.values())
         self.bucket = settings.bucket or min(every + every % 2, LARGEST_BUCKET)
         self.names = [name for group in self.groups for name in group.elements]
-        self.elements = {name: held[name].numel() for name in self.names}
+        self.elements = {name: parameters[name].numel() for name in self.names}
         self.parts = sum(group.part for group in self.groups)
         self.filled = self.finished = 0
         self.buffer: Tensor | None = None
         self.pieces: list[Tensor] = []
         for name in self.names:
-            held[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
+            parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
     @property
     def touched(self) -> int:
@@ -120,7 +120,7 @@ class ZeroBuffers:
     def persistent(self) -> PersistentBytes:
         """Bytes between steps. At stages 1 and 2 parameters are views of the flat tensors."""
         trainable = set(self.names)
-        frozen = sum(p.numel() for name, p in self.held.items() if name not in trainable) * self.item
+        frozen = sum(p.numel() for name, p in self.parameters.items() if name not in trainable) * self.item
         states = int(self.parts * (FP32 + self.need.kept))
         if self.stage == 3:  # DeepSpeed adds gradients in fp32 there
             on_device = PersistentBytes(self.parts * self.item + frozen, self.parts * FP32, states, self.bucket * FP32)
@@ -163,7 +163,7 @@ class ZeroBuffers:
         if self.stage == 1:
             self.buffer = self._empty(self.bucket, self.dtype)
             for name in self.names:
-                self.held[name].grad = torch.zeros_like(self.held[name])
+                self.parameters[name].grad = torch.zeros_like(self.parameters[name])
         elif self.stage == 2:
             self.pieces = self.taken()
 
@@ -194,7 +194,7 @@ class ZeroBuffers:
             copies = [self._empty(self.filled, dtype) for dtype in self.copied]
             del copies
         for name in self.names if self.stage > 1 else ():
-            self.held[name].grad = None
+            self.parameters[name].grad = None
         self.filled = 0
 
     def finish(self) -> None:
@@ -203,7 +203,7 @@ class ZeroBuffers:
         last = self.finished == self.accumulate
         if self.stage == 1 and last:
             for name in self.names:
-                self.held[name].grad = None  # copied into the bucket one after the other
+                self.parameters[name].grad = None  # copied into the bucket one after the other
                 self.filled += self.elements[name]
         if self.stage > 1 or last:
             self._flush()

@@ -44,7 +44,7 @@ def test_what_is_no_number_of_bytes(given):
         ),
         (
             ["parallel.memory_limit=1MB", "parallel.recompute=auto"],
-            ["even with all repeated layers computed again the plan needs"],
+            ["even with all repeated layers recomputed the plan needs"],
         ),
         (
             ["+recipe=hybrid_matmul", "parallel.memory_limit=1GB"],

@@ -74,7 +74,7 @@ class Step:
         with Live("cpu") as live:
             self._step(live, 0)
             live.see(self.tensors.values())
-            self.stands, self.kept = live.now, 0
+            self.persistent, self.kept = live.now, 0
             self.peaks, self.host = dict.fromkeys(self.peaks, 0), 0
             self._step(live, 1)
 
@@ -136,7 +136,7 @@ def test_every_phase_takes_what_was_predicted(gpt, truth, case):
     program = program_of(gpt, wanted, hosted)
     predicted = memory(trace(program, settings), settings)
     step = Step(gpt, program, settings)
-    assert abs(predicted.held - step.stands) <= SMALL
+    assert abs(predicted.persistent - step.persistent) <= SMALL
     assert abs(predicted.activations - step.kept) <= SMALL
     assert abs(predicted.host - step.host) <= SMALL
     for phase, peak in step.peaks.items():
@@ -175,9 +175,9 @@ def test_stages_of_one_group_stand_together(gpt):
     one = memory(traced, OptimizerSettings())
     actions = [Action("forward", 0, 0), Action("forward", 0, 2), Action("backward", 0, 2), Action("backward", 0, 0)]
     both = group_memory(0, dict.fromkeys(range(4), traced), actions, 2, OptimizerSettings())
-    assert (both.held, both.activations) == (2 * one.held, 2 * one.activations)
+    assert (both.persistent, both.activations) == (2 * one.persistent, 2 * one.activations)
     assert both.peaks["update"] == 2 * one.peaks["update"]
-    assert both.peaks["backward"] == one.peaks["backward"] + one.held + one.activations + traced.gradients
+    assert both.peaks["backward"] == one.peaks["backward"] + one.persistent + one.activations + traced.gradients
 
 
 def test_parts_of_flat_groups():

@@ -94,7 +94,7 @@ def test_the_plan_keeps_the_limit_and_none_that_does_is_faster(gpt):
         assert one._memory(plan).peak <= limit
         assert one._seconds(plan) <= 1.001 * min(time for time, peak in priced if peak <= limit)
     assert one.within(peaks[-1]) is one.plan
-    with pytest.raises(StrategyError, match="even with all repeated layers computed again the plan needs"):
+    with pytest.raises(StrategyError, match="even with all repeated layers recomputed the plan needs"):
         one.within(peaks[0] - 1)
 
 
@@ -134,7 +134,7 @@ PARTS = {"parameters": 10, "gradients": 10, "optimizer": 20, "activations": 5, "
 )
 def test_what_does_not_fit_says_what_would_help(largest, settings, advice):
     parts = PARTS | {largest: 3 * 2**20}
-    needed = Memory(**parts, held=0, peaks={"forward": 1, "backward": 2**22}, host=0, disk=0)
+    needed = Memory(**parts, persistent=0, peaks={"forward": 1, "backward": 2**22}, host=0, disk=0)
     text = over(needed, 2**21, settings, recomputes=False)
     assert text.startswith("parallel.memory_limit = 2 MiB per rank, but the plan needs 4 MiB at once, in backward (")
     assert f"The largest part is {largest}: choose {advice}" in text
