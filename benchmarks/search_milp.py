@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from strategies.core.graph import OperatorGraph
-from strategies.search.exact import search
+from strategies.search.dynamic_programming import search
 from tests.strategies.search.integer_program import integer_optimum, settled
-from tests.strategies.search.test_network import NODES, gpt, llama, problem_of
+from tests.strategies.search.test_factor_graph import NODES, gpt, llama, problem_of
 
 Make = Callable[[int], OperatorGraph]
 CASES: tuple[tuple[str, Make, int, tuple[int, ...]], ...] = (

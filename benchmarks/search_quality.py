@@ -31,15 +31,13 @@ from models.vit import ViT
 from models.vocabulary import VocabularyFFN
 from runner.planning.clusters import described, shipped
 from strategies.core.graph import OperatorGraph
-from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster
 from strategies.rules.sharding import Assignment
-from strategies.search.exact import Found, search
-from strategies.search.prices import Pricing
-from strategies.search.problem import Problem
-from strategies.search.recursive import bisect
-from strategies.search.repricing import propagated
-from tests.strategies.search.problems import prime_mesh, problem, shaped, tokens
+from strategies.search.dynamic_programming import search
+from strategies.search.plan_cost import PlanCost
+from strategies.search.problem import Problem, Solution
+from strategies.search.recursive_programming import recursive_search
+from tests.strategies.search.problems import prime_mesh, problem, propagated, shaped, tokens
 
 SMALL, LARGE = "laptop_gloo", "dgx_h100"
 DATA, BOTH, TENSOR = "data", "both", "tensor"
@@ -150,8 +148,8 @@ def compare(case: Case, ranks: int) -> Result:
     graph, mesh, cluster = case.make(), prime_mesh(ranks), machine_of(case.machine, ranks)
     started = time.process_time()
     free = problem(graph, mesh)
-    best: Found = search(free, cluster)
-    recursive = Pricing(free, cluster).total(bisect(free, cluster)) / best.cost
+    best: Solution = search(free, cluster)
+    recursive = PlanCost(free, cluster).total(recursive_search(free, cluster).assignments) / best.cost
     found: dict[str, float] = {}
     names = [o.name for o in graph.operators if any(fnmatch(o.name, glob) for glob in case.layers)]
     assert names, case.name
@@ -159,9 +157,8 @@ def compare(case: Case, ranks: int) -> Result:
         fixed = configured(free, names, way)
         if fixed is not None:
             given = problem(graph, mesh, fixed)
-            reached = propagated(given, meshing(ranks, mesh.axes, {}, []), cluster).found
-            chosen = {id: assignment for id, (assignment, _) in reached.items()}
-            found[way] = Pricing(given, cluster).total(chosen) / search(given, cluster).cost
+            chosen = propagated(given, cluster).assignments
+            found[way] = PlanCost(given, cluster).total(chosen) / search(given, cluster).cost
     return Result(case, ranks, best.gap, recursive, found, time.process_time() - started)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from strategies.cost.cluster import Cluster
 from strategies.search.problem import Problem
-from strategies.search.recursive import bisect
+from strategies.search.recursive_programming import recursive_search
 from tests.strategies.search.problems import line, llama, nodes, prime_mesh, problem
 
 Series = dict[str, list[tuple[float, float]]]
@@ -27,7 +27,7 @@ def seconds(made: Problem, machine: Cluster) -> float:
     """CPU seconds of one search."""
     _ = made.graph.users, made.graph.specs, made.graph.trained, made.graph.returning
     started = time.process_time()
-    bisect(made, machine)
+    recursive_search(made, machine)
     return time.process_time() - started
 
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.search.outcome import Record, Setting, read
 from benchmarks.search.page import page
 
-PARTS = ("speed", "wide", "scale", "joint", "optimality", "quality", "bytes", "step_time", "memory", "cache")
+PARTS = ("speed", "open_mesh", "scale", "joint", "optimality", "quality", "bytes", "step_time", "memory", "cache")
 
 
 def measure(name: str, setting: Setting) -> Record:

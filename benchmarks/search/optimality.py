@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.search.outcome import Claim, Outcome, Setting
 from benchmarks.search_milp import CASES, compare, table
-from tests.strategies.search.test_exact import compare as enumerated
+from tests.strategies.search.test_dynamic_programming import compare as enumerated
 
 TITLE = "The exact search against enumeration and an integer program"
 SEEDS = range(1000, 1450)

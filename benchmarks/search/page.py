@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import strategies.search
 from benchmarks.search.outcome import Record
 
 HEAD = (
@@ -12,10 +13,16 @@ HEAD = (
     "Written by `python -m benchmarks.search`; one part anew: `--only PART`. Seconds of searches are CPU seconds of",
     "one core, capture excluded unless said.",
     "",
-    "`cost` here is the sum of the prices that a search minimises, and `lower_bound` the least such sum. `run plan`",
-    "prices what the searches find once more, as a step runs: its `cost` is `cost.total`, and its `lower_bound` is",
+    "`cost` here is the sum of seconds that a search minimises, and `lower_bound` the least such sum. `run plan`",
+    "evaluates what the searches find once more, as a step runs: its `cost` is `cost.total`, and its `lower_bound` is",
     "below the step of every plan, whatever overlap hides and joined calls save. That bound leaves out all that",
-    "these may save, so its gap is larger.",
+    "these may save, so its gap is larger. Both bounds are of all plans on at most three mesh axes: an open mesh is",
+    "searched over every factorisation of the ranks into at most three axes that respects the levels of the cluster,",
+    "and a named mesh of more axes is searched by recursive programming, without a bound.",
+    "",
+    "```",
+    *str(strategies.search.__doc__).split("\n\nOne cost graph")[0].splitlines(),
+    "```",
     "",
 )
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.search --only speed
 
-Models are captured on meta tensors, so no weights exist. `search` is the CPU time of `strategies.search.exact.search`,
-the fastest of a few; capture and the rules are timed apart. Every search is done without a limit of memory, and within
-0.8 of the bytes that its plan then needs.
+Models are captured on meta tensors, so no weights exist. `search` is the CPU time of
+`strategies.search.dynamic_programming.search`, the fastest of a few; capture and the rules are timed apart. Every
+search is done without a memory limit, and within 0.8 of the bytes that its plan then needs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.rules import rule_of
-from strategies.search.exact import Found, search
-from strategies.search.problem import Problem
+from strategies.search.dynamic_programming import search
+from strategies.search.problem import Problem, Solution
 
 TITLE = "The exact search on large models"
 SHAPES = {
@@ -35,7 +35,7 @@ SHAPES = {
 }
 CASES = (
     ("8b", 2048, 64, [(8,), (2, 4), (8, 8)]),
-    ("8b", 4096, 64, [(8,), (2, 4), (8, 8), (2, 2, 2, 2, 2, 2)]),
+    ("8b", 4096, 64, [(8,), (2, 4), (8, 8)]),
     ("8b", 8192, 64, [(8,), (2, 4), (8, 8)]),
     ("70b", 4096, 512, [(8, 8, 8)]),
 )
@@ -45,7 +45,6 @@ GOALS = {
     ("8b", (8,)): (0.2, EXACT),
     ("8b", (2, 4)): (0.2, EXACT),
     ("8b", (8, 8)): (0.2, EXACT),
-    ("8b", (2, 2, 2, 2, 2, 2)): (10.0, 0.01),
     ("70b", (8, 8, 8)): (1.0, 0.01),
 }
 """Seconds and gap at most."""
@@ -91,7 +90,7 @@ class Result:
     operators: int
     ruled: float
     seconds: float
-    found: Found
+    found: Solution
     memory: float | None
 
     @property

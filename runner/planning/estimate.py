@@ -44,8 +44,7 @@ from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import cost_of_stages
 from strategies.rules import rule_of
-from strategies.search.cheapest import StepPrice
-from strategies.search.sure import Running
+from strategies.search.step_certificate import StepEvaluation, StepSavings
 
 TYPICAL_STORED = 1.5
 """Bytes stored for backward, relative to their lower bound (a 7B llama on 8 devices: 1.3 to 1.8)."""
@@ -325,7 +324,7 @@ def step_price(
     device: str,
     ranks: int,
     cluster: Cluster,
-) -> StepPrice:
+) -> StepEvaluation:
     """How the search prices plans of `graph`: as `run plan` does. `training_step` returns graph and plan of a step."""
     settings, programs, traces = settings_of(config, graph, device), Programs(), Traces()
 
@@ -337,13 +336,13 @@ def step_price(
         waits = parallel.pipeline.schedule in ("gpipe", "1f1b") and groups > 1
         bound = step_lower_bound(graph, cluster, ())
         floor = bound.seconds(groups, ranks // groups, parallel.pipeline.parts, 1, again=False, waits=waits)
-        return StepPrice(seconds, floor=config.train.accumulate * floor)
-    return StepPrice(seconds, running_of(config, graph, settings, cluster, ranks))
+        return StepEvaluation(seconds, floor=config.train.accumulate * floor)
+    return StepEvaluation(seconds, running_of(config, graph, settings, cluster, ranks))
 
 
 def running_of(
     config: Config, graph: OperatorGraph, settings: OptimizerSettings, cluster: Cluster, ranks: int
-) -> Running:
+) -> StepSavings:
     """What is known of a step before there is a plan."""
     cut = settings.cut
     bucket = 0 if cut.at is not None else None if cut.size is None else max(cut.size, 1)
@@ -359,4 +358,4 @@ def running_of(
         works = [operator_work(rules[operator.id], {}, operator, graph, alone, cluster) for operator in graph.operators]
         constant += config.parts * recomputed_seconds(graph, works, recompute) / ranks
     overlapped = config.parallel.comm_async and not config.train.compile
-    return Running(overlapped, bool(lowering.fused_bytes(config)), bucket, need_of(settings).moved, constant)
+    return StepSavings(overlapped, bool(lowering.fused_bytes(config)), bucket, need_of(settings).moved, constant)

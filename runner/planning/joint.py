@@ -53,10 +53,9 @@ from strategies.planner.planner import Planning
 from strategies.rules import rule_of
 from strategies.rules.sharding import Sharding
 from strategies.runtime import compiled
-from strategies.search.cheapest import priced_at
+from strategies.search.algorithms import with_cost
 from strategies.search.joint import AGAIN, Bound, Choice, Priced, decide
-from strategies.search.kept import plan_bytes
-from strategies.search.problem import Problem
+from strategies.search.problem import Problem, plan_bytes
 
 ZERO = (0, 1, 2, 3)
 SMALLER_PLANS = 4
@@ -282,7 +281,7 @@ class JointDecision:
             decision = decide(self.bounds, self.limit, self._evaluate_aloud())
         seconds = round(time.perf_counter() - sum(self.capturing) - started, 4)
         plan, cost = decision.priced.plan, decision.priced.seconds
-        search = priced_at(plan.search, cost, self.bounds[decision.choice].seconds)
+        search = with_cost(plan.search, cost, self.bounds[decision.choice].seconds)
         plan = replace(plan, search={**search, "seconds": seconds, "decided": decision.to_json()})
         if folder is not None:
             plan_cache.store(folder, key, plan, self.say)

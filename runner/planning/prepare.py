@@ -53,7 +53,7 @@ from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
 from strategies.runtime import compiled
 from strategies.runtime import initial_weights as weights
-from strategies.search.cheapest import priced_at
+from strategies.search.algorithms import with_cost
 
 WEIGHTS = "initial.pt"
 TRAINING = ("train", "verify")
@@ -306,7 +306,7 @@ def _planned(
         fitted = first_within(plan, request, fit, search if config.parallel.plan is None else None)
         if fitted != plan:
             if fitted.recompute != plan.recompute and fitted.search["cost"] is not None:
-                fitted = replace(fitted, search=priced_at(fitted.search, price.seconds(fitted)))
+                fitted = replace(fitted, search=with_cost(fitted.search, price.seconds(fitted)))
             plan, graph_and_plan = fitted, in_step(fitted)
     return plan, graph_and_plan, stages
 

@@ -30,7 +30,8 @@ from strategies.planner import plan_cache
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
 from strategies.rules import rule_of
-from strategies.search.cheapest import StepPrice, priced_at
+from strategies.search.algorithms import with_cost
+from strategies.search.step_certificate import StepEvaluation
 
 EVERY = 10.0
 """Seconds between lines of progress."""
@@ -79,7 +80,7 @@ def planned(
     graph: OperatorGraph,
     request: Request,
     cluster: Cluster,
-    price: StepPrice,
+    price: StepEvaluation,
     say: Callable[[str], None],
 ) -> Plan:
     """The plan of `graph` for `cluster`, the cheapest by `price`; `search["loaded_from"]` says where it was found, if
@@ -147,7 +148,7 @@ def _from_file(file: Path, graph: OperatorGraph, request: Request) -> Plan:
     if request.recompute is not None:
         rules = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         plan = replace(plan, recompute=recomputed(graph, rules, request.recompute))
-    return _loaded(replace(plan, search=priced_at(plan.search, None)), str(file))
+    return _loaded(replace(plan, search=with_cost(plan.search, None)), str(file))
 
 
 def _loaded(plan: Plan, where: str) -> Plan:

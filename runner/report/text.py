@@ -80,7 +80,8 @@ def source(search: Content) -> str:
 
 def _certificate(plan: Plan) -> str:
     if plan.search.get("gap") is None:
-        return ""
+        uncertified = plan.search.get("algorithm") == "dynamic_programming" and "gap" in plan.search
+        return "; no certificate: the search is exact on at most three mesh axes" if uncertified else ""
     cost, bound, gap = (plan.search[key] for key in ("cost", "lower_bound", "gap"))
     return f"; {cost:.4g} s per step, lower bound {bound:.4g} s, optimality gap {shown_gap(gap)}"
 

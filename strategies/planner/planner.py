@@ -20,30 +20,28 @@ from strategies.core.request import NamedDims, Operand, Request, check, operands
 from strategies.cost.cluster import Cluster, one_level
 from strategies.lowering.recompute import recomputed
 from strategies.planner.configured_strategies import Configured, configured
+from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
-from strategies.search.cheapest import Priced, StepPrice, certificate, cheapest, least_seconds, of_meshes
-from strategies.search.default_strategies import as_shown, batch_parallel, divisors, largest_fit
-from strategies.search.kept import plan_bytes
-from strategies.search.problem import Problem
-from strategies.search.repricing import propagated
-from strategies.search.solving import SOLVERS, Solved, Solving
+from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
+from strategies.search.problem import Problem, Solution, plan_bytes
+from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
+from strategies.search.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
 
 EXACT = "dynamic_programming"
 """The search that bounds what it finds."""
 
 
 def make_plan(
-    graph: OperatorGraph, request: Request, cluster: Cluster | None = None, price: StepPrice | None = None
+    graph: OperatorGraph, request: Request, cluster: Cluster | None = None, step_cost: StepEvaluation | None = None
 ) -> Plan:
     """Choose the plan of a training graph.
 
     Args:
-        graph: the operator graph of a training step (`capture_model`).
-        request: mode, mesh, configured strategies and search.
-        cluster: speeds by which searches compare plans; None: one level of fast devices.
-        price: cost of a whole step, by which the best of the plans that a search returns is chosen; None: the search's
+        graph: the operator graph of a training step (`capture_model`). request: mode, mesh, configured strategies and
+        search. cluster: speeds by which searches compare plans; None: one level of fast devices. step_cost: cost of a
+        whole step, by which the best of the plans that a search returns is chosen; None: the search's
             own sum of seconds.
 
     Returns:
@@ -53,26 +51,31 @@ def make_plan(
         StrategyError: strategies do not fit the mode, the model, the mesh or one another.
         TooLarge: no plan fits into `request.memory_limit`.
     """
-    planning = Planning(graph, request, cluster or one_level(request.world_size), price)
-    return planning.plan(request.zero_stage, request.memory_limit, proven=True)
+    planning = Planning(graph, request, cluster or one_level(request.world_size), step_cost)
+    return planning.plan(request.zero_stage, request.memory_limit)
+
+
+def _unpriced(assignments: Mapping[str, Assignment]) -> Solution:
+    """A plan whose cost is unknown."""
+    return Solution(assignments, math.inf, math.inf)
 
 
 class Planning:
     """Plans of one graph, as one request wants them, for one stage of ZeRO and limit of memory after another."""
 
     def __init__(
-        self, graph: OperatorGraph, request: Request, cluster: Cluster, price: StepPrice | None = None
+        self, graph: OperatorGraph, request: Request, cluster: Cluster, step_cost: StepEvaluation | None = None
     ) -> None:
         check(request)
         request = without_idle_axes(request)
-        self.graph, self.request, self.cluster, self.price = graph, request, cluster, price
+        self.graph, self.request, self.cluster, self.step_cost = graph, request, cluster, step_cost
         self.shardings = {operator.id: rule_of(operator, graph) for operator in graph.operators}
         self.configured = configured(graph, self.shardings, request.strategies)
         self.marked = self._marked()
         self.meshing = self._meshing()
         self.mesh = self.meshing.mesh
         self.inputs = self._inputs()
-        self.solving: dict[int, Solving] = {}
+        self.solving: dict[int, Solve] = {}
         """By stage of ZeRO."""
 
     @cached_property
@@ -91,10 +94,10 @@ class Planning:
         request = self.request
         return replace(
             bare,
-            states=request.optimizer_state_factor,
-            moved=request.optimizer_bytes,
+            optimizer_state_factor=request.optimizer_state_factor,
+            optimizer_bytes=request.optimizer_bytes,
             overlaps=request.overlap_gradients,
-            turns=request.micro_batches,
+            micro_batches=request.micro_batches,
             fixed=fixed,
             outputs=outputs,
         )
@@ -102,41 +105,39 @@ class Planning:
     def _at(self, stage: int) -> Problem:
         return self.problem.once(("stage", stage), lambda: replace(self.problem, stage=stage))
 
-    def _solve(self, stage: int, memory: float | None) -> Solved:
+    def _solve(self, stage: int, memory: float | None) -> Searched:
         if stage not in self.solving:
-            self.solving[stage] = SOLVERS[self.request.search](self._at(stage), self.cluster, self._axes())
+            self.solving[stage] = ALGORITHMS[self.request.search](self._at(stage), self.cluster, self._axes())
         return self.solving[stage](memory)
 
-    def plan(self, stage: int, memory: float | None, *, proven: bool = False) -> Plan:
-        """The plan at this stage of ZeRO within `memory` bytes of a rank; `proven` with the best bound that can be had.
-        Raises StrategyError as `make_plan` does."""
+    def plan(self, stage: int, memory: float | None) -> Plan:
+        """The plan at this stage of ZeRO within `memory` bytes of a rank. Raises StrategyError as `make_plan` does."""
         started = time.perf_counter()
         problem = self._at(stage).within(memory)
-        report: dict[str, Any] = {"cost": None, "lower_bound": None}
+        search: dict[str, Any] = {"cost": None, "lower_bound": None}
         reached: Collection[str] = ()
-        if self.request.mode == "auto" and self.request.search in SOLVERS:
-            solved = self._solve(stage, memory)
-            if self.price is not None:
-                solved = self._repriced(problem, solved, self.price)
-            report |= solved.proven() if proven and solved.proven is not None else solved.told
-            reached = solved.assignments
+        if self.request.mode == "auto" and self.request.search in ALGORITHMS:
+            searched = self._solve(stage, memory)
+            if self.step_cost is not None:
+                searched = self._as_it_runs(problem, searched, self.step_cost)
+            search |= searched.search
+            found, reached = searched.solution, searched.solution.assignments
         elif self.request.mode == "auto":
-            pricer = None if self.price is None else lambda found: self._seconds(problem, Solved(found))
-            found = propagated(problem, self.meshing, self.cluster, pricer)
-            solved = Solved({id: assignment for id, (assignment, _) in found.found.items()})
-            reached = [id for id, (_, arrived) in found.found.items() if arrived]
-            report |= {"propagation": found.to_json()}
+            seconds = None if self.step_cost is None else lambda one: self._seconds(problem, _unpriced(one))
+            propagated = self._propagated(problem, seconds)
+            found, reached = _unpriced(propagated.assignments), propagated.reached
+            search |= {"propagation": propagated.to_json()}
         else:
-            solved = Solved(self._defaults(problem))
+            found = _unpriced(self._defaults(problem))
         algorithm = self.request.search if self.request.mode == "auto" else self.request.mode
-        report = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **report}
-        return replace(self._made(problem, solved, reached), search=report)
+        search = {"algorithm": algorithm, "seconds": round(time.perf_counter() - started, 4), **search}
+        return replace(self._made(problem, found, reached), search=search)
 
-    def _made(self, problem: Problem, solved: Solved, reached: Collection[str] = ()) -> Plan:
+    def _made(self, problem: Problem, found: Solution, reached: Collection[str] = ()) -> Plan:
         """The plan of assignments; `reached` are the operators that a search decided."""
         operators = {
             operator.name: OperatorPlan(
-                solved.assignments[operator.id],
+                found.assignments[operator.id],
                 self._origin(operator, operator.id in reached),
                 problem.outputs.get(operator.id),
             )
@@ -144,70 +145,74 @@ class Planning:
         }
         tensors = self._tensors(operators)
         tensors |= {
-            source.name: solved.tensors[ref]
-            for source in self.graph.sources
-            if (ref := Ref(source.id)) in solved.tensors
+            source.name: found.tensors[ref] for source in self.graph.sources if (ref := Ref(source.id)) in found.tensors
         }
         wanted = self.request.recompute
         recompute = None if wanted is None else recomputed(self.graph, self.shardings, wanted)
         plan = merged(Plan(self.mesh, operators, self.inputs, tensors), self.meshing.boundaries())
         return replace(plan, recompute=recompute)
 
-    def _seconds(self, problem: Problem, solved: Solved) -> float:
+    def _seconds(self, problem: Problem, found: Solution) -> float:
         """Of a step as it runs; infinite where it cannot, such as for rows that its copies do not divide."""
-        assert self.price is not None
+        assert self.step_cost is not None
         try:
-            return self.price.seconds(self._made(problem, solved))
+            return self.step_cost.seconds(self._made(problem, found))
         except StrategyError:
             return math.inf
 
-    def _repriced(self, problem: Problem, found: Solved, price: StepPrice) -> Solved:
+    def _as_it_runs(self, problem: Problem, found: Searched, step: StepEvaluation) -> Searched:
         """The cheapest of what was found and of other plans that keep the memory, as a step runs. An exact search takes
         no dearer one than the other searches have."""
         exact = self.request.search == EXACT
         axes = self.meshing.fixed if self.meshing.named else None
 
-        def fits(one: Solved) -> bool:
+        def fits(one: Solution) -> bool:
             return problem.memory is None or plan_bytes(problem, one.assignments) <= problem.memory
 
-        def more() -> Iterator[Solved]:
+        def others() -> Iterator[Solution]:
             if found.second is not None:
                 yield found.second
             for other in self._others(problem, axes) if exact else ():
                 if fits(other):
                     yield other
 
-        def bounds() -> Iterator[tuple[float, Solved | None]]:
-            if price.floor:
-                yield price.floor, None
-            if price.running is not None:
-                for bound, one in least_seconds(problem, self.cluster, axes, price.running):
+        def bounds() -> Iterator[tuple[float, Solution | None]]:
+            if step.floor:
+                yield step.floor, None
+            if step.savings is not None and found.search.get("lower_bound") is not None:
+                for bound, one in step_bounds(problem, self.cluster, axes, step.savings):
                     yield bound, one if one is not None and fits(one) else None
 
-        first = Priced(found, self._seconds(problem, found))
-        every, bound = cheapest(first, bounds() if exact else iter(()), more(), partial(self._seconds, problem))
+        first = Evaluated(found.solution, self._seconds(problem, found.solution))
+        seconds = partial(self._seconds, problem)
+        every, bound = cheapest_step(first, bounds() if exact else iter(()), others(), seconds)
         best = every[0]
         if math.isinf(best.seconds):
-            price.seconds(self._made(problem, found))  # raises the reason
-        report = dict(found.told) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
-        report["bytes"] = found.told["bytes"] if best is first else plan_bytes(problem, best.solved.assignments)
-        if "mesh" in report:
-            report |= of_meshes(problem, every)
-        return replace(best.solved, told=report, proven=None)
+            step.seconds(self._made(problem, found.solution))  # raises the reason
+        search = dict(found.search) | (certificate(best.seconds, bound) if exact else {"cost": best.seconds})
+        if best is not first:
+            search["bytes"] = plan_bytes(problem, best.solution.assignments)
+        if "mesh" in search:
+            search |= compared_meshes(problem, every)
+        return Searched(best.solution, search)
 
-    def _others(self, problem: Problem, axes: tuple[Axes, ...] | None) -> Iterator[Solved]:
-        """What the other searches find."""
-        for name, solver in SOLVERS.items():
+    def _others(self, problem: Problem, axes: tuple[Axes, ...] | None) -> Iterator[Solution]:
+        """The plans of the other searches."""
+        for name, algorithm in ALGORITHMS.items():
             if name != self.request.search:
                 try:
-                    found = solver(problem, self.cluster, axes)(problem.memory)
+                    found = algorithm(problem, self.cluster, axes)(problem.memory)
                 except StrategyError:
                     continue  # it found nothing that keeps the memory
-                yield found
+                yield found.solution
                 if found.second is not None:
                     yield found.second
         if problem.fixed:
-            yield from map(Solved, propagated(problem, self.meshing, self.cluster).both)
+            yield from map(_unpriced, self._propagated(problem).both)
+
+    def _propagated(self, problem: Problem, seconds: PlanSeconds | None = None) -> Propagated:
+        default = partial(batch_parallel, problem, self.meshing)
+        return sharding_propagation(problem, self.cluster, self.meshing.fixed, default, seconds)
 
     def _operator(self, id: str) -> Operator:
         node = self.graph.by_id[id]

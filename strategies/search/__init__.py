@@ -1,1 +1,22 @@
-"""Searches: one algorithm per file, each from the configured operators to an assignment for every operator."""
+"""The searches: strategies for all operators of a graph, so that a step takes the least seconds within the memory.
+
+                   problem             elimination                        1  what is decided; factor graphs
+                      |                     |
+       +--------------+--------+------------+-----+---------------+
+   plan_cost   strategy_space  |     repeated_blocks   dual_bound         2  costs, candidates, contraction, bounds
+       |              |  memory_budget            |         |             2  seconds per byte
+   mesh_choice    cost_graph   |                  |         |             3  factorisations; variables and factors
+       |              |        |                  |         |
+       +------+-------+--------+----------+-------+---------+
+              |                           |
+    recursive_programming        dynamic_programming                      4  one axis per round; exact on three axes
+              |                           |
+    sharding_propagation   algorithms   step_certificate                  5  from configured operators; registry; bounds
+
+    joint stands alone: it decides about ZeRO, pipelines and recompute together with plans.
+
+One cost graph: a variable per operator with its candidate strategies, factors of seconds from
+`strategies.cost.resharding_matrix` and `strategies.cost.roofline`. One solver: elimination, with repeated blocks
+contracted, or message passing and reduced-cost fixing where that is too wide. One memory limit: a Lagrange multiplier
+in seconds per byte. Three algorithms: dynamic programming, recursive programming, sharding propagation.
+"""

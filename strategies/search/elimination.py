@@ -1,75 +1,202 @@
-"""Exact minimisation over a network of tables: variables are eliminated one by one.
+"""A factor graph in the min-plus semiring, and its exact minimum: variables are eliminated one by one.
 
-Eliminating a variable adds up the tables that it is in and keeps, for every choice of its neighbours, the least sum.
-The variable whose elimination makes the smallest table goes first. Going back through the eliminated variables, each
-takes the option that is best in the tables that it was in (to note all options would take as long as the minima). The
-order depends on the places of tables alone: a network whose prices have changed is eliminated in the same order again,
-and what follows from tables that are still the same objects is taken over.
-Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999), over the min-plus semiring.
+A factor graph has variables with a few candidates each, and factors: tables of seconds over some of the variables. Its
+minimum is an assignment for which the factors add up to the least. Eliminating a variable adds the factors that it is
+in and keeps, for every choice of its neighbours, the least sum. The variable whose elimination makes the smallest table
+goes first. Going back through the eliminated variables, each takes the candidate that is best in the factors that it
+was in (to note all of them would take as long as the minima). The order depends on the scopes alone: a graph whose
+seconds have changed is eliminated in the same order again, and sums of tables that are still the same objects are
+reused.
+
+Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning" (1999).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, reduce
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from strategies.search.cells import Known, Name, Part, Table, table
-from strategies.search.transfers import Seconds
-
-LARGEST = 2**24
-"""Entries of a table above which narrowing a network is faster than eliminating it as it is."""
-CACHED = 2**17
-"""Entries of a table that are handled at once."""
+Integers = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
 Variables = tuple[int, ...]
+Part = tuple[Variables, Seconds]
+"""Seconds over some of a table's dims."""
+LARGEST = 2**24
+"""Entries of a table above which a graph is too wide: reduced-cost fixing is then faster than elimination."""
+CACHED = 2**17
+"""Entries of a table that are minimised at once."""
 
 
 class TooWide(Exception):
-    """A table would be too large."""
+    """A table would be too large; `variable` is the one that was to be eliminated."""
+
+    def __init__(self, variable: int) -> None:
+        super().__init__(f"variable {variable}")
+        self.variable = variable
+
+
+@dataclass(eq=False)
+class Table:
+    """Seconds of a factor, one array dim per variable; made when they are first needed, and again after `refresh`.
+
+    Where they are the least of several tables over fewer variables, `make_parts` makes these.
+    """
+
+    make: Callable[[], Seconds]
+    make_parts: Callable[[], tuple[Part, ...]] | None = None
+    _seconds: Seconds | None = field(default=None, init=False)
+    _parts: tuple[Part, ...] | None = field(default=None, init=False)
+
+    @property
+    def seconds(self) -> Seconds:
+        if self._seconds is None:
+            self._seconds = self.make()
+        return self._seconds
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tables of which this one is the least: itself where there are no others."""
+        if self.make_parts is None:
+            return ((tuple(range(self.seconds.ndim)), self.seconds),)
+        if self._parts is None:
+            self._parts = self.make_parts()
+        return self._parts
+
+    def refresh(self) -> None:
+        self._seconds = self._parts = None
+
+    def least(self, messages: Sequence[Seconds], kept: int | None = None) -> Seconds:
+        """The least entry once the message of every variable is subtracted; per candidate of the variable at dim
+        `kept`, whose message is not subtracted."""
+        found, dims = self.seconds, self.seconds.ndim
+        for dim, seconds in enumerate(messages):
+            if dim != kept:
+                found = found - seconds.reshape([-1 if i == dim else 1 for i in range(dims)])
+        return np.asarray(found.min(tuple(dim for dim in range(dims) if dim != kept)))
+
+    def restricted(self, candidates: Sequence[Integers]) -> Seconds:
+        """The seconds of some candidates of every variable."""
+        return np.asarray(self.seconds[np.ix_(*candidates)])
+
+
+class Factor(NamedTuple):
+    """A table over variables in increasing order. Equal parts of a program share the table."""
+
+    variables: Variables
+    table: Table
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.table.seconds
+
+
+def constant(variables: Variables, seconds: Seconds) -> Factor:
+    """A factor that never changes."""
+    return Factor(variables, Table(lambda: seconds))
+
+
+Key = tuple[tuple[int, Variables, int], ...]
+"""Of a sum, per array: how many parts its table has, where its dims go, and the array's identity."""
+
+
+class Memo:
+    """Minima of the last solution and the one before, by what was added up; it holds the arrays whose identities are in
+    its keys."""
+
+    def __init__(self) -> None:
+        self.before: dict[Key, tuple[Sequence[Sequence[Part]], Seconds]] = {}
+        self.now: dict[Key, tuple[Sequence[Sequence[Part]], Seconds]] = {}
+
+    @contextmanager
+    def solving(self) -> Iterator[None]:
+        """Forgets what this solution does not need."""
+        self.before, self.now = self.now, {}
+        yield
+        self.before = {}
+
+    def least(self, key: Key, parts: Sequence[Sequence[Part]], make: Callable[[], Seconds]) -> Seconds:
+        """The minimum with this key; made where it is unknown."""
+        if key not in self.now:
+            self.now[key] = self.before[key] if key in self.before else (parts, make())
+        return self.now[key][1]
+
+
+@dataclass(eq=False)
+class FactorGraph:
+    """`sizes` are the candidates of every variable. `memo` serves other graphs with the same tables, too."""
+
+    sizes: list[int] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+    memo: Memo = field(default_factory=Memo)
+
+    def add(self, size: int) -> int:
+        """A new variable; returns its number."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def cost(self, indices: Sequence[int]) -> float:
+        """Seconds of an assignment, by the candidate of every variable."""
+        return float(sum(one.seconds[tuple(indices[v] for v in one.variables)] for one in self.factors))
 
 
 class Elimination:
-    """The order in which all variables of `sizes` but `kept` are eliminated from `tables`. Raises TooWide where a table
-    would have more than `largest` entries (None: `LARGEST`)."""
+    """The order in which variables are eliminated.
+
+    Args:
+        sizes: candidates by variable.
+        factors: over these variables.
+        kept: variables that stay.
+        largest: entries of a table that are too many; None for `LARGEST`.
+
+    Raises:
+        TooWide: a table would have more entries.
+    """
 
     def __init__(
-        self, sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = (), largest: float | None = None
+        self,
+        sizes: Mapping[int, int],
+        factors: Iterable[Factor],
+        kept: Sequence[int] = (),
+        largest: float | None = None,
     ) -> None:
-        self.sizes, self.tables, self.order = sizes, list(tables), tuple(sorted(kept))
-        self.scopes = [one.variables for one in self.tables]
-        """The variables of every table: of those that are given, and of those that eliminations make."""
-        self.splitting = {number for number, one in enumerate(self.tables) if one.cell.split is not None}
-        self.at: dict[int, set[int]] = {variable: set() for variable in sizes}
-        """The tables that a variable is in at the moment."""
+        self.sizes, self.factors, self.kept = sizes, list(factors), tuple(sorted(kept))
+        self.scopes = [one.variables for one in self.factors]
+        """The variables of the given factors, then of those that eliminations make."""
+        self.divided = {number for number, one in enumerate(self.factors) if one.table.make_parts is not None}
+        self.of_variable: dict[int, set[int]] = {variable: set() for variable in sizes}
+        """The factors that a variable is in at the moment."""
         for number, scope in enumerate(self.scopes):
             for variable in scope:
-                self.at[variable].add(number)
-        self.steps: list[Eliminated] = []
-        self.done: set[int] = set()
-        """The tables that were added up."""
+                self.of_variable[variable].add(number)
+        self.steps: list[_Step] = []
+        self.left = set(range(len(self.scopes)))
+        """The factors that were not added up yet."""
         self._plan(set(sizes) - set(kept), LARGEST if largest is None else largest)
-        self.left = [number for number in range(len(self.scopes)) if number not in self.done]
-        self.added: list[Seconds] = []
+        self.rest_seconds: list[Seconds] = []
         self.rest: Rest | None = None
 
-    def solve(self, known: Known | None = None) -> Rest:
-        """With the tables' seconds as they are now; what is `known` already is not added up again."""
+    def solve(self, memo: Memo | None = None) -> Rest:
+        """The minimum with the factors' seconds as they are now."""
         made: list[Seconds] = []
-        known = Known() if known is None else known
+        memo = Memo() if memo is None else memo
         for step in self.steps:
-            made.append(step.least(self.tables, made, known))
-        left = [self.tables[n].seconds if n < len(self.tables) else made[n - len(self.tables)] for n in self.left]
-        if self.rest is None or not _same(left, self.added):
-            places = [tuple([self.order.index(v) for v in self.scopes[n]]) for n in self.left]
-            parts = [_placed(one, at, len(self.order)) for one, at in zip(left, places, strict=True)]
-            total = np.broadcast_to(added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.order])
-            self.added, self.rest = left, Rest(table(self.order, total), tuple(self.steps))
+            made.append(step.least(self.factors, made, memo))
+        count, numbers = len(self.factors), sorted(self.left)
+        left = [self.factors[n].seconds if n < count else made[n - count] for n in numbers]
+        if self.rest is None or not _same(left, self.rest_seconds):
+            dims = [tuple([self.kept.index(v) for v in self.scopes[n]]) for n in numbers]
+            parts = [_expanded(one, at, len(self.kept)) for one, at in zip(left, dims, strict=True)]
+            total = np.broadcast_to(_added(parts) if parts else np.zeros(()), [self.sizes[v] for v in self.kept])
+            self.rest_seconds, self.rest = left, Rest(constant(self.kept, total), tuple(self.steps))
         return self.rest
 
     def _plan(self, alive: set[int], largest: float) -> None:
@@ -84,156 +211,184 @@ class Elimination:
                 heapq.heappush(heap, (now, variable))
                 continue
             if size > largest:
-                raise TooWide
-            around, numbers = self._around(variable), tuple(sorted(self.at[variable]))
-            splitting = self.at[variable] & self.splitting
-            scopes = {n: self.scopes[n] for n in numbers}
-            self.steps.append(Eliminated(variable, around, scopes, *(splitting if len(splitting) == 1 else ())))
-            used = self.at.pop(variable)
-            self.done |= used
+                raise TooWide(max(alive, key=lambda v: (len(self.of_variable[v]), -v)))
+            used = self.of_variable.pop(variable)
+            around = tuple(sorted({v for number in used for v in self.scopes[number]} - {variable}))
+            divided = used & self.divided
+            scopes = {number: self.scopes[number] for number in sorted(used)}
+            self.steps.append(_Step(variable, around, scopes, *(divided if len(divided) == 1 else ())))
+            self.left = (self.left - used) | {len(self.scopes)}
             alive.discard(variable)
             for v in around:
-                self.at[v] = (self.at[v] - used) | {len(self.scopes)}
+                self.of_variable[v] = (self.of_variable[v] - used) | {len(self.scopes)}
             self.scopes.append(around)
             for v in around:
                 if v in alive:
                     heapq.heappush(heap, (self._entries(v), v))
 
-    def _around(self, variable: int) -> Variables:
-        return tuple(sorted({v for number in self.at[variable] for v in self.scopes[number]} - {variable}))
-
     def _entries(self, variable: int) -> int:
         """Of the tables that eliminating a variable adds up and makes."""
-        at, sizes = self.at[variable], self.sizes
-        splitting = at & self.splitting
-        result = math.prod([sizes[v] for v in {v for number in at for v in self.scopes[number]} if v != variable])
-        if len(splitting) != 1:
+        used, sizes = self.of_variable[variable], self.sizes
+        divided = used & self.divided
+        result = math.prod([sizes[v] for v in {v for number in used for v in self.scopes[number]} if v != variable])
+        if len(divided) != 1:
             return result * sizes[variable]
-        (one,) = splitting
-        others = {v for number in at if number != one for v in self.scopes[number]}
-        scopes = [[self.scopes[one][dim] for dim in dims] for dims, _ in self.tables[one].cell.parts]
+        (one,) = divided
+        others = {v for number in used if number != one for v in self.scopes[number]}
+        scopes = [[self.scopes[one][dim] for dim in dims] for dims, _ in self.factors[one].table.parts]
         return result + sum(math.prod([sizes[v] for v in others.union(scope)]) for scope in scopes)
 
 
-class Eliminated:
-    """A variable with the tables that it was in: `scopes` by number, of which `splitting` is taken in parts."""
+class _Step:
+    """A variable with the factors that it was in: `scopes` by number, of which `divided` is taken in parts."""
 
     def __init__(
-        self, variable: int, around: Variables, scopes: Mapping[int, Variables], splitting: int | None = None
+        self, variable: int, around: Variables, scopes: Mapping[int, Variables], divided: int | None = None
     ) -> None:
-        self.variable, self.around, self.splitting = variable, around, splitting
-        order = {v: place for place, v in enumerate((variable, *around))}
-        places = {number: tuple([order[v] for v in scope]) for number, scope in scopes.items()}
-        """Per table, where its dims are among the variable itself and those around."""
-        self.split_places = places.pop(splitting) if splitting is not None else ()
-        self.numbers, self.places = list(places), list(places.values())
+        self.variable, self.around, self.divided = variable, around, divided
+        order = {v: dim for dim, v in enumerate((variable, *around))}
+        dims = {number: tuple([order[v] for v in scope]) for number, scope in scopes.items()}
+        """Per factor, where its dims are among the variable itself and those around."""
+        self.divided_dims = dims.pop(divided) if divided is not None else ()
+        self.numbers, self.dims = list(dims), list(dims.values())
         self.used: list[Seconds] = []
         """What was added up last."""
         self.parts: list[tuple[Part, ...]] = []
-        """The same by tables: one array, or several of which the table is the least."""
-        self.name: Name = ()
+        """The same by factor: one array, or several of which the table is the least."""
+        self.key: Key = ()
         self.made: Seconds = np.zeros(())
 
-    def least(self, tables: Sequence[Table], made: Sequence[Seconds], known: Known) -> Seconds:
-        """The least sum for all options of the variables around; `made` are the results of the steps before."""
-        count = len(tables)
-        whole = [tables[n].cell.seconds if n < count else made[n - count] for n in self.numbers]
-        split = () if self.splitting is None else tables[self.splitting].cell.parts
-        used = [*whole, *[seconds for _, seconds in split]]
+    def least(self, factors: Sequence[Factor], made: Sequence[Seconds], memo: Memo) -> Seconds:
+        """The least sum for all candidates of the variables around; `made` are the results of the steps before."""
+        count = len(factors)
+        single = [factors[n].seconds if n < count else made[n - count] for n in self.numbers]
+        several = () if self.divided is None else factors[self.divided].table.parts
+        used = [*single, *[seconds for _, seconds in several]]
         if self.used and _same(used, self.used):
-            return known.least(self.name, self.parts, lambda: self.made)
-        self.used = used  # which keeps the arrays, and so their names
-        self.parts = [((places, seconds),) for places, seconds in zip(self.places, whole, strict=True)]
-        if split:
-            placed = [(tuple([self.split_places[dim] for dim in dims]), seconds) for dims, seconds in split]
-            self.parts.append(tuple(placed))
-        self.name = tuple(sorted([(len(one), places, id(seconds)) for one in self.parts for places, seconds in one]))
-        self.made = known.least(self.name, self.parts, self._least)
+            return memo.least(self.key, self.parts, lambda: self.made)
+        self.used = used  # which holds the arrays, and so their identities
+        self.parts = [((dims, seconds),) for dims, seconds in zip(self.dims, single, strict=True)]
+        if several:
+            self.parts.append(tuple((tuple([self.divided_dims[d] for d in dims]), x) for dims, x in several))
+        self.key = tuple(sorted([(len(one), dims, id(seconds)) for one in self.parts for dims, seconds in one]))
+        self.made = memo.least(self.key, self.parts, self._least)
         return self.made
 
     def _least(self) -> Seconds:
-        dims = 1 + len(self.around)
-        placed = [[_placed(seconds, places, dims) for places, seconds in parts] for parts in self.parts]
-        whole = [one[0] for one in placed if len(one) == 1]
-        split = [one for parts in placed if len(parts) > 1 for one in parts]
-        return reduce(np.minimum, [minimised([*whole, one]) for one in split]) if split else minimised(whole)
+        count = 1 + len(self.around)
+        expanded = [[_expanded(seconds, dims, count) for dims, seconds in parts] for parts in self.parts]
+        single = [one[0] for one in expanded if len(one) == 1]
+        several = [one for parts in expanded if len(parts) > 1 for one in parts]
+        return reduce(np.minimum, [minimised([*single, x]) for x in several]) if several else minimised(single)
 
-    def best(self, picks: Mapping[int, int]) -> int:
-        """The option that costs least where its neighbours take `picks`."""
-        chosen: list[Any] = [slice(None), *[picks[v] for v in self.around]]
-        found = [
-            reduce(np.minimum, [seconds[tuple([chosen[place] for place in places])] for places, seconds in parts])
+    def best(self, indices: Mapping[int, int]) -> int:
+        """The candidate that costs least where its neighbours take `indices`."""
+        chosen: list[Any] = [slice(None), *[indices[v] for v in self.around]]
+        seconds = [
+            reduce(np.minimum, [array[tuple([chosen[dim] for dim in dims])] for dims, array in parts])
             for parts in self.parts
         ]
-        return int(reduce(np.add, found).argmin()) if found else 0
+        return int(reduce(np.add, seconds).argmin()) if seconds else 0
 
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """`table` holds the least seconds over the variables that were kept; `steps` lead back to the others, until the
-    same network is eliminated again."""
+    """`factor` has the least seconds over the variables that stay; `steps` lead back to the others, until the same
+    graph is eliminated again."""
 
-    table: Table
-    steps: tuple[Eliminated, ...]
+    factor: Factor
+    steps: tuple[_Step, ...]
 
-    def complete(self, picks: dict[int, int]) -> None:
-        """Adds the eliminated variables' options to those of the kept ones."""
+    def complete(self, indices: dict[int, int]) -> None:
+        """Adds the candidates of eliminated variables to those of the variables that stay."""
         for step in reversed(self.steps):
-            picks[step.variable] = step.best(picks)
+            indices[step.variable] = step.best(indices)
 
 
 def eliminate(
-    sizes: Mapping[int, int], tables: Iterable[Table], kept: Sequence[int] = (), largest: float | None = None
+    sizes: Mapping[int, int], factors: Iterable[Factor], kept: Sequence[int] = (), largest: float | None = None
 ) -> Rest:
-    """Eliminates all variables of `sizes` but `kept`, which the resulting table has in order; see `Elimination`."""
-    return Elimination(sizes, tables, kept, largest).solve()
+    """Eliminates all variables of `sizes` but `kept`, which the resulting factor has in order; see `Elimination`."""
+    return Elimination(sizes, factors, kept, largest).solve()
+
+
+def minimum(sizes: Sequence[int], tables: Mapping[Variables, Seconds], largest: int) -> list[int]:
+    """The candidate of every variable for which the sum of the tables is least.
+
+    Exact while no table grows beyond `largest` entries. Where one would, the variable that is in most factors is fixed
+    to the candidate that is the least with every factor minimised by itself.
+    """
+    fixed: dict[int, int] = {}
+    while True:
+        free = {v: size for v, size in enumerate(sizes) if v not in fixed}
+        factors = [constant(*_conditioned(variables, table, fixed)) for variables, table in tables.items()]
+        try:
+            rest = eliminate(free, factors, largest=largest)
+        except TooWide as error:
+            least = np.zeros(sizes[error.variable])
+            for one in factors:
+                if error.variable in one.variables:
+                    dim = one.variables.index(error.variable)
+                    least += one.seconds.min(tuple(d for d in range(one.seconds.ndim) if d != dim))
+            fixed[error.variable] = int(least.argmin())
+            continue
+        indices: dict[int, int] = {}
+        rest.complete(indices)
+        return [fixed.get(v, indices.get(v, 0)) for v in range(len(sizes))]
+
+
+def _conditioned(variables: Variables, table: Seconds, fixed: Mapping[int, int]) -> tuple[Variables, Seconds]:
+    if fixed.keys().isdisjoint(variables):
+        return variables, table
+    index: list[Any] = [fixed.get(v, slice(None)) for v in variables]
+    return tuple(v for v in variables if v not in fixed), np.asarray(table[tuple(index)])
 
 
 def minimised(parts: Sequence[Seconds]) -> Seconds:
-    """The least sum over dim 0 of arrays that broadcast together (0 of none). Large ones are made in parts that fit a
+    """The least sum over dim 0 of arrays that broadcast together (0 of none). Large ones are made in blocks that fit a
     cache."""
     if not parts:
         return np.zeros(())
     shape = [max(sizes) for sizes in zip(*[one.shape for one in parts], strict=True)]
     entries = math.prod(shape)
     if entries <= CACHED or len(shape) < 3:
-        return np.asarray(added(parts).min(0))
+        return np.asarray(_added(parts).min(0))
     common = [one for one in parts if one.shape[1] == 1]
     if len(common) > 1:
-        common = [added(common)]
+        common = [_added(common)]
     others = [one for one in parts if one.shape[1] > 1]
     least = np.empty(shape[1:])
     step = max(CACHED * shape[1] // entries, 1)
     for start in range(0, shape[1], step):
-        some = [*common, *(one[:, start : start + step] for one in others)]
+        block = [*common, *(one[:, start : start + step] for one in others)]
         if step > 1 or len(shape) < 4:
-            added(some).min(0, out=least[start : start + step])
+            _added(block).min(0, out=least[start : start + step])
         else:
-            least[start] = minimised([one[:, 0] for one in some])
+            least[start] = minimised([one[:, 0] for one in block])
     return least
 
 
 _size = attrgetter("size")
 
 
-def added(parts: Sequence[Seconds]) -> Seconds:
+def _added(parts: Sequence[Seconds]) -> Seconds:
     """The sum of arrays that broadcast together, small ones first."""
     first, *others = sorted(parts, key=_size)
     return reduce(np.add, others, first)
 
 
-def _placed(seconds: Seconds, places: tuple[int, ...], dims: int) -> Seconds:
-    """Seconds with so many dims, of which the own ones are at `places`."""
-    shape = [1] * dims
-    for place, size in zip(places, seconds.shape, strict=True):
-        shape[place] = size
-    return seconds.transpose(_order(places)).reshape(shape)
+def _expanded(seconds: Seconds, dims: Variables, count: int) -> Seconds:
+    """Seconds as an array of `count` dims, of which its own go to `dims`; the others have size 1."""
+    shape = [1] * count
+    for dim, size in zip(dims, seconds.shape, strict=True):
+        shape[dim] = size
+    return seconds.transpose(_order(dims)).reshape(shape)
 
 
 @cache
-def _order(places: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims by their places."""
-    return tuple(sorted(range(len(places)), key=lambda dim: places[dim]))
+def _order(dims: Variables) -> Variables:
+    """The array's dims by where they go."""
+    return tuple(sorted(range(len(dims)), key=lambda dim: dims[dim]))
 
 
 def _same(first: Sequence[Seconds], second: Sequence[Seconds]) -> bool:

@@ -1,47 +1,80 @@
-"""What every search works on: the graph, its rules, the mesh and what is fixed beforehand; and the bytes that an
-operator causes by itself."""
+"""What every search works on, what its parts cost by themselves, and what a search returns.
+
+`Problem` is the graph with its rules, the mesh and what is fixed beforehand. `NodeCost` has the seconds that an
+operator or a parameter takes whatever its neighbours do: collectives of local programs, and the update of parameters.
+What a local program sends is found by emitting it, so it is what the engine runs. The memory estimate is additive:
+bytes of parameters with their gradients and optimizer states, and of results that stay for backward.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from strategies.core.graph import OperatorGraph, Ref
+from strategies.core.errors import TooLarge
+from strategies.core.graph import Operator, OperatorGraph, Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
+from strategies.core.plan import OperatorPlan
+from strategies.core.program import DEFAULT_OPTIONS, Instruction, LoweringOptions, Redistribute
+from strategies.core.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
+from strategies.cost.collectives import collective_seconds, path_seconds
+from strategies.cost.exposed_communication import main_calls
+from strategies.cost.step import MASTER, ZERO_COPIES
+from strategies.lowering.emitter import Emitter
 from strategies.memory.estimate import saved
+from strategies.memory.limit import in_words
+from strategies.optimizer.buckets import LARGEST, PARTS, SMALLEST
 from strategies.rules.sharding import Assignment, Sharding
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sure:
-    """Prices below those of any plan as it runs, see `strategies.search.sure`: what is computed and added takes its
-    time on `cluster`; only the redistributions of `sent` values are priced, and not what operators send themselves
-    (None: all, as the search's cluster says); `free` operators (by id) take no time. Of the seconds of backward and of
-    adding gradients such shares count, the latter in calls of at most `bucket` bytes (None: as many as are chosen, 0:
-    any number)."""
+class Relaxation:
+    """Costs below those of any plan as it runs; see `strategies.search.step_certificate`.
+
+    Attributes:
+        cluster: what computing and gradient reductions take; resharding is on the cluster of the search.
+        resharded: values whose resharding has a cost (None: all). Then what operators send themselves has none.
+        free: operators (by id) that take no time.
+        backward: share of the seconds of backward that counts.
+        reduction: share of the seconds of gradient reductions that counts.
+        bucket: bytes of a gradient call at most (None: as many as are chosen, 0: any number).
+    """
 
     cluster: Cluster
-    sent: frozenset[Ref] | None
+    resharded: frozenset[Ref] | None
     free: frozenset[str]
     backward: float
-    adding: float
+    reduction: float
     bucket: int | None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`inputs` are the layouts of the batch entries; `fixed` the assignments of configured operators by id; `outputs`
-    the layouts in which configured operators hand on their results; `stage` is that of ZeRO, `states` how many numbers
-    the optimizer keeps per parameter element, `moved` the bytes that it reads and writes for one (at least those that
-    it must: the weight, its gradient, and two states there and back), `overlaps` whether gradients are added during
-    backward, `memory` the bytes that a rank may keep. What is priced is one micro-batch, of which a step takes so many
-    `turns`, and its part of what is done once per step; where it is for a bound, as `sure` says."""
+    """A graph on a mesh, with what is to be decided. Costs are those of one micro-batch, with its part of what is done
+    once per step.
+
+    Attributes:
+        graph, mesh: the operators, and the axes over which they are sharded.
+        shardings: the sharding rule of every operator, by id.
+        inputs: layouts of the batch entries, by name.
+        fixed: assignments of configured operators, by id.
+        outputs: layouts in which configured operators hand on their results, by id.
+        stage: of ZeRO.
+        optimizer_state_factor: numbers that the optimizer keeps per parameter element.
+        memory: bytes that a rank may keep (None: no limit).
+        micro_batches: of a step.
+        optimizer_bytes: read and written per parameter element; at least the weight, its gradient, and two states
+            there and back.
+        overlaps: whether gradients are reduced during backward.
+        relaxation: costs of a lower bound instead of those of a plan.
+    """
 
     graph: OperatorGraph
     mesh: Mesh
@@ -50,28 +83,28 @@ class Problem:
     fixed: Mapping[str, Assignment]
     outputs: Mapping[str, tuple[Layout, ...]]
     stage: int = 0
-    states: float = 2.0
+    optimizer_state_factor: float = 2.0
     memory: float | None = None
-    turns: int = 1
-    moved: float = 28.0
+    micro_batches: int = 1
+    optimizer_bytes: float = 28.0
     overlaps: bool = True
-    sure: Sure | None = None
-    known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    relaxation: Relaxation | None = None
+    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns; made for the first search that asks for it, and kept for others."""
-        if key not in self.known:
-            self.known[key] = make()
-        found: T = self.known[key]
+        """What `make` returns; made by the first search that needs it, and kept for others."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: T = self.cache[key]
         return found
 
     def within(self, memory: float | None) -> Problem:
-        """The same with another limit of memory."""
+        """The same with another memory limit."""
         return self if memory == self.memory else replace(self, memory=memory)
 
-    def counts(self, ref: Ref) -> bool:
-        """Whether redistributions of a value are priced."""
-        return self.sure is None or self.sure.sent is None or ref in self.sure.sent
+    def resharding_counts(self, ref: Ref) -> bool:
+        """Whether resharding a value has a cost."""
+        return self.relaxation is None or self.relaxation.resharded is None or ref in self.relaxation.resharded
 
     @property
     def trained(self) -> frozenset[Ref]:
@@ -88,11 +121,11 @@ class Problem:
         """Per operator: the factor of the dim that carries the batch, where there is one. The batch is dim 0 of every
         input.
 
-        Where an operator keeps that dim whole (or has no rule), a result with the same size in the same place carries
+        Where an operator replicates that dim (or has no rule), a result with the same size in the same place carries
         the batch on.
         """
         dims = {Ref(source.id): 0 for source in self.graph.of_kind("input") if source.spec.shape}
-        found: dict[str, str] = {}
+        batch_factors: dict[str, str] = {}
         for operator in self.graph.operators:
             sharding = self.shardings[operator.id]
             carried = [
@@ -104,18 +137,230 @@ class Problem:
                 factor for position, dim, _ in carried if (factor := sharding.operands[position][dim]) is not None
             ]
             if factors:
-                found[operator.id] = factors[0]
+                batch_factors[operator.id] = factors[0]
             for index, (result, spec) in enumerate(zip(sharding.results, operator.results, strict=True)):
                 if factors:
-                    kept = [dim for dim, factor in enumerate(result) if factor == factors[0]]
+                    same = [dim for dim, factor in enumerate(result) if factor == factors[0]]
                 else:
-                    kept = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
-                if kept:
-                    dims[Ref(operator.id, index)] = kept[0]
-        return found
+                    same = [dim for _, dim, shape in carried if spec.shape[dim : dim + 1] == shape[dim : dim + 1]]
+                if same:
+                    dims[Ref(operator.id, index)] = same[0]
+        return batch_factors
 
     def result_layout(self, ref: Ref, assignment: Assignment) -> Layout:
-        """How result `ref` lies when handed on."""
+        """The layout in which an operator with this assignment hands on result `ref`."""
         if ref.id in self.outputs:
             return self.outputs[ref.id][ref.index]
         return self.shardings[ref.id].result_layouts(assignment)[ref.index]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan that a search found.
+
+    Attributes:
+        assignments: by operator id.
+        cost: seconds of a micro-batch, with its part of what is done once per step.
+        bytes: that a rank keeps.
+        lower_bound: seconds that any plan takes at least (0: unknown).
+        tensors: layouts of parameters with several uses; others have the layout that their first use wants.
+        multiplier: seconds per byte of the memory limit at which it was found.
+    """
+
+    assignments: Mapping[str, Assignment]
+    cost: float
+    bytes: float
+    lower_bound: float = 0.0
+    tensors: Mapping[Ref, Layout] = field(default_factory=dict)
+    multiplier: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How much cheaper, relative to the bound, a plan can be at most."""
+        return (self.cost - self.lower_bound) / self.lower_bound if self.lower_bound > 0 else 0.0
+
+
+def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
+    """Bytes per element of a rank's shard that it keeps of a parameter, its gradient and its optimizer states."""
+    spec = problem.graph.specs[ref]
+    replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
+    shards = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
+    if ref not in problem.graph.trained:
+        return spec.item_bytes / shards[0]
+    masters = MASTER if spec.item_bytes < MASTER else 0
+    gradient = max(spec.item_bytes, MASTER) if problem.stage > 1 else spec.item_bytes  # then they are added in fp32
+    states = max(spec.item_bytes, MASTER) * problem.optimizer_state_factor + masters
+    return spec.item_bytes / shards[0] + gradient / shards[1] + states / shards[2]
+
+
+def operator_bytes(problem: Problem, operator: Operator, assignment: Assignment) -> float:
+    """Of an operator's results, and of the parameters of which it is the first user: they have the layout that it
+    wants."""
+    graph, sharding, total = problem.graph, problem.shardings[operator.id], 0.0
+    given = problem.outputs.get(operator.id) or sharding.result_layouts(assignment)
+    for index, (layout, spec) in enumerate(zip(given, operator.results, strict=True)):
+        if Ref(operator.id, index) in problem.stored:
+            total += math.prod(layout.local_shape(spec.shape, problem.mesh)) * spec.item_bytes
+    wanted = sharding.operand_layouts(assignment)
+    for position, ref in enumerate(operator.operands):
+        node = graph.by_id[ref.id]
+        if isinstance(node, Operator) or node.kind != "parameter":
+            continue
+        user, at = graph.users[ref][0]
+        if user.id == operator.id and at == position:
+            elements = math.prod(wanted[position].local_shape(node.spec.shape, problem.mesh))
+            total += elements * parameter_bytes(problem, wanted[position], ref)
+    return total
+
+
+def plan_bytes(problem: Problem, chosen: Mapping[str, Assignment]) -> float:
+    """Memory estimate of a plan by its assignments, in bytes per rank."""
+    return sum(operator_bytes(problem, operator, chosen[operator.id]) for operator in problem.graph.operators)
+
+
+def too_large(limit: float, smallest: float) -> TooLarge:
+    """The error where no plan keeps the limit."""
+    return TooLarge(
+        "MW502",
+        f"parallel.memory_limit = {in_words(int(limit))} per rank, but no plan was found that keeps it: the smallest "
+        f"needs {in_words(int(smallest))}. Use more ranks, a higher parallel.zero.stage, smaller batches, or a larger "
+        "limit.",
+        smallest,
+    )
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Seconds of the nodes of one problem on one cluster."""
+
+    problem: Problem
+    cluster: Cluster
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Of all parameters."""
+        trained = [source.spec for source in self.problem.graph.sources if source.trainable]
+        return sum(spec.elements * max(spec.item_bytes, MASTER) for spec in trained)
+
+    @cached_property
+    def bucket(self) -> int:
+        """Bytes of a bucket of gradients."""
+        return min(max(self.gradient_bytes // PARTS, SMALLEST), LARGEST)
+
+    @cached_property
+    def largest_call(self) -> int:
+        """Bytes of a call for gradients at most, where the problem is relaxed."""
+        assert self.problem.relaxation is not None
+        single = [s.spec.elements * max(s.spec.item_bytes, MASTER) for s in self.problem.graph.sources if s.trainable]
+        limit = self.problem.relaxation.bucket
+        bucket = self.bucket if limit is None else limit or self.gradient_bytes
+        return max(bucket, *single) if self.problem.stage == 0 else self.gradient_bytes
+
+    def parameter_seconds(self, layout: Layout, spec: TensorSpec) -> float:
+        """Seconds of the update of a trained parameter, for one micro-batch.
+
+        They are those of reducing its gradient, as part of a bucket, over the axes over which `layout` is partial, as
+        far as backward does not hide it, and of the optimizer's own work, as `strategies.cost.step.optimizer_seconds`
+        counts it. ZeRO copies every gradient of a micro-batch; stage 2 reduces it too, and stage 3 gathers the
+        parameter.
+        """
+        problem, mesh, relaxation = self.problem, self.problem.mesh, self.problem.relaxation
+        cluster = self.cluster if relaxation is None else relaxation.cluster
+        elements, width = math.prod(layout.local_shape(spec.shape, mesh)), max(spec.item_bytes, MASTER)
+        work = elements * width / MASTER * problem.optimizer_bytes / cluster.memory_bandwidth / problem.micro_batches
+        axes = mesh.sorted(layout.partial if problem.stage == 0 else layout.replica_axes(mesh))
+        ranks = mesh.product(axes)
+        if problem.stage:
+            work = work / ranks + elements * width * ZERO_COPIES / cluster.memory_bandwidth
+        if ranks == 1:
+            return work
+
+        def seconds(kind: str, item_bytes: int) -> float:
+            """ZeRO sends all at once, but for what stage 3 gathers unit by unit."""
+            at_once = problem.stage and (problem.stage < 3 or kind == REDUCE_SCATTER)
+            call = self.gradient_bytes if at_once else self.bucket
+            call = call if relaxation is None else self.largest_call
+            sent = call * (2 if kind == ALL_REDUCE else 1) * (ranks - 1) / ranks
+            return collective_seconds(kind, sent, axes, mesh, cluster) * elements * item_bytes / call
+
+        if problem.stage == 0:
+            hidden = cluster.overlap if problem.overlaps else 0.0
+            exposed = 1 - hidden if relaxation is None else relaxation.reduction
+            return work + exposed * seconds(ALL_REDUCE, width) / problem.micro_batches
+        if problem.stage == 3:
+            gathers = 2 if relaxation is None else 1  # what stays until backward is not gathered again
+            return work + gathers * seconds(ALL_GATHER, spec.item_bytes) + seconds(REDUCE_SCATTER, MASTER)
+        reduced = seconds(ALL_REDUCE, MASTER) / (problem.micro_batches if problem.stage == 1 else 1)
+        return work + reduced + seconds(ALL_GATHER, spec.item_bytes) / problem.micro_batches
+
+    def communicates(self, operator: Operator, sharding: Sharding) -> bool:
+        """Whether the rule's local program communicates where some factor is sliced."""
+        mesh = self.problem.mesh
+        for factor, size in sharding.sizes.items():
+            axes = tuple(axis for axis in mesh.names if size % mesh.sizes[axis] == 0)[:1]
+            if axes and self._redistributions(operator, sharding, {factor: axes}):
+                return True
+        return False
+
+    def local_communication(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> float:
+        """Seconds of the collectives of the local program."""
+        mesh, cluster, relaxation = self.problem.mesh, self.cluster, self.problem.relaxation
+        if relaxation is not None and relaxation.resharded is not None:
+            return 0.0  # its calls may run beside those that have a cost
+        total = 0.0
+        for one in self._redistributions(operator, sharding, assignment):
+            total += path_seconds(one.forward, one.spec.item_bytes, mesh, cluster)
+            if one.differentiable and operator.id in self.problem.graph.returning:
+                total += path_seconds(one.backward, one.spec.item_bytes, mesh, cluster)
+        return total
+
+    def waits(self, operator: Operator, ref: Ref) -> bool:
+        """Whether the call that stands for all that an operator computes needs this operand, whatever is sliced."""
+        sharding = self.problem.shardings[operator.id]
+        if sharding.local is None:
+            return True
+        mesh = self.problem.mesh
+        single = [
+            {factor: (axis,)}
+            for axis in mesh.names[:1]
+            for factor, size in sharding.sizes.items()
+            if size % mesh.sizes[axis] == 0
+        ]
+        for assignment in ({}, *single):
+            instructions, needing = self._instructions(operator, sharding, assignment), set[str]()
+            main = next(iter(main_calls(instructions).values()), None)
+            for one in instructions:
+                if any(operand == ref or operand.id in needing for operand in one.operands):
+                    needing.add(one.id)
+            if main is not None and main.id not in needing:
+                return False
+        return True
+
+    def _redistributions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Redistribute]:
+        every = self._instructions(operator, sharding, assignment)
+        return [one for one in every if isinstance(one, Redistribute)]
+
+    def _instructions(self, operator: Operator, sharding: Sharding, assignment: Assignment) -> list[Instruction]:
+        if sharding.local is None:
+            return []
+        lowering = _SingleLowering(self.problem.graph, self.problem.mesh)
+        planned = OperatorPlan(assignment, "default")
+        emitter = Emitter(lowering, operator, sharding, planned, operator.args, dict(operator.kwargs))
+        sharding.local(operator, emitter)
+        return lowering.instructions
+
+
+@dataclass
+class _SingleLowering:
+    """The lowering of one operator."""
+
+    graph: OperatorGraph
+    mesh: Any
+    options: LoweringOptions = DEFAULT_OPTIONS
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def fresh(self, name: str) -> str:
+        return f"{name}_{len(self.instructions)}"
+
+    def ordinal(self, operator: Operator) -> int:
+        return 0

@@ -20,8 +20,7 @@ from strategies.lowering.lowering import lower
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
 from strategies.runtime.simulate import Simulation
-from strategies.search.cheapest import StepPrice
-from strategies.search.sure import Running
+from strategies.search.step_certificate import StepEvaluation, StepSavings
 from tests.conformance.network import Case, devices, name_of
 from tests.conformance.numbers import Built, build
 from tests.conformance.requested import request_of
@@ -122,7 +121,7 @@ class Bench:
             optimizer_state_factor=0.0,
             optimizer_bytes=moved,
         )
-        price = StepPrice(self.seconds, Running(beside=False, joined=False, moved=moved))
+        price = StepEvaluation(self.seconds, StepSavings(overlapped=False, joined=False, optimizer_bytes=moved))
         return make_plan(self.graph, replace(request, overlap_gradients=False), self.machine, price)
 
 

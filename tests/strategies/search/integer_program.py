@@ -1,4 +1,4 @@
-"""The optimum of a search's network by a mixed-integer program: another algorithm on the same costs."""
+"""The optimum of a search's graph by a mixed-integer program: another algorithm on the same costs."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from strategies.cost.cluster import Cluster
-from strategies.search.cells import Network
-from strategies.search.folding import Folded
-from strategies.search.network import Building
-from strategies.search.options import Menu
+from strategies.cost.resharding_matrix import ReshardingCosts
+from strategies.search.cost_graph import CostGraph
+from strategies.search.elimination import FactorGraph
 from strategies.search.problem import Problem
-from strategies.search.transfers import Transfers
+from strategies.search.repeated_blocks import Contraction
+from strategies.search.strategy_space import StrategySpace
 
 
-def settled(problem: Problem, cluster: Cluster) -> Network:
-    """The network with true prices around its optimum, built anew: each solution settles the prices that it uses."""
-    building = Building(problem, Menu(problem, Transfers(problem.mesh, cluster)))
-    folded = Folded(building.network)
-    while building.settle(folded.solve()[0]):
+def settled(problem: Problem, cluster: Cluster) -> FactorGraph:
+    """The graph with true prices around its optimum, built anew: each solution settles the prices that it uses."""
+    graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, cluster)))
+    folded = Contraction(graph.factors)
+    while graph.evaluate(folded.solve()[0]):
         pass
-    return building.network
+    return graph.factors
 
 
-def integer_optimum(network: Network) -> float:
+def integer_optimum(graph: FactorGraph) -> float:
     """The optimum by scipy.optimize.milp: a binary per option, and one per pair of options of every table over two."""
-    starts = np.cumsum([0, *network.sizes])
+    starts = np.cumsum([0, *graph.sizes])
     costs, rows, columns, entries, wanted = [np.zeros(starts[-1])], [], [], [], []
     count = starts[-1]
 
@@ -37,9 +37,9 @@ def integer_optimum(network: Network) -> float:
         entries.extend(values)
         wanted.append(right)
 
-    for variable, size in enumerate(network.sizes):
+    for variable, size in enumerate(graph.sizes):
         equation(list(range(starts[variable], starts[variable] + size)), [1.0] * size, 1.0)
-    for one in network.tables:
+    for one in graph.factors:
         if len(one.variables) == 1:
             costs[0][starts[one.variables[0]] :][: len(one.seconds)] += one.seconds
             continue

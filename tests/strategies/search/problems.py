@@ -15,10 +15,13 @@ from strategies.capture import Objective, capture
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh, primes
+from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster, Level, Link
+from strategies.planner.default_strategies import batch_parallel
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment
 from strategies.search.problem import Problem
+from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
 
 FLOPS = {"float32": 47e12, "bfloat16": 692e12}
 NVLINK, NETWORK = Link(369e9, 1.9e-6, 10e-6), Link(41e9, 4e-6, 10e-6)
@@ -119,3 +122,9 @@ def line(operators: int, *, repeating: bool = True, batch: int = 2**20, width: i
             found.append(one)
             value = Ref(one.id)
     return OperatorGraph(tuple(sources), tuple(found), (value,), tuple(source.name for source in sources[1:]))
+
+
+def propagated(made: Problem, machine: Cluster, seconds: PlanSeconds | None = None) -> Propagated:
+    """What sharding propagation ends with on the problem's own axes; what it does not reach is sliced by its batch."""
+    shape = meshing(made.mesh.size, made.mesh.axes, {}, [])
+    return sharding_propagation(made, machine, shape.fixed, lambda one: batch_parallel(made, shape, one), seconds)

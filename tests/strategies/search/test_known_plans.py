@@ -17,21 +17,18 @@ from models.moe import MoE
 from models.resnet import resnet_digits
 from strategies.core.graph import OperatorGraph
 from strategies.core.mesh import Mesh
-from strategies.core.mesh_refinement import meshing
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.rules.sharding import Assignment
-from strategies.search.exact import search
-from strategies.search.kept import plan_bytes
-from strategies.search.prices import Pricing
-from strategies.search.problem import Problem
-from strategies.search.recursive import bisect
-from strategies.search.repricing import propagated
-from tests.strategies.search.problems import gpt, llama, node, nodes, problem, shaped, tokens
+from strategies.search.dynamic_programming import search
+from strategies.search.plan_cost import PlanCost
+from strategies.search.problem import Problem, plan_bytes
+from strategies.search.recursive_programming import recursive_search
+from tests.strategies.search.problems import gpt, llama, node, nodes, problem, propagated, shaped, tokens
 
 Search = Callable[[Problem, Cluster], dict[str, Assignment]]
 SEARCHES: dict[str, Search] = {
     "dynamic_programming": lambda made, machine: dict(search(made, machine).assignments),
-    "recursive_programming": bisect,
+    "recursive_programming": lambda made, machine: dict(recursive_search(made, machine).assignments),
 }
 ONE = Mesh((("tp", 8),))
 
@@ -141,7 +138,7 @@ def test_how_far_from_the_best_where_calls_are_dear(name: str) -> None:
         images = torch.zeros(32, 1, 28, 28), torch.zeros(32, dtype=torch.int64)
     graph = shaped(net, loss, *(images if name == "resnet" else tokens(16, 64)))
     made = problem(graph, Mesh((("a", 2), ("b", 2))))
-    assert Pricing(made, slow).total(bisect(made, slow)) <= 1.02 * search(made, slow).cost
+    assert PlanCost(made, slow).total(recursive_search(made, slow).assignments) <= 1.02 * search(made, slow).cost
 
 
 LAYERS = {"gpt": ("*.q_proj", "*.up_proj"), "llama": ("*.q_proj", "*.gate_proj")}
@@ -152,16 +149,16 @@ def test_how_far_from_the_best(name: str) -> None:
     """Recursive programming within 5 % of exact; propagation, with two operators per layer configured, within 3 %."""
     graph, mesh, machine = {"gpt": gpt, "llama": llama}[name](2), Mesh((("a", 2), ("b", 2))), node(4)
     made = problem(graph, mesh)
-    pricing = Pricing(made, machine)
+    cost = PlanCost(made, machine)
 
     def above(chosen: dict[str, Assignment], exact: dict[str, Assignment]) -> float:
-        return pricing.total(chosen) / pricing.total(exact)
+        return cost.total(chosen) / cost.total(exact)
 
-    assert above(bisect(made, machine), dict(search(made, machine).assignments)) <= 1.05
+    assert above(dict(recursive_search(made, machine).assignments), dict(search(made, machine).assignments)) <= 1.05
     for configured in ({"batch0": ("a", "b")}, {"batch0": ("a",), "n": ("b",)}, {"n": ("a", "b")}):
         named = [o.name for o in graph.operators if any(fnmatch(o.name, pattern) for pattern in LAYERS[name])]
         given = problem(graph, mesh, dict.fromkeys(named, configured))
-        found = propagated(given, meshing(4, mesh.axes, {}, []), machine).found
-        chosen = {id: assignment for id, (assignment, _) in found.items()}
+        found = propagated(given, machine).assignments
+        chosen = {id: assignment for id, assignment in found.items()}
         assert all(chosen[graph.by_name[one].id] == configured for one in named)
         assert above(chosen, dict(search(given, machine).assignments)) <= 1.03

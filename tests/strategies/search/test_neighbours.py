@@ -19,8 +19,8 @@ from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import OperatorStrategy
 from strategies.resharding.path import resharding_path
 from strategies.rules import rule_of
-from strategies.search.propagation import Propagation
-from tests.strategies.search.test_propagation import Body, model_of, plan_of, wanted
+from strategies.search.sharding_propagation import Propagation
+from tests.strategies.search.test_sharding_propagation import Body, model_of, plan_of, wanted
 from tests.strategies.whole_model import TOLERANCE, Model
 
 

@@ -15,7 +15,7 @@ from strategies.core.plan import Plan
 from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
-from strategies.search.cheapest import StepPrice
+from strategies.search.step_certificate import StepEvaluation
 from tests.strategies.whole_model import TOLERANCE, Model
 
 EXACT = Request("auto", 4, search="dynamic_programming", mesh=(("a", 2), ("b", 2)))
@@ -71,7 +71,7 @@ def test_configured_strategies_are_kept_and_cost_no_less(models: dict[str, Model
 
 def test_every_stage_of_zero_and_a_limit_have_plans(models: dict[str, Model]) -> None:
     for stage in (1, 2, 3):
-        plan = make_plan(models["gpt"].graph, replace(EXACT, stage=stage), cluster(1e9))
+        plan = make_plan(models["gpt"].graph, replace(EXACT, zero_stage=stage), cluster(1e9))
         assert models["gpt"].difference(plan) < TOLERANCE
     plan = make_plan(models["gpt"].graph, replace(EXACT, memory_limit=165_000), cluster(1e7))
     assert models["gpt"].difference(plan) < TOLERANCE
@@ -94,7 +94,7 @@ def test_a_plan_whose_step_cannot_run_is_not_taken(models: dict[str, Model], sea
             raise StrategyError("MW402", "its step cannot run")
         return 1.0
 
-    other = make_plan(models["llama"].graph, request, cluster(1e9), StepPrice(seconds))
+    other = make_plan(models["llama"].graph, request, cluster(1e9), StepEvaluation(seconds))
     assert other.operators[product].assignment != first
 
     def never(plan: Plan) -> float:
@@ -102,4 +102,4 @@ def test_a_plan_whose_step_cannot_run_is_not_taken(models: dict[str, Model], sea
 
     if search == "dynamic_programming":
         with pytest.raises(StrategyError, match="its step cannot run"):
-            make_plan(models["llama"].graph, request, cluster(1e9), StepPrice(never))
+            make_plan(models["llama"].graph, request, cluster(1e9), StepEvaluation(never))

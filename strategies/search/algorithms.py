@@ -1,0 +1,100 @@
+"""The searches that minimise the cost of whole plans, by the name that a request gives them: on the mesh that a user
+named, or over all that respect the topology.
+
+Invariant: both return a plan on the problem's own prime axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from strategies.core.mesh_refinement import Axes
+from strategies.cost.cluster import Cluster
+from strategies.search.dynamic_programming import exact_search
+from strategies.search.plan_cost import PlanCost
+from strategies.search.problem import Problem, Solution, plan_bytes
+from strategies.search.recursive_programming import recursive_choice, recursive_search
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A plan, what its `search` says in plan.json, and the best plan on another mesh where the mesh was open."""
+
+    solution: Solution
+    search: Mapping[str, Any] = field(default_factory=dict)
+    second: Solution | None = None
+
+
+Solve = Callable[[float | None], Searched]
+"""Finds plans of one problem for so many bytes of a rank; what it evaluates for one limit serves the next. Raises
+StrategyError where no plan within them is found."""
+Algorithm = Callable[[Problem, Cluster, tuple[Axes, ...] | None], Solve]
+"""Problem, cluster, and the axes that a user named (as runs of the problem's; empty: its own) or None for an open
+mesh."""
+
+
+def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:
+    """The cheapest plan with its certificate; on more than three axes that of recursive programming, without one."""
+    exact = exact_search(problem, cluster, axes)
+
+    def solve(memory: float | None) -> Searched:
+        if exact is None:
+            heuristic = recursive_programming(problem, cluster, axes)(memory)
+            found = heuristic.solution
+            cost = PlanCost(problem, cluster).total(found.assignments, found.tensors)
+            return replace(heuristic, search={**heuristic.search, **certificate(cost, 0.0)})
+        chosen = exact.within(memory)
+        found = chosen.best
+        search = certificate(found.cost, chosen.lower_bound) | {"bytes": found.bytes}
+        return Searched(found, search if axes is not None else search | chosen.to_json(problem.mesh), chosen.second)
+
+    return solve
+
+
+def recursive_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:
+    """A cheap plan; on an open mesh the best of those on all meshes."""
+
+    def solve(memory: float | None) -> Searched:
+        limited = problem.within(memory)
+        if axes is not None:
+            found = recursive_search(limited, cluster, axes)
+            return Searched(found, {"bytes": plan_bytes(limited, found.assignments)})
+        chosen = recursive_choice(limited, cluster)
+        return Searched(chosen.best, chosen.to_json(problem.mesh) | {"bytes": chosen.best.bytes}, chosen.second)
+
+    return solve
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "dynamic_programming": dynamic_programming,
+    "recursive_programming": recursive_programming,
+}
+
+
+def certificate(cost: float, bound: float) -> dict[str, Any]:
+    """The keys `cost`, `lower_bound` and `gap` of a plan's `search`; the last two are null where there is no bound."""
+    if bound <= 0 < cost:
+        return {"cost": cost, "lower_bound": None, "gap": None}
+    bound = min(bound, cost)
+    return {"cost": cost, "lower_bound": bound, "gap": (cost - bound) / bound if bound > 0 else 0.0}
+
+
+COMPARED = ("mesh", "runner_up", "meshes", "left_out", "propagation")
+"""Keys of `search` about other plans."""
+
+
+def with_cost(search: Mapping[str, Any], cost: float | None, bound: float | None = None) -> dict[str, Any]:
+    """The `search` of a plan that costs another number of seconds than those that it was compared by.
+
+    Args:
+        search: as it was.
+        cost: seconds (None: unknown).
+        bound: seconds below those of any plan (None: as in `search`).
+    """
+    kept = {key: value for key, value in search.items() if key not in COMPARED}
+    certified = kept.pop("gap", None) is not None
+    if cost is None or not certified:
+        return kept | {"cost": cost, "lower_bound": None}
+    return kept | certificate(cost, kept["lower_bound"] if bound is None else bound)

@@ -1,0 +1,203 @@
+"""The minimum of a factor graph that is too wide to be eliminated: message passing bounds it, reduced-cost fixing finds
+it among few candidates.
+
+Seconds are moved between factors and variables: what is taken out of a factor is added to one of its variables, so all
+sums stay the same, and the least of every part, added up, is a lower bound. A sweep goes through the variables in
+order: each takes what the factors towards the variables before it have left, and hands what it has in equal parts to
+those towards the variables behind it. Source: V. Kolmogorov, "A new look at reweighted message passing" (2015).
+Invariant: the bound never falls, and a solution with a candidate costs at least the bound plus the candidate's reduced
+cost.
+
+The candidates of least reduced cost are eliminated exactly, as many as that is cheap with. Where the solution costs no
+more than the bound plus the least reduced cost that was left out, it is the minimum over all candidates; else more are
+taken. Source: G. Dantzig, R. Fulkerson, S. Johnson (1954).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from strategies.search.elimination import Factor, FactorGraph, Integers, Seconds, Table, constant, eliminate
+
+SWEEPS, MOST_SWEEPS = 4, 60
+"""Between two evaluations of the bound, and in all."""
+RISE = 1e-5
+"""Relative gain of the bound below which no more sweeps are made, at least."""
+RISE_SHARE = 0.1
+"""The same as a share of the gap that matters."""
+MOST_SECONDS = 1e3
+"""That a variable is given at most: those of an illegal candidate are infinite."""
+EFFORTS = (2**20, 2**24, 2**27)
+"""Entries of all tables that an elimination may make: few at first, more where that proves nothing."""
+
+
+@dataclass(eq=False)
+class _Messages:
+    """A table over several variables, and the seconds that were moved from it to every variable."""
+
+    variables: tuple[int, ...]
+    table: Table
+    moved: list[Seconds]
+
+
+class DualBound:
+    """The messages of one graph; they stay when seconds rise. Sweeps end where the bound gains less than `rise`."""
+
+    def __init__(self, graph: FactorGraph, rise: float = RISE) -> None:
+        self.sizes, self.rise = graph.sizes, rise
+        self.unary: list[list[Factor]] = [[] for _ in self.sizes]
+        self.own = [np.zeros(size) for size in self.sizes]
+        """The sum of the unary factors."""
+        self.around: list[list[tuple[_Messages, int]]] = [[] for _ in self.sizes]
+        """The other factors of every variable, and its dim in each."""
+        self.several: list[_Messages] = []
+        self.reduced_costs: list[Seconds] = [np.zeros(size) for size in self.sizes]
+        """Seconds that a solution with a candidate costs above the bound, at least."""
+        for one in graph.factors:
+            if len(one.variables) == 1:
+                self.unary[one.variables[0]].append(one)
+                continue
+            messages = _Messages(one.variables, one.table, [np.zeros(self.sizes[v]) for v in one.variables])
+            self.several.append(messages)
+            for dim, v in enumerate(one.variables):
+                self.around[v].append((messages, dim))
+
+    def bound(self) -> float:
+        """Seconds that any solution costs at least, after sweeps until they gain little; sets `reduced_costs`."""
+        self.own = [
+            sum((one.seconds for one in factors), np.zeros(size))
+            for factors, size in zip(self.unary, self.sizes, strict=True)
+        ]
+        found = self._sum()
+        for _ in range(MOST_SWEEPS // SWEEPS):
+            for sweep in range(SWEEPS):
+                self._sweep(sweep % 2 == 0)
+            before, found = found, self._sum()
+            if found - before <= self.rise * abs(found):
+                break
+        self._sweep(True)
+        return found
+
+    def _sweep(self, forward: bool) -> None:
+        order = range(len(self.sizes))
+        for v in order if forward else reversed(order):
+            seconds, behind, before = self.own[v].copy(), [], 0
+            for factor, dim in self.around[v]:
+                last = len(factor.variables) - 1
+                if dim != (0 if forward else last):
+                    factor.moved[dim] = np.minimum(factor.table.least(factor.moved, dim), MOST_SECONDS)
+                    before += 1
+                if dim != (last if forward else 0):
+                    behind.append((factor, dim))
+                seconds += factor.moved[dim]
+            seconds -= seconds.min()
+            self.reduced_costs[v] = seconds
+            part = seconds / max(before, len(behind), 1)
+            for factor, dim in behind:
+                factor.moved[dim] = factor.moved[dim] - part
+
+    def _sum(self) -> float:
+        """The bound with the messages as they are."""
+        found = sum(float(one.table.least(one.moved)) for one in self.several)
+        for own, around in zip(self.own, self.around, strict=True):
+            found += float(sum((factor.moved[dim] for factor, dim in around), own).min())
+        return found
+
+
+class ReducedCostFixing:
+    """The solver of one graph, solved again when seconds rise. `tolerance` is the gap that matters to its user."""
+
+    def __init__(self, graph: FactorGraph, tolerance: float = 0.0) -> None:
+        self.graph = graph
+        self.dual = DualBound(graph, max(RISE, RISE_SHARE * tolerance))
+        self.lower_bound = -math.inf
+        """Seconds that any solution costs at least."""
+        self.candidates: list[Integers] = []
+
+    def again(self) -> tuple[list[int], float]:
+        """The best solution of the candidates that were taken last, and the bound from then."""
+        return self._best(self.candidates)[0], self.lower_bound
+
+    def solve(self) -> tuple[list[int], float]:
+        """The candidate of every variable in the best solution found, and seconds that any solution costs at least."""
+        bound = self.dual.bound()
+        for effort in EFFORTS:
+            self.candidates, beyond = self._taken(effort)
+            indices, seconds = self._best(self.candidates)
+            self.lower_bound = max(bound, min(seconds, bound + beyond))
+            if seconds <= self.lower_bound:
+                break
+        return indices, self.lower_bound
+
+    def _taken(self, most: float) -> tuple[list[Integers], float]:
+        """The candidates of least reduced cost with which an elimination makes at most so many entries; and the least
+        reduced cost of the others."""
+        costs = self.dual.reduced_costs
+        levels = np.unique(np.concatenate(costs))
+        low, high = 0, len(levels)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._effort([int((one <= levels[middle]).sum()) for one in costs], most) <= most:
+                low = middle
+            else:
+                high = middle
+        taken = [np.flatnonzero(one <= levels[low]) for one in costs]
+        beyond = float(levels[low + 1]) if low + 1 < len(levels) else math.inf
+        while self._effort(list(map(len, taken)), most) > most:  # too many that are equally good
+            longest = max(map(len, taken))
+            taken, beyond = [one[: (longest + 1) // 2] for one in taken], 0.0
+        return taken, beyond
+
+    def _effort(self, sizes: Sequence[int], most: float) -> float:
+        scopes = {tuple(v for v in one.variables if sizes[v] > 1) for one in self.graph.factors}
+        return elimination_effort(dict(enumerate(sizes)), scopes, most)
+
+    def _best(self, candidates: Sequence[Integers]) -> tuple[list[int], float]:
+        """The best solution of these candidates alone, and its seconds."""
+        factors: dict[tuple[int, ...], Seconds] = {}
+        for one in self.graph.factors:
+            part = one.table.restricted([candidates[v] for v in one.variables])
+            varied = tuple(v for v in one.variables if len(candidates[v]) > 1)
+            part = part.reshape([len(candidates[v]) for v in varied])
+            factors[varied] = factors[varied] + part if varied in factors else part
+        offset = float(factors.pop((), np.zeros(())))
+        sizes = {v: len(one) for v, one in enumerate(candidates) if len(one) > 1}
+        rest = eliminate(sizes, [constant(*one) for one in factors.items()], largest=math.inf)
+        indices = {v: 0 for v, one in enumerate(candidates) if len(one) == 1}
+        rest.complete(indices)
+        found = [int(one[indices[v]]) for v, one in enumerate(candidates)]
+        return found, float(rest.factor.seconds) + offset
+
+
+def elimination_effort(sizes: Mapping[int, int], scopes: set[tuple[int, ...]], most: float) -> float:
+    """Entries of all tables that an elimination over `scopes` makes; not counted beyond `most`."""
+    near: dict[int, set[int]] = {}
+    for scope in scopes:
+        for v in scope:
+            near.setdefault(v, set()).update(scope)
+
+    def entries(v: int) -> int:
+        return math.prod(sizes[other] for other in near[v])
+
+    heap = [(entries(v), v) for v in near]
+    heapq.heapify(heap)
+    total = 0.0
+    while heap and total <= most:
+        size, v = heapq.heappop(heap)
+        if v not in near:
+            continue
+        now = entries(v)
+        if now != size:
+            heapq.heappush(heap, (now, v))
+            continue
+        total += size
+        around = near.pop(v) - {v}
+        for other in around:
+            near[other] = (near[other] | around) - {v}
+            heapq.heappush(heap, (entries(other), other))
+    return total

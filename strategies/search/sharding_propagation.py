@@ -1,0 +1,395 @@
+"""Sharding propagation: from the configured operators outward, each neighbour takes the strategy with the least
+resharding; then the propagated plan, or one that costs less around the same configured operators.
+
+Breadth first, successors before predecessors. An operator with several computed inputs waits until all of them are
+decided; what still waits when nothing else is left decides with what it knows. A parameter with several users has the
+layout that the first of them that is decided wants. Criteria: least time on the links for decided edges forward, then
+backward, then for what the operator sends by itself, then its own work, and the lexicographically smallest counts.
+Source: MindSpore's sharding_propagation, with seconds for its costs. Cost: distinct situations x candidates x edges,
+with paths cached; repeated layers meet the same situations.
+
+A model with repeated layers, many products or large ones takes the cheapest of the propagated plan, of that with single
+operators re-optimised, and of what recursive programming finds: what propagation met once it decided for all layers, so
+a neighbour that it left dearer than need be is paid as often. A small net keeps the propagated plan, on all devices,
+unless its products are all configured, so that nothing is left to propagate, or that plan costs `DEARER` times the
+cheapest on more than `FEW_RANKS` devices. Either way both costs are reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.core.mesh_refinement import Axes
+from strategies.core.steps import LOCAL
+from strategies.cost.cluster import Cluster
+from strategies.cost.resharding_estimate import shares
+from strategies.resharding.path import resharding_path
+from strategies.rules.sharding import Assignment, Sharding
+from strategies.search.plan_cost import approximate_cost
+from strategies.search.problem import Problem, Solution, plan_bytes
+from strategies.search.recursive_programming import improved, partitioned, refined
+from strategies.search.repeated_blocks import repeats
+
+EQUAL = 1e-9
+"""Relative difference below which seconds are equal."""
+SEARCHED_AXES = 5
+"""Axes up to which resharding paths are searched for: that takes 1 ms on few axes, and 50 on nine."""
+MOST_CANDIDATES = 256
+"""Placements of single axes above which only contiguous runs of axes in mesh order are tried."""
+SMALL_PRODUCTS, SMALL_FLOPS = 8, 1e9
+"""Products of a small net, and their flops in all."""
+FEW_RANKS, DEARER = 16, 2.0
+"""Ranks on which a small net keeps the propagated plan; on more it may cost so many times the seconds of the cheapest:
+shards for all of them are then smaller than what it takes to call for them."""
+
+Default = Callable[[Operator], Assignment]
+"""The assignment of an operator that propagation does not reach."""
+PlanSeconds = Callable[[Mapping[str, Assignment]], float]
+"""Assignments by operator id -> seconds of a step; infinite where the plan cannot run."""
+
+
+@dataclass(frozen=True)
+class Propagated:
+    """What sharding propagation ends with.
+
+    Attributes:
+        assignments: of the plan that is taken, by operator id.
+        reached: the operators that propagation reached.
+        propagated_cost: seconds of the propagated plan.
+        cheapest_cost: seconds of the cheapest plan that was found.
+        by_cost: whether that one is taken.
+        both: the assignments of both plans.
+    """
+
+    assignments: Mapping[str, Assignment]
+    reached: frozenset[str]
+    propagated_cost: float
+    cheapest_cost: float
+    by_cost: bool
+    both: tuple[Mapping[str, Assignment], ...]
+
+    def to_json(self) -> dict[str, Any] | None:
+        """The key `propagation` of a plan's `search`; None where one of the two plans cannot run."""
+        if math.isinf(max(self.propagated_cost, self.cheapest_cost)):
+            return None
+        return {"followed": self.propagated_cost, "cheapest": self.cheapest_cost, "by_price": self.by_cost}
+
+
+def sharding_propagation(
+    problem: Problem,
+    cluster: Cluster,
+    axes: Sequence[Axes],
+    default: Default,
+    seconds: PlanSeconds | None = None,
+) -> Propagated:
+    """The plan from the configured operators outward.
+
+    Args:
+        problem: with configured operators.
+        cluster: whose seconds are minimised.
+        axes: those that a user named (empty: an open mesh).
+        default: assignments of operators that propagation does not reach.
+        seconds: of a step as it runs; None for the sum of its parts.
+    """
+    chosen = Propagation(problem, LinkSeconds(problem.mesh, cluster)).run()
+    reached = frozenset(chosen)
+    chosen |= {one.id: default(one) for one in problem.graph.operators if one.id not in reached}
+    limit = problem.memory or math.inf
+    first = Solution(chosen, approximate_cost(problem, cluster).total(chosen), plan_bytes(problem, chosen))
+    around = [
+        improved(problem, cluster, partitioned(problem, cluster, runs), axes)
+        for runs in (axes, (problem.mesh.names,))  # from all axes as one, too
+    ]
+    every = (first, refined(problem, cluster, chosen, axes), *around)
+    best = min(every, key=lambda one: (max(one.bytes, limit), one.cost))
+    if seconds is not None:
+        first = replace(first, cost=seconds(chosen))
+        best = first if best.assignments == chosen else replace(best, cost=seconds(best.assignments))
+        best = min(first, best, key=lambda one: (max(one.bytes, limit), one.cost))
+    near = problem.mesh.size <= FEW_RANKS or first.cost <= DEARER * best.cost
+    keep = near and math.isfinite(first.cost) and _small(problem) and not _all_configured(problem)
+    by_cost = best is not first and not keep
+    taken = best.assignments if by_cost else chosen
+    return Propagated(taken, reached, first.cost, best.cost, by_cost, (chosen, best.assignments))
+
+
+def _small(problem: Problem) -> bool:
+    flops = [
+        sharding.flops for operator in problem.graph.operators if (sharding := problem.shardings[operator.id]).sums
+    ]
+    return len(flops) <= SMALL_PRODUCTS and sum(flops) <= SMALL_FLOPS and not repeats(problem)
+
+
+def _all_configured(problem: Problem) -> bool:
+    """Whether two products or more are all configured."""
+    products = [operator.id for operator in problem.graph.operators if _is_product(problem, operator)]
+    return len(products) > 1 and all(id in problem.fixed for id in products)
+
+
+def _is_product(problem: Problem, operator: Operator) -> bool:
+    """Sums over what two operands have in common, and leaves something to slice."""
+    sharding = problem.shardings[operator.id]
+    common = [set(dims) & sharding.sums for dims in sharding.operands]
+    return sum(map(bool, common)) > 1 and any(factor for dims in sharding.results for factor in dims)
+
+
+class Propagation:
+    """The decisions on one problem."""
+
+    def __init__(self, problem: Problem, link_seconds: LinkSeconds) -> None:
+        self.problem, self.graph, self.link_seconds = problem, problem.graph, link_seconds
+        self.chosen: dict[str, Assignment] = dict(problem.fixed)
+        self.queue = deque(operator for operator in self.graph.operators if operator.id in self.chosen)
+        self.waiting: dict[str, Operator] = {}
+        self.decided: dict[Situation, Assignment] = {}
+
+    def run(self) -> dict[str, Assignment]:
+        """An assignment for every operator that propagation reaches, by id."""
+        while self.queue or self.waiting:
+            if not self.queue:
+                self._decide(self.waiting.pop(next(iter(self.waiting))))
+                continue
+            operator = self.queue.popleft()
+            for index in range(len(operator.results)):
+                for user, _ in self.graph.users[Ref(operator.id, index)]:
+                    if user.id not in self.chosen:
+                        self._reach(user)
+            for producer in self._producers(operator):
+                if producer.id not in self.chosen:
+                    self._decide(producer)
+        return self.chosen
+
+    def _producers(self, operator: Operator) -> list[Operator]:
+        nodes = (self.graph.by_id[ref.id] for ref in operator.operands)
+        return [node for node in nodes if isinstance(node, Operator)]
+
+    def _reach(self, operator: Operator) -> None:
+        if all(producer.id in self.chosen for producer in self._producers(operator)):
+            self._decide(operator)
+        else:
+            self.waiting[operator.id] = operator
+
+    def _decide(self, operator: Operator) -> None:
+        self.waiting.pop(operator.id, None)
+        situation = self._situation(operator)
+        if situation not in self.decided:
+            self.decided[situation] = self._cheapest(situation)
+        self.chosen[operator.id] = self.decided[situation]
+        self.queue.append(operator)
+
+    def _situation(self, operator: Operator) -> Situation:
+        """What the decision depends on: the operator's rule and the decided values next to it."""
+        sharding, edges = self.problem.shardings[operator.id], []
+        for position, ref in enumerate(operator.operands):
+            have = self._have(ref, operator)
+            if have is not None:
+                shared = isinstance(self.graph.by_id[ref.id], Source)  # its gradients are added in its own layout
+                trained = ref in self.problem.trained and not shared
+                edges.append(Edge(False, position, self.graph.specs[ref], have, trained, None))
+        for index in range(len(operator.results)):
+            ref = Ref(operator.id, index)
+            for user, position in self.graph.users[ref]:
+                if user.id in self.chosen:
+                    there, chosen = self.problem.shardings[user.id], self.chosen[user.id]
+                    wanted = there.operand_layouts(chosen)[position]
+                    returned = there.gradient_layouts(chosen)[position]
+                    trained = ref in self.problem.trained
+                    edges.append(Edge(True, index, self.graph.specs[ref], wanted, trained, returned))
+        reduced = tuple(
+            (position, node.spec)
+            for position, ref in enumerate(operator.operands)
+            if isinstance(node := self.graph.by_id[ref.id], Source) and node.trainable
+        )
+        rule = sharding.operands, sharding.results, tuple(sharding.sizes.items()), sharding.sums, sharding.uneven
+        return Situation(sharding, (*rule, sharding.flops), tuple(edges), reduced, operator.results)
+
+    def _cheapest(self, situation: Situation) -> Assignment:
+        """The best candidate: one criterion after the other, each only among those that are equal so far."""
+        sharding, mesh = situation.sharding, self.problem.mesh
+        near = [((sharding.results if e.result else sharding.operands)[e.position], e.layout) for e in situation.edges]
+        options = candidates(sharding, self.problem, near)
+
+        def order(assignment: Assignment) -> tuple[float, ...]:
+            places = [mesh.names.index(axis) for factor in sharding.factors for axis in assignment.get(factor, ())]
+            counts = [mesh.product(assignment.get(factor, ())) for factor in sharding.factors]
+            return (sharding.flops / mesh.product(sharding.used(assignment)), *counts, *places)
+
+        criteria: tuple[Callable[[Assignment], Any], ...] = (
+            lambda assignment: sum(edge.forward(sharding, assignment, self.link_seconds) for edge in situation.edges),
+            lambda assignment: sum(edge.backward(sharding, assignment, self.link_seconds) for edge in situation.edges),
+            lambda assignment: self.link_seconds.own(sharding, assignment, situation.reduced, situation.results),
+            order,
+        )
+        for criterion in criteria:
+            if len(options) > 1:
+                seconds = [criterion(assignment) for assignment in options]
+                least = min(seconds)
+                if not isinstance(least, tuple):  # sums of the same numbers in another order
+                    least *= 1 + EQUAL
+                options = [option for option, value in zip(options, seconds, strict=True) if value <= least]
+        return options[0]
+
+    def _have(self, ref: Ref, operator: Operator) -> Layout | None:
+        """The layout of an operand, if that is decided: of a parameter the one that another user wants, a configured
+        one first."""
+        node = self.graph.by_id[ref.id]
+        if isinstance(node, Source) and node.kind == "parameter":
+            users = sorted(self.graph.users[ref], key=lambda use: use[0].id not in self.problem.fixed)
+            for user, position in users:
+                if user.id in self.chosen and user.id != operator.id:
+                    return self.problem.shardings[user.id].operand_layouts(self.chosen[user.id])[position]
+            return None
+        if isinstance(node, Source):
+            return self.problem.inputs[node.name] if node.kind == "input" else None
+        return self.problem.result_layout(ref, self.chosen[ref.id]) if ref.id in self.chosen else None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A decided value next to an operator: the layout in which an operand comes, or in which a user wants a result (and
+    how that user's gradient is returned)."""
+
+    result: bool
+    position: int
+    spec: TensorSpec
+    layout: Layout
+    trained: bool
+    returned: Layout | None
+
+    def forward(self, sharding: Sharding, assignment: Assignment, link_seconds: LinkSeconds) -> float:
+        """Seconds to carry the value there."""
+        if self.result:
+            before, after = sharding.result_layouts(assignment)[self.position], self.layout
+        else:
+            before, after = self.layout, sharding.operand_layouts(assignment)[self.position]
+        return link_seconds.seconds(before, after, self.spec)
+
+    def backward(self, sharding: Sharding, assignment: Assignment, link_seconds: LinkSeconds) -> float:
+        """Seconds to carry the gradient back."""
+        if not self.trained:
+            return 0.0
+        if self.returned is not None:
+            before, after = self.returned, sharding.result_layouts(assignment)[self.position].whole
+        else:
+            before, after = sharding.gradient_layouts(assignment)[self.position], self.layout.whole
+        return link_seconds.seconds(before, after, self.spec)
+
+
+class LinkSeconds:
+    """Seconds on the links of a cluster: the bytes of a path's collectives over the slowest link that each crosses,
+    without what every call costs: calls would decide between slicings that send the same, by how many ranks take part.
+    On more than `SEARCHED_AXES` axes the paths are estimated in closed form."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self.searched = len(mesh.sorted(mesh.names)) <= SEARCHED_AXES
+        self._known: dict[tuple[Layout, Layout, tuple[int, ...], int], float] = {}
+
+    def seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        key = before, after, spec.shape, spec.item_bytes
+        if key not in self._known:
+            if self.searched or after.partial:
+                sent = self._searched(before, after, spec)
+            else:
+                sent = self._estimated(before, after, spec)
+            self._known[key] = sum(size / self.cluster.link(self.mesh, axes).bandwidth for axes, size in sent)
+        return self._known[key]
+
+    def _searched(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Axes and bytes of every collective."""
+        for step in resharding_path(before, after, spec.shape, self.mesh):
+            if step.kind not in LOCAL:
+                yield step.axes, step.busiest(self.mesh) * spec.item_bytes
+
+    def _estimated(self, before: Layout, after: Layout, spec: TensorSpec) -> Iterator[tuple[tuple[str, ...], float]]:
+        for kind, axes, sent, _ in shares(before, after, self.mesh) if before != after else ():
+            if kind not in LOCAL:
+                yield axes, sent * spec.elements * spec.item_bytes
+
+    def own(
+        self,
+        sharding: Sharding,
+        assignment: Assignment,
+        reduced: Sequence[tuple[int, TensorSpec]],
+        results: Sequence[TensorSpec],
+    ) -> float:
+        """Seconds for what an operator sends by itself: sums of its results, and of the gradients of its trained
+        parameters (`reduced`: operand and spec)."""
+        gradients = sharding.gradient_layouts(assignment)
+        summed = list(zip(sharding.result_layouts(assignment), results, strict=True))
+        summed += [(gradients[position], spec) for position, spec in reduced]
+        return sum(self.seconds(layout, layout.whole, spec) for layout, spec in summed if layout.partial)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision depends on: repeated layers meet the same ones. `rule` is the content of the sharding;
+    `reduced` are the operands that are trained parameters."""
+
+    sharding: Sharding = field(compare=False)
+    rule: tuple[Any, ...]
+    edges: tuple[Edge, ...]
+    reduced: tuple[tuple[int, TensorSpec], ...]
+    results: tuple[TensorSpec, ...]
+
+
+def candidates(
+    sharding: Sharding, problem: Problem, neighbours: Sequence[tuple[tuple[str | None, ...], Layout]] = ()
+) -> list[Assignment]:
+    """Every legal assignment that uses as many devices as the dims allow, among them those that keep a neighbour's
+    axes in its order. Padded slices come from neighbours alone."""
+    mesh = problem.mesh
+    found: dict[tuple[tuple[str, tuple[str, ...]], ...], Assignment] = {}
+    starts: list[Assignment] = [{}]
+    for dims, layout in neighbours:
+        start: Assignment = {f: axes for f, axes in zip(dims, layout.dims, strict=True) if f is not None and axes}
+        if sharding.legal(start, mesh):
+            starts.append(start)
+    for begun in starts:
+        for assignment in _extensions(sharding, problem, begun):
+            found.setdefault(tuple(assignment.items()), assignment)
+    most = max(mesh.product(sharding.used(assignment)) for assignment in found.values())
+    return [assignment for assignment in found.values() if mesh.product(sharding.used(assignment)) == most]
+
+
+def _extensions(sharding: Sharding, problem: Problem, start: Assignment) -> Iterator[Assignment]:
+    mesh = problem.mesh
+    taken = {axis for axes in start.values() for axis in axes}
+    free = [axis for axis in mesh.names if axis not in taken and mesh.sizes[axis] > 1]
+    options: tuple[str | None, ...] = (*sharding.factors, None)
+    if len(options) ** len(free) > MOST_CANDIDATES:
+        placements = _contiguous(options, len(free))
+    else:
+        placements = product(options, repeat=len(free))
+    for placement in placements:
+        assignment: dict[str, tuple[str, ...]] = dict(start)
+        for axis, factor in zip(free, placement, strict=True):
+            if factor is not None:
+                assignment[factor] = (*assignment.get(factor, ()), axis)
+        if all(
+            axes == start.get(factor) or sharding.sizes[factor] % mesh.product(axes) == 0
+            for factor, axes in assignment.items()
+        ):
+            yield {factor: assignment[factor] for factor in sharding.factors if factor in assignment}
+
+
+def _contiguous(options: Sequence[str | None], length: int) -> Iterator[tuple[str | None, ...]]:
+    """Placements in which every factor has one run of neighbouring axes, in the order of the factors, the rest last."""
+
+    def fill(index: int, left: int) -> Iterator[tuple[str | None, ...]]:
+        if index == len(options) - 1:
+            yield (options[index],) * left
+            return
+        for size in range(left + 1):
+            for rest in fill(index + 1, left - size):
+                yield (options[index],) * size + rest
+
+    return fill(0, length)

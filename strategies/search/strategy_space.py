@@ -1,0 +1,404 @@
+"""The strategy space: the candidate strategies of every operator, with their layouts, seconds and bytes.
+
+A candidate says which factor every mesh axis slices. Operators with the same rule, shapes and gradients share one
+entry, so repeated layers are evaluated once. A parameter with several uses has candidates, too: it is stored in one
+layout, each use reshards it and returns its own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from typing import Any, Protocol
+
+import numpy as np
+
+from strategies.core.graph import Operator, Ref, Source, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.cost.collectives import path_seconds
+from strategies.cost.resharding_matrix import (
+    PARTIAL,
+    REPLICATED,
+    Integers,
+    LayoutTable,
+    ReshardingCosts,
+    Seconds,
+)
+from strategies.cost.roofline import operator_work, roofline
+from strategies.lowering.lowering import left_axes
+from strategies.resharding.path import resharding_path
+from strategies.rules.sharding import Assignment, Dims, Sharding
+from strategies.search.elimination import Table
+from strategies.search.problem import NodeCost, Problem, parameter_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Layouts:
+    """Layouts of an operand or a result: each once, and which of them every candidate has."""
+
+    table: LayoutTable
+    of_candidate: Integers
+
+
+class Assignments(Protocol):
+    """One per candidate."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, candidate: int, /) -> Assignment: ...
+
+    def __iter__(self) -> Iterator[Assignment]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The candidate strategies of one operator.
+
+    Attributes:
+        assignments: what each slices.
+        seconds: of the operator by itself.
+        bytes: that a rank keeps of its results, and of parameters that it alone uses.
+        wanted: per operand, the layouts in which it comes in.
+        returned: per operand, the layouts in which its gradient goes out.
+        given: the layouts of the results.
+    """
+
+    assignments: Assignments
+    seconds: Seconds
+    bytes: Seconds
+    wanted: tuple[Layouts, ...]
+    returned: tuple[Layouts, ...]
+    given: tuple[Layouts, ...]
+
+    def __len__(self) -> int:
+        return len(self.assignments)
+
+
+@dataclass(frozen=True, eq=False)
+class _SlicedAssignments:
+    """Assignments from the factor that every one of `axes` slices (`sliced` [candidates, axes]), made when needed."""
+
+    axes: tuple[str, ...]
+    factors: tuple[str, ...]
+    sliced: Integers
+    made: dict[int, Assignment] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sliced)
+
+    def __getitem__(self, candidate: int, /) -> Assignment:
+        if candidate not in self.made:
+            row = self.sliced[candidate].tolist()
+            self.made[candidate] = {
+                factor: tuple([axis for axis, place in zip(self.axes, row, strict=True) if place == number])
+                for number, factor in enumerate(self.factors)
+                if number in row
+            }
+        return self.made[candidate]
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class StrategySpace:
+    """The candidates of all operators of a problem."""
+
+    def __init__(self, problem: Problem, resharding: ReshardingCosts) -> None:
+        self.problem, self.resharding = problem, resharding
+        self.axes = resharding.axes
+        self.sizes = [problem.mesh.sizes[axis] for axis in self.axes]
+        self.cluster = resharding.cluster if problem.relaxation is None else problem.relaxation.cluster
+        self.node_cost = NodeCost(problem, resharding.cluster)
+        users = problem.graph.users
+        self.single_use = frozenset(
+            ref for s in problem.graph.of_kind("parameter") if len(users[ref := Ref(s.id)]) == 1
+        )
+        """Parameters with one use: they have the layout that it wants."""
+        self.multiplier = 0.0
+        """Seconds that a byte of memory costs at the moment."""
+        self._known: dict[tuple[Any, ...], Candidates] = {}
+        self._layouts: dict[tuple[int, bytes], Layouts] = {}
+
+    def of(self, operator: Operator) -> Candidates:
+        """The candidates of one operator."""
+        fixed, relaxation = self.problem.fixed.get(operator.id), self.problem.relaxation
+        key = (
+            self.problem.graph.looks[operator.id],
+            self._stored.get(operator.id),
+            None if fixed is None else tuple(fixed.items()),
+            self.problem.outputs.get(operator.id),
+            None
+            if relaxation is None
+            else (self.problem.resharding_counts(Ref(operator.id)), operator.id in relaxation.free),
+        )
+        if key not in self._known:
+            self._known[key] = self._free(operator) if fixed is None else self._fixed(operator, fixed)
+        return self._known[key]
+
+    @cached_property
+    def _stored(self) -> dict[str, frozenset[int]]:
+        """Which results of operators stay for backward, by id."""
+        indices: dict[str, set[int]] = {}
+        for ref in self.problem.stored:
+            indices.setdefault(ref.id, set()).add(ref.index)
+        return {id: frozenset(one) for id, one in indices.items()}
+
+    def _counted(self, operator: Operator) -> tuple[float, float]:
+        """Shares of forward and backward that cost time."""
+        relaxation = self.problem.relaxation
+        forward = float(relaxation is None or operator.id not in relaxation.free)
+        backward = (1.0 if relaxation is None else relaxation.backward) * (operator.id in self.problem.graph.returning)
+        return forward, forward * backward
+
+    def _fixed(self, operator: Operator, fixed: Assignment) -> Candidates:
+        """The one candidate of a configured operator."""
+        sharding = self.problem.shardings[operator.id]
+        one = np.zeros(1, dtype=np.int64)
+        wanted, returned, given = (
+            tuple(Layouts(self.resharding.table_of([layout]), one) for layout in layouts)
+            for layouts in (
+                sharding.operand_layouts(fixed),
+                sharding.gradient_layouts(fixed),
+                self.problem.outputs.get(operator.id) or sharding.result_layouts(fixed),
+            )
+        )
+        work = operator_work(sharding, fixed, operator, self.problem.graph, self.problem.mesh, self.cluster)
+        forward, backward = self._counted(operator)
+        seconds = np.array([forward * work.forward + backward * work.backward])
+        seconds = self._seconds(operator, seconds, (fixed,), returned)
+        return Candidates((fixed,), seconds, self._bytes(operator, wanted, given), wanted, returned, given)
+
+    def _free(self, operator: Operator) -> Candidates:
+        """Every legal candidate."""
+        sharding = self.problem.shardings[operator.id]
+        sliced = self._sliced(sharding)
+        wanted, returned, given = [], [], []
+        for dims in sharding.operands:
+            of_axis = self._dims_of_axes(sharding, dims, sliced)
+            wanted.append(self._side(of_axis, len(dims)))
+            partial = (sliced >= 0) & (of_axis == REPLICATED)
+            returned.append(self._side(np.where(partial, PARTIAL, of_axis), len(dims)))
+        summed = np.array([factor in sharding.sums for factor in sharding.factors] + [False])[sliced]
+        for dims in sharding.results:
+            of_axis = self._dims_of_axes(sharding, dims, sliced)
+            given.append(self._side(np.where(summed & (of_axis == REPLICATED), PARTIAL, of_axis), len(dims)))
+        shares = self._shares(sharding, sliced)
+        ahead, behind, _ = roofline(sharding, shares, operator, self.problem.graph, self.cluster, np.maximum)
+        forward, backward = self._counted(operator)
+        assignments = _SlicedAssignments(self.axes, tuple(sharding.factors), sliced)
+        work = np.zeros(len(sliced)) + forward * ahead + backward * behind
+        seconds = self._seconds(operator, work, assignments, returned)
+        size = self._bytes(operator, wanted, given)
+        return Candidates(assignments, seconds, size, tuple(wanted), tuple(returned), tuple(given))
+
+    def _sliced(self, sharding: Sharding) -> Integers:
+        """[candidates, axes]: the factor that every axis slices, by number, or REPLICATED; only equal shards."""
+        if not self.axes:  # one device
+            return np.zeros((1, 0), dtype=np.int64)
+        options = np.array([REPLICATED, *range(len(sharding.factors))])
+        grid = options[np.indices([len(options)] * len(self.axes)).reshape(len(self.axes), -1).T]
+        legal = np.ones(len(grid), dtype=bool)
+        for number, factor in enumerate(sharding.factors):
+            count = np.where(grid == number, self.sizes, 1).prod(1)
+            legal &= sharding.sizes[factor] % count == 0
+        return np.asarray(grid[legal], dtype=np.int64)
+
+    def _shares(self, sharding: Sharding, sliced: Integers) -> dict[str, Seconds]:
+        """Per factor the share of it that a rank has, by candidate."""
+        shares = {}
+        for number, factor in enumerate(sharding.factors):
+            count, size = np.where(sliced == number, self.sizes, 1).prod(1), sharding.sizes[factor]
+            shares[factor] = -(-size // count) / size if size else np.ones(len(sliced))
+        return shares
+
+    def _dims_of_axes(self, sharding: Sharding, dims: Dims, sliced: Integers) -> Integers:
+        """[candidates, axes]: which dim every axis slices, or REPLICATED."""
+        lookup = np.array([*(dims.index(f) if f in dims else REPLICATED for f in sharding.factors), REPLICATED])
+        return np.asarray(lookup[sliced])
+
+    def _side(self, of_axis: Integers, dims: int) -> Layouts:
+        """The layouts of [candidates, axes]; equal ones are one object."""
+        key = dims, of_axis.tobytes()
+        if key not in self._layouts:
+            base = of_axis.max(initial=0) + 3
+            numbers = ((of_axis + 2) * base ** np.arange(of_axis.shape[1])).sum(1)
+            _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+            self._layouts[key] = Layouts(self.resharding.table(of_axis[first], dims), inverse)
+        return self._layouts[key]
+
+    def _seconds(
+        self, operator: Operator, work: Seconds, assignments: Assignments, returned: Sequence[Layouts]
+    ) -> Seconds:
+        """Seconds of an operator whatever its neighbours do: its `work`, what its local program sends, the update of
+        parameters that it alone uses, and results that it hands on in another layout."""
+        problem, graph, sharding, total = self.problem, self.problem.graph, self.problem.shardings[operator.id], work
+        trained = operator.id in graph.returning
+        if sharding.local is not None and self.node_cost.communicates(operator, sharding):
+            total = total + [self.node_cost.local_communication(operator, sharding, one) for one in assignments]
+        for side, ref in zip(returned, operator.operands, strict=True):
+            if trained and ref in self.single_use and ref in graph.trained:
+                spec = graph.specs[ref]
+                total = (
+                    total
+                    + np.array([self.node_cost.parameter_seconds(one, spec) for one in self._every(side.table)])[
+                        side.of_candidate
+                    ]
+                )
+        after = problem.outputs.get(operator.id)
+        if after is not None and problem.resharding_counts(Ref(operator.id)):
+            natural = sharding.result_layouts(assignments[0])
+            for index, (have, then, spec) in enumerate(zip(natural, after, operator.results, strict=True)):
+                total = total + self._path_seconds(have, then, spec)
+                if trained and Ref(operator.id, index) in graph.trained:
+                    total = total + self._path_seconds(then.whole, have.whole, spec)
+        return total
+
+    def _bytes(self, operator: Operator, wanted: Sequence[Layouts], given: Sequence[Layouts]) -> Seconds:
+        """What a rank keeps: results that stay for backward, and the parameters that this operator alone uses."""
+        graph, total = self.problem.graph, np.zeros(len(given[0].of_candidate) if given else 1)
+        for index, (side, spec) in enumerate(zip(given, operator.results, strict=True)):
+            if Ref(operator.id, index) in self.problem.stored:
+                total = total + (self.elements(side.table, spec) * spec.item_bytes)[side.of_candidate]
+        for side, ref in zip(wanted, operator.operands, strict=True):
+            if ref in self.single_use:
+                per_element = np.array([parameter_bytes(self.problem, one, ref) for one in self._every(side.table)])
+                total = total + (self.elements(side.table, graph.specs[ref]) * per_element)[side.of_candidate]
+        return total
+
+    def _every(self, table: LayoutTable) -> list[Layout]:
+        return [self.resharding.layout(table, index) for index in range(len(table))]
+
+    def elements(self, table: LayoutTable, spec: TensorSpec) -> Seconds:
+        """Elements of a rank's shard, per layout."""
+        counts = self.resharding.counts[table.dims]
+        return np.asarray(np.ceil(np.array(spec.shape, dtype=np.float64) / counts).prod(1))
+
+    def _path_seconds(self, before: Layout, after: Layout, spec: TensorSpec) -> float:
+        mesh = self.problem.mesh
+        return path_seconds(
+            resharding_path(before, after, spec.shape, mesh), spec.item_bytes, mesh, self.resharding.cluster
+        )
+
+
+Use = tuple[Operator, int, bool]
+"""A user, the position of the operand, and whether a gradient comes back."""
+
+
+class SharedParameter:
+    """A parameter with several uses.
+
+    A candidate is a layout and a set of replica axes over which the gradient is added once per step; every use must
+    leave its gradient as a sum over such axes only (see lowering, where what is left follows in the same way).
+
+    Attributes:
+        layouts: per candidate.
+        seconds: of the update, per candidate.
+        bytes: per candidate.
+        own: the factor table over the parameter.
+        uses: per use, the factor table [candidates, candidates of the user]; none where resharding has no cost.
+    """
+
+    def __init__(
+        self, space: StrategySpace, source: Source, uses: Sequence[Use], candidates: Mapping[str, Candidates]
+    ) -> None:
+        resharding, spec, mesh = space.resharding, source.spec, space.problem.mesh
+        trained = any(gradient for _, _, gradient in uses)
+        wanted = [(candidates[user.id].wanted[place].table, user.id in space.problem.fixed) for user, place, _ in uses]
+        tables = [one for one, fixed in wanted if fixed] or [one for one, _ in wanted]
+        layouts = dict.fromkeys(resharding.layout(one, i) for one in tables for i in range(len(one)))
+        every = [
+            (layout, frozenset(added))
+            for layout in layouts
+            for replicas in [layout.replica_axes(mesh) if trained else ()]
+            for size in range(len(replicas) + 1)
+            for added in combinations(replicas, size)
+        ]
+        self.layouts = [layout for layout, _ in every]
+        self.seconds: Seconds = np.zeros(len(every))
+        if trained:
+            update = space.node_cost.parameter_seconds
+            self.seconds = np.array([update(Layout(layout.dims, added), spec) for layout, added in every])
+        ref = Ref(source.id)
+        per_element = np.array([parameter_bytes(space.problem, layout, ref) for layout in self.layouts])
+        self.bytes: Seconds = space.elements(resharding.table_of(self.layouts), spec) * per_element
+        self.own = Table(lambda: self.seconds + space.multiplier * self.bytes)
+        share = max(sum(not gradient for _, _, gradient in uses), 1)
+        self._uses = [
+            _ParameterUse(resharding, spec, mesh, every, candidates[user.id], place, gradient, share)
+            for user, place, gradient in uses
+            if space.problem.resharding_counts(ref)
+        ]
+        self.uses = [Table(use.seconds) for use in self._uses]
+
+    def evaluate(self, index: int, users: Sequence[int]) -> None:
+        """Makes exact what a solution uses: the candidate of the parameter, and those of its users."""
+        for use, user in zip(self._uses, users, strict=False):
+            use.evaluate(index, user)
+
+    def cost(self, index: int, users: Sequence[int]) -> float:
+        """Seconds of a solution whose entries are exact: uses without a gradient pay once for what they share."""
+        total, shared = float(self.seconds[index]), {}
+        for use, table, user in zip(self._uses, self.uses, users, strict=False):
+            seconds = float(table.seconds[index, user])
+            if use.returned is None:
+                wanted = use.wanted.table
+                shared[wanted.dims[use.wanted.of_candidate[user]].tobytes()] = seconds * use.share
+            else:
+                total += seconds
+        return total + sum(shared.values())
+
+    def refresh(self) -> None:
+        for table in self.uses:
+            table.refresh()
+
+
+class _ParameterUse:
+    """One use of a parameter. Those without a gradient share what they want in common: each pays a part."""
+
+    def __init__(
+        self,
+        resharding: ReshardingCosts,
+        spec: TensorSpec,
+        mesh: Mesh,
+        every: Sequence[tuple[Layout, frozenset[str]]],
+        candidates: Candidates,
+        place: int,
+        gradient: bool,
+        share: int,
+    ) -> None:
+        self.resharding, self.spec, self.share = resharding, spec, share
+        self.wanted, self.returned = candidates.wanted[place], candidates.returned[place] if gradient else None
+        layouts = list(dict.fromkeys(layout for layout, _ in every))
+        places = {layout: place for place, layout in enumerate(layouts)}
+        self.stored, self.of_candidate = resharding.table_of(layouts), [places[layout] for layout, _ in every]
+        self.back: list[tuple[LayoutTable, LayoutTable]] = []
+        self.illegal: list[list[bool]] = []
+        for column in range(len(self.returned.table) if self.returned is not None else 0):
+            assert self.returned is not None
+            layout = resharding.layout(self.returned.table, column)
+            left = {have: left_axes(have, layout, spec.shape, mesh) for have in layouts}
+            after = resharding.table_of([Layout(have.dims, left[have]) for have in layouts])
+            self.back.append((resharding.table_of([layout]), after))
+            self.illegal.append([not left[have] <= added for have, added in every])
+
+    def seconds(self) -> Seconds:
+        """[candidates of the parameter, candidates of the user]."""
+        total = self.resharding.seconds(self.stored, self.wanted.table, self.spec)
+        total = total[np.array(self.of_candidate)[:, None], self.wanted.of_candidate]
+        if self.returned is None:
+            return np.asarray(total / self.share)
+        columns = []
+        for (before, after), illegal in zip(self.back, self.illegal, strict=True):
+            seconds = self.resharding.seconds(before, after, self.spec, at_once=0)[0, self.of_candidate]
+            columns.append(np.where(illegal, np.inf, seconds))
+        return np.asarray(total + np.stack(columns, 1)[:, self.returned.of_candidate])
+
+    def evaluate(self, index: int, user: int) -> None:
+        wanted = int(self.wanted.of_candidate[user])
+        self.resharding.evaluate(self.stored, self.wanted.table, self.spec, self.of_candidate[index], wanted)
+        if self.returned is not None:
+            before, after = self.back[int(self.returned.of_candidate[user])]
+            self.resharding.evaluate(before, after, self.spec, 0, self.of_candidate[index])

@@ -1,0 +1,124 @@
+"""Solutions read back from arrays, against the tables one by one; what options take, against one option at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from strategies.core.graph import OperatorGraph
+from strategies.cost.resharding_matrix import ReshardingCosts
+from strategies.cost.roofline import operator_seconds
+from strategies.search.cost_graph import CostGraph
+from strategies.search.strategy_space import StrategySpace
+from tests.strategies.search.test_factor_graph import NODES, gpt, llama, problem_of
+
+
+def cost_of(graph: CostGraph, indices: Sequence[int]) -> float:
+    """What every operator and every value takes, one after the other; a target that uses share is paid once."""
+    total = sum(candidates.seconds[indices[graph.variables[id]]] for id, candidates in graph.candidates.items())
+    total += sum(seconds[indices[variable]] for variable, seconds in graph.leaving)
+    for value in graph.values:
+        row = 0 if value.producer is None else value.given.of_candidate[indices[value.producer]]
+        paid = {}
+        for user, pair in value.uses:
+            target = pair.of_candidate[indices[user]]
+            paid[pair.targets[target]] = pair.seconds[row, target]
+        total += sum(paid.values())
+    for ref, (variable, shared) in graph.parameters.items():
+        users = [indices[graph.variables[user.id]] for user, _ in graph.operators.users[ref]]
+        total += shared.cost(indices[variable], users)
+    return float(total)
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(llama, (2, 4)), (gpt, (8,)), (llama, (2, 2, 2))])
+def test_solutions_cost_and_keep_what_their_parts_do(make: type, sizes: tuple[int, ...]) -> None:
+    problem = problem_of(make(2), *sizes)
+    graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))
+    rng = random.Random(0)
+    for _ in range(20):
+        indices = [rng.randrange(size) for size in graph.factors.sizes]
+        graph.factors.cost(indices)  # which makes all tables
+        graph.evaluate(indices)
+        assert graph.cost(indices) == pytest.approx(cost_of(graph, indices), rel=1e-12)
+        kept = sum(candidates.bytes[indices[graph.variables[id]]] for id, candidates in graph.candidates.items())
+        kept += sum(shared.bytes[indices[variable]] for variable, shared in graph.parameters.values())
+        assert graph.bytes(indices) == pytest.approx(kept, rel=1e-12)
+
+
+def test_what_a_solution_uses_is_settled() -> None:
+    problem = problem_of(llama(2), 2, 4)
+    transfers = ReshardingCosts(problem.mesh, NODES, at_once=0)
+    graph = CostGraph(problem, StrategySpace(problem, transfers))
+    rng, raised = random.Random(1), 0
+    for _ in range(5):
+        indices = [rng.randrange(size) for size in graph.factors.sizes]
+        raised += graph.evaluate(indices)
+        for value in graph.values:
+            row = 0 if value.producer is None else int(value.given.of_candidate[indices[value.producer]])
+            for user, pair in value.uses:
+                come = int(pair.come[pair.of_candidate[indices[user]]])
+                assert transfers._matrices[transfers._key(pair.given, pair.wanted, pair.spec)].exact[row, come]
+        assert not graph.evaluate(indices)
+    assert raised > 1
+
+
+def test_values_of_which_uses_disagree_and_pay_are_underpaid() -> None:
+    problem = problem_of(llama(2), 2, 4)
+    graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))
+    rng, found = random.Random(2), 0
+    for _ in range(5):
+        indices = [rng.randrange(size) for size in graph.factors.sizes]
+        graph.evaluate(indices)
+        wanted = set()
+        for value in graph.values:
+            row = 0 if value.producer is None else int(value.given.of_candidate[indices[value.producer]])
+            targets = {pair.targets[pair.of_candidate[indices[user]]] for user, pair in value.uses}
+            pays = any(pair.seconds[row, pair.of_candidate[indices[user]]] for user, pair in value.uses)
+            if len(targets) > 1 and pays and graph._can_share(value):
+                wanted.add(value.ref)
+        assert graph.underpaid(indices) == wanted
+        found += len(wanted)
+    assert found > 5
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)])
+def test_all_options_of_an_operator_take_what_each_takes_alone(sizes: tuple[int, ...]) -> None:
+    problem = problem_of(gpt(1), *sizes)
+    space = StrategySpace(problem, ReshardingCosts(problem.mesh, NODES))
+    checked = 0
+    for operator in problem.graph.operators:
+        sharding, candidates = problem.shardings[operator.id], space.of(operator)
+        if sharding.local is not None or any(ref in space.single_use for ref in operator.operands):
+            continue
+        trained = operator.id in problem.graph.returning
+        each = [
+            operator_seconds(sharding, one, operator, problem.graph, problem.mesh, NODES, trained)
+            for one in candidates.assignments
+        ]
+        assert candidates.seconds.tolist() == each
+        checked += len(each)
+    assert checked > 30
+
+
+def test_operators_look_alike_where_only_names_of_values_differ() -> None:
+    graph = llama(3)
+
+    def alike(seen: OperatorGraph, first: str, second: str) -> bool:
+        return seen.looks[seen.by_name[first].id] == seen.looks[seen.by_name[second].id]
+
+    layer = [one.name for one in graph.operators if one.name.startswith("layers.1")]
+    assert len(layer) > 30 and all(alike(graph, name, name.replace("layers.1", "layers.2")) for name in layer)
+    first, second = "layers.1.attention.transpose@0", "layers.2.attention.transpose@0"
+    assert not alike(graph, "layers.1.attention.q_proj", "layers.1.attention.k_proj")
+    turned = graph.by_name[first]
+    for arguments in ((turned.args[0], 1, -2), (turned.args[0], True, 2)):  # True is equal to 1, and something else
+        operators = tuple(replace(one, args=arguments) if one is turned else one for one in graph.operators)
+        assert not alike(replace(graph, operators=operators), first, second)
+    weight = "layers.1.attention.q_proj.weight"
+    sources = tuple(replace(one, trainable=one.trainable and not one.name.endswith(weight)) for one in graph.sources)
+    assert sources != graph.sources
+    frozen = replace(graph, sources=sources)
+    assert not alike(frozen, "layers.1.attention.q_proj", "layers.2.attention.q_proj")

@@ -1,0 +1,238 @@
+"""Elimination and folding against enumeration and a mixed-integer program; bounds against prices; limits of memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models.gpt import GPT
+from models.llama import Llama
+from strategies.capture import Objective, capture
+from strategies.core.errors import StrategyError
+from strategies.core.graph import OperatorGraph, TensorSpec
+from strategies.core.layout import Layout
+from strategies.core.mesh import Mesh
+from strategies.cost.cluster import Cluster, Level, Link
+from strategies.cost.resharding_matrix import ReshardingCosts
+from strategies.rules import rule_of
+from strategies.search import elimination
+from strategies.search.cost_graph import CostGraph
+from strategies.search.dynamic_programming import search
+from strategies.search.elimination import Elimination, Factor, FactorGraph, Table, constant, eliminate
+from strategies.search.problem import Problem
+from strategies.search.repeated_blocks import Contraction
+from strategies.search.strategy_space import StrategySpace
+from tests.strategies.search.integer_program import integer_optimum, settled
+
+NODES = Cluster(
+    "nodes",
+    (Level("node", 8, Link(4e10, 1e-5)), Level("device", 8, Link(3e11, 5e-6))),
+    {"float32": 5e13, "bfloat16": 4e14},
+    80 * 2**30,
+    2.5e12,
+    3e-6,
+)
+
+
+class Loss(nn.Module):
+    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def graph_of(model: nn.Module, rows: int, length: int) -> OperatorGraph:
+    tokens = torch.zeros(rows, length, dtype=torch.long, device="meta")
+    return capture(Objective(model, Loss(), ("0", "1"), ("1",)), (tokens, tokens), training=True).graph
+
+
+def llama(layers: int) -> OperatorGraph:
+    with torch.device("meta"):
+        return graph_of(Llama(32000, 1024, 1024, layers, 16, 8, 2816), 16, 1024)
+
+
+def gpt(layers: int) -> OperatorGraph:
+    with torch.device("meta"):
+        return graph_of(GPT(50304, 1024, 768, layers, 12), 16, 1024)
+
+
+def problem_of(graph: OperatorGraph, *sizes: int) -> Problem:
+    mesh = Mesh(tuple(zip("abcdef", sizes, strict=False)))
+    inputs = {s.name: Layout((("a",), *((),) * (len(s.spec.shape) - 1))) for s in graph.of_kind("input")}
+    return Problem(graph, mesh, {o.id: rule_of(o, graph) for o in graph.operators}, inputs, {}, {})
+
+
+def random_network(rng: random.Random, blocks: int) -> FactorGraph:
+    """Blocks of three variables, each touching the block before; the first variable is touched by all."""
+    numbers = np.random.default_rng(rng.getrandbits(30))
+    graph, sizes = FactorGraph(), [rng.randint(1, 4) for _ in range(3)]
+    graph.add(rng.randint(1, 3))
+    first = graph.sizes[0]
+    cells = {
+        name: Table(lambda shape=shape: numbers.random(shape))  # type: ignore[misc]
+        for name, shape in {
+            "own": (sizes[0],),
+            "back": (sizes[2], sizes[0]),
+            "all": (first, sizes[1]),
+            "step": (sizes[0], sizes[1]),
+            "three": (sizes[0], sizes[1], sizes[2]),
+        }.items()
+    }
+    for block in range(blocks):
+        a, b, c = (graph.add(size) for size in sizes)
+        graph.factors += [Factor((a,), cells["own"]), Factor((0, b), cells["all"]), Factor((a, b), cells["step"])]
+        graph.factors.append(Factor((a, b, c), cells["three"]))
+        if block:
+            graph.factors.append(Factor((a - 1, a), cells["back"]))
+    last = graph.add(2)
+    graph.factors.append(constant((last - 1, last), numbers.random((sizes[2], 2))))
+    return graph
+
+
+def test_elimination_finds_what_enumeration_finds() -> None:
+    for seed in range(200):
+        graph = random_network(random.Random(seed), 2)
+        rest = eliminate(dict(enumerate(graph.sizes)), graph.factors)
+        indices: dict[int, int] = {}
+        rest.complete(indices)
+        least = min(graph.cost(one) for one in product(*map(range, graph.sizes)))
+        assert float(rest.factor.seconds) == pytest.approx(least)
+        assert graph.cost([indices[v] for v in range(len(graph.sizes))]) == pytest.approx(least)
+
+
+def test_folding_changes_nothing() -> None:
+    folded_any = 0
+    for seed in range(60):
+        graph = random_network(random.Random(seed), 3 + seed % 14)
+        folded = Contraction(graph)
+        folded_any += bool(folded.runs)
+        indices, least = folded.solve()
+        assert least == pytest.approx(float(eliminate(dict(enumerate(graph.sizes)), graph.factors).factor.seconds))
+        assert graph.cost(indices) == pytest.approx(least)
+    assert folded_any > 40
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "sizes"),
+    [
+        *((llama, layers, sizes) for layers in (2, 8) for sizes in ((8,), (2, 4))),
+        *((gpt, layers, sizes) for layers in (2, 12) for sizes in ((8,), (2, 4))),
+    ],
+)
+def test_an_integer_program_finds_nothing_better(make: type, layers: int, sizes: tuple[int, ...]) -> None:
+    problem = problem_of(make(layers), *sizes)
+    found = search(problem, NODES)
+    assert found.gap <= 1e-9
+    assert integer_optimum(settled(problem, NODES)) == pytest.approx(found.cost, rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (8, 8), (2, 2, 2)])
+def test_bounds_are_below_prices(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(tuple(zip("abc", sizes, strict=False)))
+    spec = TensorSpec((64, 1024, 512), "bfloat16")
+    places = np.array(list(product((-2, -1, 0, 1, 2), repeat=len(sizes))))
+    whole = np.array(list(product((-1, 0, 1, 2), repeat=len(sizes))))
+    bounded, priced = ReshardingCosts(mesh, NODES, at_once=0), ReshardingCosts(mesh, NODES, at_once=10**9)
+    low = bounded.seconds(bounded.table(places, 3), bounded.table(whole, 3), spec)
+    real = priced.seconds(priced.table(places, 3), priced.table(whole, 3), spec)
+    assert (low <= real * (1 + 1e-12)).all()
+    assert (low[real > 0] > 0).all() and (low == real).mean() > 0.05
+    before, after = bounded.table(places, 3), bounded.table(whole, 3)
+    for row in range(0, len(before), 7):
+        for column in range(0, len(after), 5):
+            bounded.evaluate(before, after, spec, row, column)
+            assert bounded.seconds(before, after, spec)[row, column] == pytest.approx(real[row, column], rel=1e-12)
+
+
+def test_a_limit_of_memory_is_kept() -> None:
+    problem = problem_of(llama(6), 2, 4)
+    free = search(problem, NODES)
+    least = free.cost
+    for share in (0.9, 0.7):
+        found = search(replace(problem, memory=share * free.bytes), NODES)
+        assert found.bytes <= share * free.bytes
+        assert found.cost >= least
+        assert found.lower_bound <= found.cost and found.gap < 0.05
+        least = found.cost
+    assert search(replace(problem, memory=2 * free.bytes), NODES).cost == free.cost
+    with pytest.raises(StrategyError, match=r"parallel.memory_limit .* no plan was found that keeps it"):
+        search(replace(problem, memory=1e6), NODES)
+
+
+def test_no_plan_within_a_limit_is_below_the_bound() -> None:
+    problem = problem_of(llama(1), 2, 4)
+    graph = CostGraph(problem, StrategySpace(problem, ReshardingCosts(problem.mesh, NODES)))
+    free, rng = search(problem, NODES), random.Random(0)
+    limit = 0.9 * free.bytes
+    found = search(replace(problem, memory=limit), NODES)
+    small = {graph.variables[id]: int(candidates.bytes.argmin()) for id, candidates in graph.candidates.items()}
+    kept = 0
+    for _ in range(300):
+        indices = [
+            small[v] if v in small and rng.random() < 0.9 else rng.randrange(size)
+            for v, size in enumerate(graph.factors.sizes)
+        ]
+        if graph.bytes(indices) <= limit:
+            kept += 1
+            graph.evaluate(indices)
+            assert graph.cost(indices) >= found.lower_bound
+    assert kept > 10
+
+
+def changed(graph: FactorGraph, rng: np.random.Generator, share: float) -> None:
+    """Makes some cells again, with other numbers."""
+    for table in {id(one.table): one.table for one in graph.factors}.values():
+        if rng.random() < share:
+            shape = table.seconds.shape
+            table.make = lambda shape=shape: rng.random(shape)  # type: ignore[misc]
+            table.refresh()
+            assert table.seconds.shape == shape
+
+
+def test_a_graph_is_solved_again_when_its_seconds_change() -> None:
+    for seed in range(30):
+        graph, rng = random_network(random.Random(seed), 3 + seed % 9), np.random.default_rng(seed)
+        folded, sizes = Contraction(graph), dict(enumerate(graph.sizes))
+        whole = Elimination(sizes, graph.factors)
+        for share in (0.0, 0.3, 1.0, 0.3):
+            changed(graph, rng, share)
+            least = float(eliminate(sizes, graph.factors).factor.seconds)
+            indices, found = folded.solve()
+            assert found == pytest.approx(least) and graph.cost(indices) == pytest.approx(least)
+            rest, completed = whole.solve(), dict[int, int]()
+            rest.complete(completed)
+            assert float(rest.factor.seconds) == pytest.approx(least)
+            assert graph.cost([completed[v] for v in sizes]) == pytest.approx(least)
+
+
+def test_a_graph_reuses_minima_of_another_with_the_same_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    least = elimination.minimised
+    monkeypatch.setattr(elimination, "minimised", lambda parts: (made.append(len(parts)), least(parts))[1])
+    graph, rng = random_network(random.Random(5), 12), np.random.default_rng(5)
+    for share in (0.0, 0.4):
+        changed(graph, rng, share)
+        fresh = FactorGraph(graph.sizes, graph.factors)
+        alone, sums = Contraction(fresh).solve(), len(made)
+        made.clear()
+        again = Contraction(FactorGraph(graph.sizes, graph.factors, fresh.memo)).solve()
+        assert 0 < 2 * len(made) < sums and again == alone
+        made.clear()
+
+
+def test_equal_sums_are_reused_where_their_dims_match() -> None:
+    numbers = np.random.default_rng(0)
+    first, second = numbers.random((3, 3)), numbers.random((3, 3))
+    turned = eliminate({0: 3, 1: 3, 2: 3}, [constant((0, 1), first), constant((0, 2), second)], kept=(1, 2))
+    other = eliminate({0: 3, 1: 3, 2: 3}, [constant((1, 0), first), constant((0, 2), second)], kept=(1, 2))
+    both = eliminate(
+        {0: 3, 1: 3, 2: 3, 3: 3},
+        [constant((0, 1), first), constant((0, 2), second), constant((1, 3), first), constant((3, 2), second)],
+        kept=(1, 2),
+    )
+    assert np.allclose(both.factor.seconds, turned.factor.seconds + other.factor.seconds)
+    assert not np.allclose(turned.factor.seconds, other.factor.seconds)

@@ -1,0 +1,78 @@
+"""What a parameter takes by itself, for one micro-batch of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from strategies.core.graph import Ref
+from strategies.core.layout import Layout
+from strategies.core.program import LoweringOptions
+from strategies.core.request import Request
+from strategies.cost.step import step_cost
+from strategies.lowering.lowering import lower
+from strategies.optimizer.bytes_per_element import needed
+from strategies.optimizer.settings import OptimizerSettings
+from strategies.planner.planner import make_plan
+from strategies.search.problem import NodeCost, Problem
+from tests.strategies.search.test_factor_graph import NODES, llama, problem_of
+
+TURNS = 4
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return problem_of(llama(2), 8)
+
+
+def seconds(problem: Problem, stage: int, turns: int, sliced: bool = False) -> float:
+    """Of the largest parameter, whole on all ranks or cut among them."""
+    source = max(problem.graph.of_kind("parameter"), key=lambda one: one.spec.elements)
+    axes = problem.mesh.names
+    whole = Layout.replicated(2) if stage else Layout(((), ()), frozenset(axes))
+    layout = Layout((axes, ())) if sliced else whole
+    assert Ref(source.id) in problem.trained
+    return NodeCost(replace(problem, stage=stage, micro_batches=turns), NODES).parameter_seconds(layout, source.spec)
+
+
+def test_what_is_done_once_per_step_counts_for_its_part(problem: Problem) -> None:
+    assert seconds(problem, 0, TURNS) == pytest.approx(seconds(problem, 0, 1) / TURNS)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_zero_does_for_every_micro_batch_counts_whole(problem: Problem, stage: int) -> None:
+    one, many = seconds(problem, stage, 1), [seconds(problem, stage, turns) for turns in (TURNS, 10**9)]
+    assert one > many[0] > many[1] > 0.05 * one
+    assert (many[0] - many[1]) * TURNS == pytest.approx(one - many[1])  # the rest is once per step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_is_cut_is_only_updated(problem: Problem, stage: int) -> None:
+    """And copied by ZeRO, for every micro-batch."""
+    copied = seconds(problem, stage, 10**9, sliced=True)
+    updated = seconds(problem, stage, TURNS, sliced=True) - copied
+    assert updated == pytest.approx(seconds(problem, 0, 1, sliced=True) / TURNS)
+    assert copied == pytest.approx(0.0, abs=1e-9) if stage == 0 else copied > updated
+    assert updated + copied < seconds(problem, stage, TURNS)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_is_what_a_step_of_the_plan_costs(problem: Problem, stage: int) -> None:
+    """Updates are priced by the search as by the step that it plans: with what the optimizer moves, and gradients that
+    nothing hides where they are added behind backward."""
+    for optimizer, overlaps in product((torch.optim.AdamW, torch.optim.SGD), (True, False)):
+        need = needed(optimizer, torch.float32)
+        asked = replace(problem, stage=stage, optimizer_bytes=need.moved, overlaps=overlaps)
+        whole = {one.name: Layout.replicated(len(one.spec.shape)) for one in asked.graph.sources}
+        plan = replace(make_plan(asked.graph, Request("data_parallel", 8)), tensors=whole)
+        settings = OptimizerSettings(stage, optimizer, overlap=overlaps)
+        program = lower(asked.graph, plan, LoweringOptions(partial_loss=True, sharded_optimizer=stage > 0))
+        cost = step_cost(asked.graph, plan, program, NODES, settings)
+        axes = frozenset(plan.mesh.names) if stage == 0 else frozenset()
+        own = NodeCost(replace(asked, mesh=plan.mesh), NODES)
+        sources = [one for one in asked.graph.of_kind("parameter") if one.trainable]
+        total = sum(own.parameter_seconds(Layout(((),) * len(one.spec.shape), axes), one.spec) for one in sources)
+        assert total == pytest.approx(cost.exposed + sum(cost.zero.values()) + cost.optimizer, rel=0.2)

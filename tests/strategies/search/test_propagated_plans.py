@@ -1,0 +1,82 @@
+"""What propagation ends with: the plan that was followed, or the cheapest one, and both prices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from models.quickstart import Net
+from strategies.core.request import OperatorStrategy, Request
+from strategies.cost.cluster import Cluster, Level, Link
+from strategies.planner.planner import make_plan
+from strategies.rules.sharding import Assignment
+from strategies.search.dynamic_programming import search
+from strategies.search.plan_cost import PlanCost
+from strategies.search.problem import Problem
+from strategies.search.sharding_propagation import DEARER, LinkSeconds, Propagated, Propagation
+from tests.strategies.search.problems import gpt, node, prime_mesh, problem, propagated, shaped
+
+SLOW = Cluster("slow", (Level("rank", 8, Link(1e8, 1e-4)),), {"float32": 1e9}, 2**30, 1e9, 1e-6)
+"""Every call costs more than the work of a small net."""
+
+
+def quickstart(*products: str) -> Problem:
+    with torch.device("meta"):
+        graph = shaped(Net(), nn.MSELoss(), torch.zeros(16, 32), torch.zeros(16, 16))
+    made = problem(graph, prime_mesh(4))
+    return problem(graph, made.mesh, {name: {"m": ("d0",), "k": ("d1",)} for name in products})
+
+
+def found(made: Problem, machine: Cluster = SLOW) -> Propagated:
+    return propagated(made, machine)
+
+
+def seconds(made: Problem, one: Propagated, machine: Cluster = SLOW) -> float:
+    return PlanCost(made, machine).total(one.assignments)
+
+
+def test_a_small_net_keeps_what_can_be_followed_and_tells_what_it_costs() -> None:
+    made = quickstart("matmul")
+    one = found(made)
+    reached = Propagation(made, LinkSeconds(made.mesh, SLOW)).run()
+    assert reached.items() <= one.assignments.items() and reached.keys() == one.reached and not one.by_cost
+    assert math.isclose(seconds(made, one), one.propagated_cost) and one.cheapest_cost < 0.8 * one.propagated_cost
+    assert one.to_json() == {"followed": one.propagated_cost, "cheapest": one.cheapest_cost, "by_price": False}
+
+
+def test_where_all_products_are_configured_nothing_is_left_to_follow() -> None:
+    made = quickstart("matmul", "matmul2")
+    one = found(made)
+    assert one.by_cost and math.isclose(seconds(made, one), one.cheapest_cost)
+    assert one.cheapest_cost <= 1.03 * search(made, SLOW).cost < one.propagated_cost
+    for name in ("matmul", "matmul2"):
+        assert one.assignments[made.graph.by_name[name].id] == made.fixed[made.graph.by_name[name].id]
+
+
+def test_on_many_devices_what_costs_twice_as_much_is_not_followed() -> None:
+    """A slice of a net this small takes less time than the call that sends it."""
+    graph, wide = quickstart().graph, prime_mesh(64)
+    made = problem(graph, wide, {"matmul": {"m": ("d0",), "k": ("d1",)}})
+    machine = replace(SLOW, levels=(Level("rank", 64, Link(1e8, 1e-4)),))
+    one = found(made, machine)
+    assert one.by_cost and DEARER * one.cheapest_cost < one.propagated_cost
+    assert one.assignments[graph.by_name["matmul"].id] == made.fixed[graph.by_name["matmul"].id]
+
+
+def test_a_model_with_layers_takes_the_cheapest_and_tells_what_was_followed() -> None:
+    graph, mesh = gpt(2), prime_mesh(4)
+    names = [operator.name for operator in graph.operators if operator.name.endswith("q_proj")]
+    rows: Assignment = {"batch0": ("d0", "d1")}
+    made, machine = problem(graph, mesh, dict.fromkeys(names, rows)), node(4)
+    one = found(made, machine)
+    assert one.cheapest_cost <= one.propagated_cost and math.isclose(seconds(made, one, machine), one.cheapest_cost)
+
+
+def test_a_plan_tells_both_prices() -> None:
+    graph = quickstart().graph
+    request = Request("auto", 4, strategies={"matmul": OperatorStrategy(((2, 2), (2, 1)), None)})
+    total = make_plan(graph, request, SLOW).search["propagation"]
+    assert total["cheapest"] < total["followed"] and total["by_price"] is False
