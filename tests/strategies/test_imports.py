@@ -1,4 +1,4 @@
-"""Who may import whom: models torch, strategies torch and numpy, runner strategies. Read from the sources."""
+"""Which packages ours import, by name or by `import_module`; import-linter holds the layers inside of them."""
 
 import ast
 import sys
@@ -12,7 +12,7 @@ ALLOWED = {
     "strategies": {"torch", "numpy", "pydantic", "strategies"},
     "models": {"torch", "models", "strategies.collectives"},
     "runner": set(
-        "torch numpy pydantic pydantic_core hydra omegaconf yaml tqdm strategies runner conf recipes".split()
+        "torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm strategies runner conf recipes".split()
     ),
 }
 SPECIAL = {
@@ -30,6 +30,10 @@ def imported(source, siblings=0):
         elif isinstance(node, ast.ImportFrom):
             assert node.level <= siblings, "imports are absolute"
             yield from (f"{'models.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if isinstance(first, ast.Constant):
+                yield first.value
 
 
 def wrong(path, package):
@@ -49,5 +53,5 @@ def test_packages_import_what_they_may(package):
 
 
 def test_imports_are_found_anywhere():
-    source = "def f():\n    import a.b\n    from c import d, e\n"
-    assert list(imported(source)) == ["a.b", "c.d", "c.e"]
+    source = "def f():\n    import a.b\n    from c import d, e\n    import_module('g')\n    import_module(f'h.{f}')\n"
+    assert list(imported(source)) == ["a.b", "c.d", "c.e", "g", "h."]
