@@ -99,7 +99,8 @@ class Failure:
             return cls(("nobody reads what the command prints any more, which ended it.",), READER_GONE)
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             named = f" {error.filename}" if error.filename else " what the command needs"
-            return cls((f"{error.strerror}: writing{named} failed; free some space, or choose another folder.",), 1)
+            text = f"{error.strerror}: writing{named} failed; free some space, or choose another folder."
+            return cls(RunFailed("MW720", text).marked, 1)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"

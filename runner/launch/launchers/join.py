@@ -83,13 +83,17 @@ def main(words: Sequence[str]) -> int:
             return host(folder, task, words[2])
         rank(folder, identity(task.launcher, os.environ))
     except (ConfigError, RunFailed) as error:
-        print(*(f"run: {paragraph}" for paragraph in error.marked), sep="\n", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ConfigError) else 1
+        return _say(error)
     except (OSError, ValueError) as error:
         why = f"{folder} holds no run to join: {error}. The hosts of a launch share the run folder; those that share"
-        print(f"run: {why} nothing are started by hand, with launch.host.", file=sys.stderr, flush=True)
-        return 1
+        return _say(RunFailed("MW706", f"{why} nothing are started manually, with launch.host."))
     return 0
+
+
+def _say(error: ConfigError | RunFailed) -> int:
+    """Print an error and return the exit code."""
+    print(*(f"run: {paragraph}" for paragraph in error.marked), sep="\n", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 def host(folder: Path, task: Task, name: str) -> int:
