@@ -30,7 +30,7 @@ class OperatorPlan:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in backward instead of stored: the calls of `modules` (paths), except the operators `kept`
+    """What backward recomputes instead of storing it: the calls of `modules` (paths), except the operators `kept`
     (plan names) and, with `keeps_communication`, collectives; their results are stored. With `slices_inputs` each rank
     stores only its part of the modules' inputs that other ranks hold too."""
 

@@ -25,7 +25,7 @@ MOST = 1 << 16
 
 @dataclass(frozen=True)
 class _Made:
-    """One result: with memory of its own, or `offset` elements behind the begin of that of operand number `of`."""
+    """One result: with new memory, or `offset` elements behind the begin of that of operand number `of`."""
 
     of: int | None
     offset: int

@@ -2,7 +2,7 @@
 
 Hooks around the modules that are meant take every kept tensor away by its storage, so that views of one storage travel
 once, and rebuild it with its strides: backward computes the same bits. A parameter is not taken away but looked up
-again in backward (at ZeRO stage 3 it is gathered anew by then). Of a module that is computed again the same is done
+again in backward (at ZeRO stage 3 it is gathered anew by then). Of a recomputed module the same is done
 with what it stores: its inputs and kept results. On a GPU copies run beside the computation on a stream
 of their own; when one comes back from the host, the one that was kept before it is fetched ahead.
 """

@@ -80,7 +80,7 @@ class FlightRecorder:
         return number
 
     def leave(self) -> None:
-        """The call is done, or has begun; not reached where it fails, so that the call stays readable."""
+        """The call is done, or in flight; not reached where it fails, so that the call stays readable."""
         self.cells[GROUP] = 0
 
     def again(self, group: Hashable, kind: int, number: int) -> None:

@@ -3,7 +3,7 @@
 A contiguous run of instructions from one module call becomes one GraphModule with generated code, down to the modules
 that own parameters; parameters keep the names and the order of the user's model. The tree matters: ZeRO-3 gathers
 parameters module by module, and a flat graph would gather the whole model at once. A use of a parameter that another
-module owns becomes a unit of its own, under which the same Parameter object is registered again. Units with the same
+module owns becomes a separate unit, under which the same Parameter object is registered again. Units with the same
 code share it (see `reuse`); its names are then those of the first of them.
 """
 
@@ -200,7 +200,7 @@ class _Tree:
         name: str,
         path: str,
     ) -> tuple[fx.GraphModule, Template]:
-        """A unit with code of its own, from its own instructions and the units inside."""
+        """A unit with its own code, from its instructions and the units inside."""
         graph, unit = fx.Graph(), fx.GraphModule(nn.Module(), fx.Graph(), name)
         children = [one for one in content if isinstance(one, _Child)]
         units = {child.name.partition(".")[0] for child in children}

@@ -1,7 +1,7 @@
 """One rank's part of a pipeline: it runs its stages as the schedule says, and talks to its peers in the other groups.
 
 Peers are the ranks of the same number in each group's mesh; they hold the same slices. Values go to the next stage and
-gradients come back in the order of the schedule, each way and each link over a process group of its own, so that none
+gradients come back in the order of the schedule, each direction and each link over its own process group, so that none
 can block another: sends never wait, and receives wait in the order in which their neighbour sends.
 """
 

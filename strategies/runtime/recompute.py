@@ -1,4 +1,4 @@
-"""Regions of a program whose intermediate tensors are computed again in backward instead of being stored.
+"""Regions of a program whose intermediate tensors are recomputed in backward instead of being stored.
 
 A region is one call of a unit. Its first run stores its inputs and the results that are kept; what autograd wants to
 save becomes a number. The first number that backward asks for runs the region once more, up to the last tensor that is
@@ -111,7 +111,7 @@ def _restored(store: Tensor) -> Sequence[Tensor]:
 
 
 class _Enough(Exception):
-    """All that backward needs has been computed again."""
+    """All that backward needs has been recomputed."""
 
 
 class _Region:
@@ -182,7 +182,7 @@ class _Region:
             self.needed.add(self.part.id)
 
     def _spread_need(self) -> None:
-        """From what is needed to the kept results from which it is computed again."""
+        """From what is needed to the kept results from which it is recomputed."""
         waiting, seen = list(self.needed), set(self.needed)
         while waiting:
             part = self.parts.get(waiting.pop())
@@ -274,7 +274,7 @@ def _within(region: _Region | None, run: Callable[..., Any], inputs: Sequence[An
 
 @contextmanager
 def unpacked_twice() -> Iterator[None]:
-    """Inside runs the first half of a backward that comes in two: what was computed again stays for the second."""
+    """Inside runs the first half of a backward that comes in two: what was recomputed stays for the second."""
     _running.twice = True
     try:
         yield

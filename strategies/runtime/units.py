@@ -1,7 +1,7 @@
 """Which parameters each unit of the rank's tree of modules holds, found without building the tree.
 
 Invariant: the units are those of `strategies.runtime.module_tree`, a test compares both. A unit is a contiguous run of
-instructions from one module call; a use of a parameter that another module owns is a unit of its own.
+instructions from one module call; a use of a parameter that another module owns is a separate unit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModuleUnit:
 
 
 def units(program: Program) -> list[ModuleUnit]:
-    """Every unit that holds parameters of its own and runs, in the order in which units are entered."""
+    """Every unit that owns parameters and runs, in the order in which units are entered."""
     names = owned(program)
     kinds = {source.name for source in program.sources if source.kind == "parameter"}
     paths = {instruction.id: unit_path(instruction, program, names) for instruction in program.instructions}

@@ -12,7 +12,8 @@ ALLOWED = {
     "strategies": {"torch", "numpy", "pydantic", "strategies"},
     "models": {"torch", "models", "strategies.collectives"},
     "runner": set(
-        "torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm strategies runner conf recipes".split()
+        "torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm".split()
+        + ["strategies", "runner", "conf", "recipes"]
     ),
 }
 SPECIAL = {

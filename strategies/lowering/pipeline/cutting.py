@@ -58,7 +58,7 @@ def cut_evaluation(
 
 
 def recompute_in(operators: Sequence[Operator], chosen: Recompute | None) -> Recompute | None:
-    """What is computed again in a stage with these operators. A module that is cut is computed again in each of its
+    """What a stage with these operators recomputes. A module that is cut is recomputed in each of its
     stages."""
     if chosen is None:
         return None

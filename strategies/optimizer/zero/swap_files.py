@@ -43,7 +43,7 @@ class Handle:
     def __init__(self, files: SwapFiles) -> None:
         self._files = files
         self._buffers: dict[int, Tensor] = {}
-        self._begun: list[Extent] = []
+        self._in_flight: list[Extent] = []
 
     def async_pwrite(self, tensor: Tensor, path: str, offset: int) -> int:
         known, moved = self._files.extents.get(path), self._files.of(path)
@@ -53,22 +53,22 @@ class Handle:
         else:
             moved.held += tensor.nbytes
             known = self._files.extents[path] = self._files.disk.put(tensor.detach())
-        self._begun.append(known)
+        self._in_flight.append(known)
         return 0
 
     def async_pread(self, tensor: Tensor, path: str, offset: int) -> int:
         extent = self._files.extents[path]
         self._files.disk.get(extent, tensor.detach())
         self._files.of(path).back += tensor.nbytes
-        self._begun.append(extent)
+        self._in_flight.append(extent)
         return 0
 
     def wait(self) -> int:
         """The number of calls since the last time, all of them done."""
-        begun, self._begun = self._begun, []
-        for extent in begun:
+        writing, self._in_flight = self._in_flight, []
+        for extent in writing:
             self._files.disk.wait(extent)
-        return len(begun)
+        return len(writing)
 
     def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
         with on_side(True):
