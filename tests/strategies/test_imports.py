@@ -11,10 +11,10 @@ STANDARD = set(sys.stdlib_module_names)
 ALLOWED = {
     "strategies": {"torch", "numpy", "pydantic", "strategies"},
     "models": {"torch", "models", "strategies.collectives"},
-    "runner": set(
-        "torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm".split()
-        + ["strategies", "runner", "conf", "recipes"]
-    ),
+    "runner": {
+        *"torch numpy pydantic pydantic_core hydra omegaconf yaml jinja2 rich tqdm".split(),
+        *"strategies runner conf recipes".split(),
+    },
 }
 SPECIAL = {
     "strategies/optimizer/zero/deepspeed_start.py": {"deepspeed"},
