@@ -43,7 +43,12 @@ def newest(place: Path) -> Path | None:
 def locate(path: Path, key: str = "train.resume") -> Path:
     """The checkpoint that `path` means: itself, or the newest in it or in its `checkpoints`.
 
-    Raises ConfigError, by the name of the `key` that gave it.
+    Args:
+        path: a checkpoint, a run folder or its folder of checkpoints.
+        key: the config key that gave it, for the message.
+
+    Raises:
+        ConfigError: there is none.
     """
     if (path / HEADER).is_file():
         return path

@@ -56,10 +56,18 @@ class Restored:
 
 
 def load(path: Path, content: Content) -> Restored:
-    """Restore weights, buffers, optimizer, scheduler and random states in place. Collective.
+    """Restore weights, buffers, optimizer, scheduler and random states in place (collective).
 
-    Raises StrategyError if this run cannot continue the one that was saved (naming what differs), ConfigError if `path`
-    is no checkpoint or a damaged one.
+    Args:
+        path: the checkpoint.
+        content: the state of this rank, which is overwritten.
+
+    Returns:
+        The step and position at which the run goes on, and what differs.
+
+    Raises:
+        StrategyError: this run cannot continue the one that was saved; names what differs.
+        ConfigError: `path` is no checkpoint, or a damaged one.
     """
     continuation = check(
         path, plan=content.plan, config=content.config, fingerprint=content.fingerprint, samples=content.samples
@@ -187,8 +195,14 @@ def to_continue(resume: str | None, place: Path, run: Run | None = None) -> Path
 
 
 def verify(path: Path) -> Mapping[str, str]:
-    """Read every file of the checkpoint `path`. Returns what is wrong with files that can be done without, which is
-    printed and noted beside them. Raises ConfigError for one that is damaged beyond that."""
+    """Read every file of the checkpoint `path` and compare checksums.
+
+    Returns:
+        By file, what is wrong with those that can be done without; printed, and stored beside them.
+
+    Raises:
+        ConfigError: it is damaged beyond that.
+    """
     found = examined(path)
     _note(path, found)
     return found
@@ -268,8 +282,14 @@ def check_file(file: Path) -> None:
 
 
 def weights(path: Path) -> dict[str, StoredTensor]:
-    """Where the model's parameters and buffers are in the checkpoint that `path` means, by name. What belongs to a loss
-    is left out. Every file is read, to compare checksums. Raises ConfigError for a damaged one."""
+    """The model's parameters and buffers in a checkpoint, by name, without those of a loss.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is meant. Every file is read, to compare checksums.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
     place = locate(path.absolute(), "model.weights")
     verify(place)
     opened = read(place)
@@ -294,8 +314,16 @@ def _states(checkpoint: Checkpoint) -> States:
 
 
 def check_model(checkpoint: Checkpoint, sources: Iterable[Source], published: frozenset[str] | None) -> None:
-    """Raises StrategyError unless everything in `sources` is in the checkpoint with its shape, and everything that was
-    trained is in the model, whose state dict holds `published`. A buffer that no state dict holds may be missing."""
+    """Require that a checkpoint has everything of a model with its shape, and that the model has what was trained.
+
+    Args:
+        checkpoint: the open checkpoint.
+        sources: the model's parameters and buffers.
+        published: the names in the model's state dict; a buffer that is in none may be missing.
+
+    Raises:
+        StrategyError: something is missing or has another shape.
+    """
     known = set(published or ())
     for source in sources:
         if source.kind not in ("parameter", "buffer"):

@@ -44,10 +44,24 @@ def save(
     position: tuple[int, int] = (0, 0),
     metric: float | None = None,
 ) -> Path:
-    """Store `given` after optimizer step `step` as `path/step-...`, which is returned. Collective.
+    """Save a checkpoint while the ranks wait (collective).
 
-    An interrupted save leaves a hidden folder, which `folder.clean` removes; the checkpoints before it are not touched.
-    Raises SaveFailed and OSError (a full disk), ConfigError for a state that no checkpoint can hold.
+    An interrupted save leaves a hidden folder, which `folder.clean` removes; checkpoints before it are not touched.
+
+    Args:
+        path: the folder of the run's checkpoints.
+        step: the optimizer step after which this is.
+        given: the state of this rank.
+        wanted: form, copies and retention.
+        position: epoch and row at which the data goes on.
+        metric: the value by which the best checkpoint is chosen.
+
+    Returns:
+        The checkpoint, `path/step-...`.
+
+    Raises:
+        SaveFailed, OSError: a rank could not write its part, such as on a full disk.
+        ConfigError: the optimizer's state has something that no checkpoint can store.
     """
     partial = folder.hidden(folder.target(path, step))
     recorder.cells[SAVES] += 1
@@ -81,7 +95,7 @@ class Copies:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
     def begin(self, pieces: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:

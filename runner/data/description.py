@@ -35,7 +35,7 @@ class Description:
 
     @property
     def facts(self) -> dict[str, str]:
-        """By name."""
+        """What ranks compare, by name."""
         found = {"the number of training rows": str(self.training)}
         if self.evaluation is not None:
             found["the number of evaluation rows"] = str(self.evaluation)

@@ -57,10 +57,17 @@ class Sliced(MapDataset, Protocol):
 
 
 def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, what: str) -> MapDataset:
-    """The dataset `target(**args)`, or `target(**args, path=path)` where a path is configured.
+    """Call the configured dataset.
 
-    `what` is the config section (`data`). Raises ConfigError: as `runner.build.targets.build`; a path for a
-    dataset that takes none; an object without len() or indexing; no rows.
+    Args:
+        target: its dotted name.
+        args: its keyword arguments.
+        path: given to it as the argument `path`, where one is configured.
+        what: the config section, such as `data`, for messages.
+
+    Raises:
+        ConfigError: as `runner.build.targets.build`; a path for a dataset that takes none; an object without len() or
+            indexing; no rows.
     """
     function = targets.resolve(target, f"{what}.target")
     given = dict(args)
@@ -96,10 +103,17 @@ def build_dataset(target: str, args: Mapping[str, Any], path: str | None, *, wha
 def whole_batch(
     dataset: MapDataset, collate: Collate | None, rows: Sequence[int], seed: int = 0, epoch: int = EVALUATION
 ) -> Any:
-    """The batch of `rows` as one device would load it: `collate`, or torch's default stacking.
+    """The batch of `rows` as one device would load it.
 
-    Raises ConfigError for anything that goes wrong in the dataset or in the collate, rows with different entries, and
-    a collate that returns another number of rows.
+    Args:
+        dataset: the samples.
+        collate: makes a batch of samples; None: torch's default stacking.
+        rows: the indices of the samples, in order.
+        seed, epoch: those from which random augmentation follows.
+
+    Raises:
+        ConfigError: the dataset or the collate fails, rows have different entries, or the collate returns another
+            number of rows.
     """
     samples: list[Any] = []
     with row_seeds(seed, epoch) as begin:

@@ -212,7 +212,7 @@ def kill() -> NoReturn:
 
 
 def hang() -> NoReturn:
-    """Never come back."""
+    """Sleep forever, as a rank that hangs does."""
     while True:
         time.sleep(3600)
 

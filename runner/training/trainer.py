@@ -473,7 +473,15 @@ def _placed(tensor: Tensor, device: str) -> Tensor:
 
 
 def train(rank: RankContext, job: TrainingJob) -> dict[str, Any]:
-    """The entry of a rank."""
+    """Train on this rank; the entry of every rank.
+
+    Args:
+        rank: who this rank is.
+        job: what all ranks receive.
+
+    Returns:
+        The last loss, the last evaluation, the bytes sent and, where measured, the memory, from rank 0's view.
+    """
     if not job.prepared.config.train.measure_memory:
         return Trainer(rank, job).run()
     with Meter(rank.device) as meter:

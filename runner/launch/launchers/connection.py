@@ -172,7 +172,7 @@ def _may_wait(connection: Connection, seconds: float) -> None:
 
 
 def own_address(connection: Connection) -> str:
-    """This end's address."""
+    """The address of this end of a connection."""
     with socket.socket(fileno=connection.fileno()) as plain:
         address = str(plain.getsockname()[0])
         plain.detach()

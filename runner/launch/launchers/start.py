@@ -59,10 +59,19 @@ class Ready:
 
 
 def make_ready(config: Config, run_dir: Path, folder: Path) -> Ready:
-    """Prepare in a process of the fork server; initial weights go to `folder`, plan.json to `run_dir`. The headline is
-    printed.
+    """Prepare in a process of the fork server, which prints the headline.
 
-    Raises ConfigError and StrategyError for anything wrong with model, loss, data, strategies or devices.
+    Args:
+        config: the run.
+        run_dir: the folder to which plan.json goes.
+        folder: the temporary folder to which the initial weights go.
+
+    Returns:
+        What the ranks need.
+
+    Raises:
+        ConfigError, StrategyError: something is wrong with model, loss, data, strategies or devices.
+        RunFailed: the preparation died or hung.
     """
     check(config.launch)
     payload = {"config": config.model_dump_json(), "folder": str(folder)}
