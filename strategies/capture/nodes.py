@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
@@ -66,14 +67,7 @@ def values(nested: Any) -> Any:
 
 def fakes(nested: Any) -> Iterator[FakeTensor]:
     """The fake tensors in nested plain data."""
-    if isinstance(nested, FakeTensor):
-        yield nested
-    elif isinstance(nested, (tuple, list)):
-        for item in nested:
-            yield from fakes(item)
-    elif isinstance(nested, dict):
-        for item in nested.values():
-            yield from fakes(item)
+    return (leaf for leaf in tree_leaves(nested) if isinstance(leaf, FakeTensor))
 
 
 def mode_of(graph: fx.Graph) -> FakeTensorMode:

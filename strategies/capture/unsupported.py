@@ -66,7 +66,7 @@ def check_nodes(graph: fx.Graph, training: bool) -> None:
             raise StrategyError(
                 "MW906",
                 f"The model's forward calls torch.vmap or torch.func{at(node)}, which is not captured; write it with "
-                "operators on the whole batch.",
+                "operators on the global batch.",
             )
         if not training or not isinstance(node.target, torch._ops.OpOverload):
             continue

@@ -1,10 +1,10 @@
 """Scaled dot-product attention: q [*b, h, s, d], k [*b, h, t, d], v [*b, h, t, e] -> [*b, h, s, e].
 
-Batch dims, heads, the query sequence s and the value dim e pass; keys t and the contraction d stay whole. With grouped
-queries a slice of heads keeps whole groups, so heads are cut as finely as there are heads of keys. A slice of a causal
-query sequence sees the keys up to its own end, by a mask with its offset. Without dropout every slice calls torch's
-fused operator. With dropout and `random=exact` both sides compute the softmax in the open: that alone defines which
-probabilities fall out (the mask is drawn for the whole [*b, h, s, t] and cut to the block).
+Batch dims, heads, the query sequence s and the value dim e pass; keys t and the contraction d stay replicated. With
+grouped queries a slice of heads keeps all of its groups, so heads are cut as finely as there are heads of keys. A
+slice of a causal query sequence sees the keys up to its own end, by a mask with its offset. Without dropout every
+slice calls torch's fused operator. With dropout and `random=exact` both sides compute the softmax in the open: that
+alone defines which probabilities drop out (the mask is drawn for the whole [*b, h, s, t] and cut to the block).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def attention_block(
     starts: Sequence[int],
     rows: Rows | None = None,
 ) -> Tensor:
-    """Attention whose dropout has the numbers of the whole probabilities: those of `rows` among the numbers of global
+    """Attention whose dropout has the numbers of the global probabilities: those of `rows` among the numbers of global
     `shape` [*b, h, s, t]; the block's own begin at `starts`."""
     if grouped:
         times = query.shape[-3] // key.shape[-3]
@@ -128,7 +128,7 @@ def _result_dims(rank: int) -> tuple[str, ...]:
 
 
 def _leading(shape: Sequence[int], whole: Sequence[int], names: Sequence[str], grouped: bool) -> Dims:
-    """Factors of the leading dims of q, k or v, whose common shape is `whole`: None where they are broadcast."""
+    """Factors of the leading dims of q, k or v, whose common shape is `common`: None where they are broadcast."""
     skip = len(whole) - len(shape)
     return tuple(
         names[skip + i] if size == whole[skip + i] or (grouped and names[skip + i] == "h" and size > 1) else None
@@ -163,5 +163,5 @@ def attention(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | Non
         local=_attention,
         flops=2.0 * math.prod(shape[:-1]) * key[-2] * (query[-1] + value[-1]),
         sizes={"h": heads} if grouped else {},
-        uneven=names[:-2] if padded else (),
+        padded=names[:-2] if padded else (),
     )

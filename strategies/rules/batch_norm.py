@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of the whole batch, as one device would compute them, however the batch is sliced.
+"""Batch norm with the statistics of the global batch, as one device would compute them, however the batch is sliced.
 
 Every rank takes mean and variance of its own slice (two passes over the data), the slices' statistics are gathered, and
 each rank combines them: the mean of the means, and the mean of the variances plus the variance of the means. Slices are
@@ -66,7 +66,7 @@ def slice_statistics(x: Tensor) -> Tensor:
 def normalised(
     x: Tensor, gathered: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [n, c, ...] normalised by the statistics `gathered` [slices, 2, c]; mean and variance [c] of the whole batch,
+    """x [n, c, ...] normalised by the statistics `gathered` [slices, 2, c]; mean and variance [c] of the global batch,
     without gradient."""
     variances, means = gathered.unbind(1)
     mean = means.mean(0)
@@ -104,7 +104,7 @@ def _dims(spec: TensorSpec) -> tuple[Dims, tuple[str, ...]]:
 
 
 def _statistics(operator: Operator, local: Local, *, weight: Ref | None, bias: Ref | None, eps: float) -> Ref:
-    """Several results: the normalised slice, mean and variance of the whole batch."""
+    """Several results: the normalised slice, mean and variance of the global batch."""
     shape = local.operand_shape(0)
     _, factors = _dims(TensorSpec(shape, operator.results[0].dtype))
     own = local.call("local.slice_statistics", local.args[0])
@@ -176,7 +176,7 @@ def _instances(operator: Operator, local: Local) -> Ref | tuple[Ref, ...]:
 
 @rule("instance_norm_training")
 def instance_training(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """As batch_norm_training, every sample by itself: n and c pass, the other dims stay whole."""
+    """As batch_norm_training, every sample by itself: n and c pass, the other dims stay replicated."""
     dims: Dims = ("n", "c", *(None,) * (len(specs[0].shape) - 2))
     return _per_channel(operator, specs, dims, _instances)
 

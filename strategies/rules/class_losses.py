@@ -1,4 +1,4 @@
-"""Cross-entropy and negative log likelihood over classes: factors c (classes, uneven) and the dims of the predictions.
+"""Cross-entropy and negative log likelihood over classes: factors c (classes, padded) and the dims of the predictions.
 
 A slice of the classes needs one thing from the others, the logarithm of the sum of all exponentials; each slice sends
 its largest score and its sum of exponentials relative to that. Then it adds up its own classes' part of the loss, so
@@ -106,7 +106,7 @@ def class_slice_loss(
 
     `scores` [n, classes of the slice, ...]; `target` global class indices [n, ...], or probabilities like `scores`;
     `slices` the exponentials of all slices (None: scores are log probabilities already). Raises IndexError on the CPU
-    for a target outside the `total` classes, as the whole operator would (a GPU would have to wait for it).
+    for a target outside the `total` classes, as the unsliced operator would (a GPU would have to wait for it).
     """
     exact = scores.to(_wide(scores.dtype))
     logarithm = torch.zeros((), dtype=exact.dtype, device=exact.device) if slices is None else _logarithm(slices)
@@ -217,5 +217,5 @@ def class_loss(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         operator.results,
         sums=("c", *predictions) if reduced else ("c",),
         local=_class,
-        uneven=("c",),
+        padded=("c",),
     )

@@ -1,4 +1,4 @@
-"""Operators that make a larger tensor from one or several: the dims that grow stay whole, the others pass.
+"""Operators that make a larger tensor from one or several: the dims that grow stay replicated, the others pass.
 
 Repeated elements are an exception: where each is repeated in its place the slices are repeated by themselves, and where
 a whole dim is repeated the repetitions are a factor.
@@ -26,7 +26,7 @@ def _joined(operator: Operator, specs: Sequence[TensorSpec], new: int, kept: Seq
     """Tensors joined along dim `new` of the result; `kept` are the result's dims that the tensors have (None: all)."""
     dims = passing(len(operator.results[0].shape), [new])
     own = dims if kept is None else tuple(dims[i] for i in kept)
-    return sharding([own] * len(specs), [dims], specs, operator.results, uneven=named_dims(dims))
+    return sharding([own] * len(specs), [dims], specs, operator.results, padded=named_dims(dims))
 
 
 @rule("stack")
@@ -67,13 +67,13 @@ def meshgrid(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     result = [f"d{i}" for i in range(len(specs))]
     if operator.keywords.get("indexing") == "xy" and len(result) > 1:
         result[:2] = result[1::-1]
-    return sharding(operands, [tuple(result)] * len(specs), specs, operator.results, uneven=result)
+    return sharding(operands, [tuple(result)] * len(specs), specs, operator.results, padded=result)
 
 
 @rule("repeat_interleave")
 def repeat_interleave(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Each entry of a dim (without one: of the flattened tensor) repeated in its place, so a slice of the dim is
-    repeated by itself. Where each entry is repeated as often as a tensor says, the dim stays whole."""
+    repeated by itself. Where each entry is repeated as often as a tensor says, the dim stays replicated."""
     options = named(operator.target, operator.args, operator.keywords)
     if "self" not in options:
         return None  # places of repeated entries, in a number that depends on values
@@ -87,8 +87,8 @@ def repeat_interleave(operator: Operator, specs: Sequence[TensorSpec]) -> Shardi
         own: Dims = tuple("d0" if i == 0 else None for i in range(rank))
         return sharding([own], [("d0",) if rank else (None,)], specs, operator.results)
     dims = passing(rank, ())
-    uneven = [name for i, name in enumerate(named_dims(dims)) if i != dim % rank]
-    return sharding([dims], [dims], specs, operator.results, uneven=uneven)
+    padded = [name for i, name in enumerate(named_dims(dims)) if i != dim % rank]
+    return sharding([dims], [dims], specs, operator.results, padded=padded)
 
 
 def _tile(operator: Operator, local: Local) -> Ref:
@@ -106,5 +106,5 @@ def tile(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     result = tuple(f"n{i - len(shape)}" if n > 1 else f"d{i}" for i, n in enumerate(times))
     operand = tuple(None if n > 1 else f"d{i}" for i, n in enumerate(times))[len(shape) - len(specs[0].shape) :]
     sizes = {name: n for name, n in zip(result, times, strict=True) if n > 1}
-    uneven = [name for name in result if name.startswith("d")]
-    return sharding([operand], [result], specs, operator.results, local=_tile, sizes=sizes, uneven=uneven)
+    padded = [name for name in result if name.startswith("d")]
+    return sharding([operand], [result], specs, operator.results, local=_tile, sizes=sizes, padded=padded)

@@ -1,6 +1,6 @@
-"""Convolutions: factors n (batch), o (channels out) and i (channels in, summed over), or g (whole groups of channels).
+"""Convolutions: factors n (batch), o (channels out) and i (channels in, summed over), or g (groups of channels).
 
-The spatial dims and the kernel stay whole. As in products, the bias is added by the first slice of a summed factor.
+The spatial dims and the kernel stay replicated. As in products, the first slice of a summed factor adds the bias.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def convolution(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
         local=_convolution,
         flops=2.0 * moved.elements * specs[1].elements / weight[0],
         sizes={"g": given["groups"]},
-        uneven=("n", "o"),
+        padded=("n", "o"),
     )
 
 

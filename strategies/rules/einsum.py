@@ -1,7 +1,7 @@
 """Contractions that say themselves which dims belong together: every index is a factor.
 
 An index that the result lacks is summed over; one that the result has may have padded slices, because padding of an
-index that passes meets nothing but itself. An index that one operand has twice (a diagonal) stays whole.
+index that passes meets nothing but itself. An index that one operand has twice (a diagonal) stays replicated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 from strategies.core.graph import Operator, TensorSpec
 from strategies.rules.registry import rule
-from strategies.rules.sharding import Dims, LocalProgram, Sharding, sharding
+from strategies.rules.sharding import Dims, Sharding, sharding
 
 
 def contraction(
@@ -20,19 +20,16 @@ def contraction(
     output: Sequence[str],
     specs: Sequence[TensorSpec],
     operator: Operator,
-    *,
-    whole: frozenset[str] = frozenset(),
-    local: LocalProgram | None = None,
 ) -> Sharding:
-    """The sharding of a sum of products whose operands carry the indices `inputs`; those in `whole` stay whole.
+    """The sharding of a sum of products whose operands carry the indices `inputs`.
 
-    A dim of size 1 is broadcast against a larger one of the same index, and stays whole.
+    A dim of size 1 is broadcast against a larger one of the same index, and stays replicated.
     """
     sizes: dict[str, int] = {}
     for indices, spec in zip(inputs, specs, strict=False):
         for index, size in zip(indices, spec.shape, strict=True):
             sizes[index] = max(size, sizes.get(index, 1))
-    blocked = whole | {index for indices in inputs for index, count in Counter(indices).items() if count > 1}
+    blocked = {index for indices in inputs for index, count in Counter(indices).items() if count > 1}
 
     def dims(indices: Sequence[str], spec: TensorSpec) -> Dims:
         return tuple(
@@ -48,9 +45,8 @@ def contraction(
         specs,
         operator.results,
         sums=[index for index in sizes if index not in blocked and index not in output],
-        local=local,
         flops=2.0 * prod(sizes.values()),
-        uneven=[index for index in output if index not in blocked],
+        padded=[index for index in output if index not in blocked],
     )
 
 

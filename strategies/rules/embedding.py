@@ -1,4 +1,4 @@
-"""Table lookup: factors v (vocabulary, uneven), e (embedding dim, uneven) and the dims of the indices. A sliced
+"""Table lookup: factors v (vocabulary, padded), e (embedding dim, padded) and the dims of the indices. A sliced
 vocabulary looks up with an offset and a mask, and leaves a partial sum; rows past the end are never looked up."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strategies.rules.sharding import Dims, Local, Sharding, sharding
 def lookup_slice(table: Tensor, indices: Tensor, start: int, padding: int, total: int) -> Tensor:
     """Rows of a vocabulary slice: table [v/n, e], global indices [...] -> [..., e], zeros for rows of other slices.
 
-    Raises IndexError on the CPU for an index outside the `total` rows, as the whole table would (a GPU would have to
+    Raises IndexError on the CPU for an index outside the `total` rows, as the unsliced table would (a GPU would have to
     wait for it).
     """
     check_inside(indices, 0, total, f"embedding: an index lies outside the table of {total} rows")
@@ -58,7 +58,7 @@ def embedding(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | Non
         operator.results,
         sums=[] if counts else ["v"],
         local=_embedding,
-        uneven=("v", "e"),
+        padded=("v", "e"),
     )
 
 
@@ -70,7 +70,7 @@ def embedding_bag(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding |
         return None  # the gradient is not a dense tensor
     whole: list[Dims] = [(None,) * len(spec.shape) for spec in specs[1:]]
     results: list[Dims] = [(None, "e") if len(spec.shape) == 2 else (None,) for spec in operator.results]
-    return sharding([(None, "e"), *whole], results, specs, operator.results, uneven=("e",))
+    return sharding([(None, "e"), *whole], results, specs, operator.results, padded=("e",))
 
 
 @local_function
@@ -91,4 +91,4 @@ def _one_hot(operator: Operator, local: Local) -> Ref:
 def one_hot(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """indices [...] -> [..., c]."""
     dims = tuple(f"i{i}" for i in range(len(specs[0].shape)))
-    return sharding([dims], [(*dims, "c")], specs, operator.results, local=_one_hot, uneven=("c",))
+    return sharding([dims], [(*dims, "c")], specs, operator.results, local=_one_hot, padded=("c",))

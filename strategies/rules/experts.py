@@ -59,5 +59,5 @@ def grouped_mm(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | No
         sums=("k", "e"),
         local=_experts,
         flops=2.0 * rows * inner * columns,
-        uneven=("t", "n", "e"),
+        padded=("t", "n", "e"),
     )

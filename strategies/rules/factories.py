@@ -1,6 +1,6 @@
 """Operators that make a tensor from numbers: every dim of the result is a factor, and a slice is made where it is used.
 
-Tensors that lend only their dtype and device (x.new_zeros) may lie in any way: each of their dims is a factor of its
+Tensors that lend only their dtype and device (x.new_zeros) may have any layout: each of their dims is a factor of its
 own, or shares that of the result's dim in the same place where the sizes are equal.
 """
 
@@ -38,8 +38,8 @@ def constant(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """One value everywhere. What an empty tensor holds may be no number, so its slices are never padded."""
     dims = _dims(operator)
     local = _sized(0) if dims else None
-    uneven = () if operator.op == "empty" else dims
-    return sharding([], [dims], specs, operator.results, local=local, uneven=uneven)
+    padded = () if operator.op == "empty" else dims
+    return sharding([], [dims], specs, operator.results, local=local, padded=padded)
 
 
 @rule("new_empty", "new_full", "new_ones", "new_zeros")
@@ -47,8 +47,8 @@ def new(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """x.new_zeros(size) and its kin: nothing of x but its dtype and device."""
     dims, shape = _dims(operator), operator.results[0].shape
     lends = tuple(f"d{i}" if i < len(shape) and size == shape[i] else f"x{i}" for i, size in enumerate(specs[0].shape))
-    uneven = () if operator.op == "new_empty" else (*dims, *lends)
-    return sharding([lends], [dims], specs, operator.results, local=_sized(1), uneven=uneven)
+    padded = () if operator.op == "new_empty" else (*dims, *lends)
+    return sharding([lends], [dims], specs, operator.results, local=_sized(1), padded=padded)
 
 
 @local_function
@@ -104,7 +104,7 @@ def series(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Numbers in even steps, and windows."""
     if specs:
         return None  # bounds that are tensors
-    return sharding([], [("d0",)], specs, operator.results, local=_series, uneven=("d0",))
+    return sharding([], [("d0",)], specs, operator.results, local=_series, padded=("d0",))
 
 
 def _triangle(operator: Operator, local: Local) -> Ref:
@@ -115,7 +115,7 @@ def _triangle(operator: Operator, local: Local) -> Ref:
 @rule("tril_indices", "triu_indices")
 def triangle_indices(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """rows and columns -> [2, n]; padding is index 0."""
-    return sharding([], [(None, "n")], specs, operator.results, local=_triangle, uneven=("n",))
+    return sharding([], [(None, "n")], specs, operator.results, local=_triangle, padded=("n",))
 
 
 def _eye(operator: Operator, local: Local) -> Ref:
@@ -128,4 +128,4 @@ def _eye(operator: Operator, local: Local) -> Ref:
 def eye(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """An identity matrix [n, m]."""
     dims = _dims(operator)
-    return sharding([], [dims], specs, operator.results, local=_eye, uneven=dims)
+    return sharding([], [dims], specs, operator.results, local=_eye, padded=dims)

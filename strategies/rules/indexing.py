@@ -116,7 +116,7 @@ def index(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
         operator.results,
         sums=found.read,
         local=_index,
-        uneven=(*found.counted, *found.read),
+        padded=(*found.counted, *found.read),
     )
 
 
@@ -154,8 +154,8 @@ def index_select(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | 
     read = None if specs[0].dtype == "bool" else "v"
     x: Dims = tuple(read if i == dim else f"d{i}" for i in range(rank))
     result = tuple("k" if i == dim else f"d{i}" for i in range(rank))
-    uneven = ("v", *(name for name in result if name != "k"))
-    return sharding([x, ("k",)], [result], specs, operator.results, sums=["v"], local=_pick, uneven=uneven)
+    padded = ("v", *(name for name in result if name != "k"))
+    return sharding([x, ("k",)], [result], specs, operator.results, sums=["v"], local=_pick, padded=padded)
 
 
 @rule("gather")
@@ -169,13 +169,13 @@ def gather(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     read, picked = list(names), list(names)
     read[dim], picked[dim] = None if specs[0].dtype == "bool" else "v", "k"
     return sharding(
-        [tuple(read), tuple(picked)], [tuple(picked)], specs, operator.results, sums=["v"], local=_pick, uneven=("v",)
+        [tuple(read), tuple(picked)], [tuple(picked)], specs, operator.results, sums=["v"], local=_pick, padded=("v",)
     )
 
 
 @rule("take_along_dim")
 def take_along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
-    """Like gather, with broadcast dims; `dim` of x stays whole. Without dim it runs over the flattened tensor."""
+    """Like gather, with broadcast dims; `dim` of x stays replicated. Without dim it runs over the flattened tensor."""
     x, index = specs
     dim = named(operator.target, operator.args, operator.keywords)["dim"]
     rank = len(x.shape)

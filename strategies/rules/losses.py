@@ -1,5 +1,5 @@
 """Losses of elements and of rows, with every reduction. Sliced elements or rows leave partial sums; the dim over which
-a row's own loss is taken stays whole.
+a row's own loss is taken stays replicated.
 
 A mean over slices of equal size is the mean of one slice divided by the number of slices.
 """

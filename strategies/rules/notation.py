@@ -192,9 +192,9 @@ class _Reading:
         if not self.line.chosen:
             if not term.ellipses:
                 return self._named(term, rank) if rank == len(term.words) else None
-            if len(term.ellipses) == 1 and term.ellipses[0] in self.lengths:
+            if len(term.ellipses) == 1 and term.ellipses[0] != "!...":
                 others = len(term.words) - 1
-                if rank != others + self.lengths[term.ellipses[0]]:
+                if rank != others + self.lengths.get(term.ellipses[0], -1):
                     return None
             return self._named(term, rank)
         full = [name for at, word in enumerate(term.words) for name in self._names(word, self.lengths.get(word, 0), at)]
@@ -277,5 +277,5 @@ def notation(
         local=local,
         flops=2.0 * prod(found.values()) if product else flops,
         sizes=sizes,
-        uneven=[name for name in found if name not in summed] if padded else (),
+        padded=[name for name in found if name not in summed] if padded else (),
     )

@@ -1,5 +1,5 @@
-"""Operators over windows of a picture: batch and channels pass; its own dims stay whole, unless windows tile them (they
-do not overlap, nothing is padded, and the last stride is full): then slices hold whole windows.
+"""Operators over windows of an image: batch and channels pass; its own dims stay replicated, unless windows tile
+them (they do not overlap, nothing is padded, and the last stride is full): then slices hold complete windows.
 
 Also what moves elements between channels and windows: unfold and fold, pixel and channel shuffles.
 """
@@ -28,7 +28,7 @@ TILING = frozenset(f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "av
 
 @rule(*SPATIAL)
 def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [(n,) c, ...] -> [(n,) c, ...], and perhaps indices inside each picture. Further operands: the indices for
+    """x [(n,) c, ...] -> [(n,) c, ...], and perhaps indices inside each image. Further operands: the indices for
     unpooling, and random samples [n, c, places] for fractional pooling."""
     lead = tuple(f"d{i}" for i in range(len(specs[0].shape) - SPATIAL[operator.op]))
     spatial = _tiled(operator, specs[0].shape[len(lead) :])
@@ -36,14 +36,14 @@ def windows(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     if operator.op.startswith("fractional"):
         operands[1] = (*(None,) * (2 - len(lead)), *lead, None)
     results: list[Dims] = [(*lead, *spatial) for _ in operator.results]
-    uneven = lead if len(specs) == 1 else ()  # torch refuses indices and samples that padding may hold
+    padded = lead if len(specs) == 1 else ()  # torch refuses indices and samples that padding may hold
     places = operator.results[0].shape[len(lead) :]  # a slice is cut between windows, so their number must divide
     sizes = {factor: size for factor, size in zip(spatial, places, strict=True) if factor is not None}
-    return sharding(operands, results, specs, operator.results, sizes=sizes, uneven=uneven)
+    return sharding(operands, results, specs, operator.results, sizes=sizes, padded=padded)
 
 
 def _tiled(operator: Operator, shape: Sequence[int]) -> Dims:
-    """The picture's dims that windows tile. Indices are counted over the whole picture, so their operators have none,
+    """The image's dims that windows tile. Indices are counted over the whole picture, so their operators have none,
     and adaptive windows depend on its size."""
     if operator.op not in TILING:
         return (None,) * len(shape)
@@ -69,7 +69,7 @@ def columns(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     lead = ("n",) if len(both[0].shape) + len(both[1].shape) == 7 else ()
     operand, result = [(*lead, "c", *(None,) * (len(spec.shape) - len(lead) - 1)) for spec in both]
     sizes = {"c": both[operator.op == "col2im"].shape[len(lead)]}
-    return sharding([operand], [result], specs, operator.results, sizes=sizes, uneven=lead)
+    return sharding([operand], [result], specs, operator.results, sizes=sizes, padded=lead)
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
@@ -79,4 +79,4 @@ def pixels(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     lead = tuple(f"d{i}" for i in range(len(few) - 3))
     dims: Dims = (*lead, "c", "h", "w")
     sizes = {"c": few[-3], "h": many[-2], "w": many[-1]}
-    return sharding([dims], [dims], specs, operator.results, sizes=sizes, uneven=lead)
+    return sharding([dims], [dims], specs, operator.results, sizes=sizes, padded=lead)

@@ -3,7 +3,7 @@ different ones.
 
 A key is an argument of the program, made from (seed, step, micro-batch); an operator adds its ordinal among the random
 operators of the graph. `fast`: each slice draws its own numbers from key, ordinal and the slice's position. `exact`:
-the numbers of the whole tensor are drawn and the rank's block is kept, so that a sharded run repeats the numbers of one
+the numbers of the global tensor are drawn and the rank's block is kept, so that a sharded run repeats those of one
 device. There is no generator state that could go wrong under recompute or interleaved micro-batches.
 """
 
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec, rewrite
 from strategies.rules.arguments import named
+from strategies.rules.notation import notation
 from strategies.rules.registry import local_function, resolve, rule
-from strategies.rules.sharding import Dims, Local, Sharding, sharding
+from strategies.rules.sharding import Local, Sharding
 
 
 def mix(*numbers: int) -> int:
@@ -85,7 +86,7 @@ def dropout_block(
     starts: Sequence[int],
     rows: Rows | None = None,
 ) -> Tensor:
-    """Dropout of the block at `starts` of a tensor, with the numbers of the whole tensor: those of `rows` among the
+    """Dropout of the block at `starts` of a tensor, with the numbers of the global tensor: those of `rows` among the
     numbers of global `shape`."""
     mask = of_rows(kept(shape, probability, mix(key, ordinal), "cpu"), rows)
     for dim, start in enumerate(starts):
@@ -124,7 +125,7 @@ def draws(operator: Operator) -> bool:
 
 
 def draw_whole(operator: Operator, local: Local) -> Ref:
-    """The local program of random operators without a rule: every rank draws the same whole tensors."""
+    """The local program of random operators without a rule: every rank draws the same global tensors."""
     return local.call("local.seeded", operator.target, local.key, local.ordinal, *local.args, **local.kwargs)
 
 
@@ -143,7 +144,6 @@ def _dropout(operator: Operator, local: Local) -> Ref:
 
 
 @rule("dropout")
-def dropout(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+def dropout(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """dropout(x [...], probability, training) -> [...]."""
-    dims: Dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
-    return sharding([dims], [dims], specs, operator.results, local=_dropout)
+    return notation("... -> ...", operator, specs, local=_dropout)

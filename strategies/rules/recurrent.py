@@ -1,4 +1,4 @@
-"""Recurrent networks: the batch is sliced; time, hidden units and weights stay whole.
+"""Recurrent networks: the batch is sliced; time, hidden units and weights stay replicated.
 
 With dropout between the layers and `random=exact`, both sides run layer by layer with masks of their own, drawn for the
 whole batch and cut to the block; `fast` draws in torch's operator from a key per slice.
@@ -39,8 +39,8 @@ def recurrent_block(
     batch: int,
     start: int,
 ) -> tuple[Tensor, ...]:
-    """A recurrent network in training, layer by layer; between them falls out what falls out of the rows from `start`
-    on of a whole `batch`. Returns what torch's operator returns: outputs and last states."""
+    """A recurrent network in training, layer by layer; between them drops out what drops out of the rows from `start`
+    on of a global `batch`. Returns what torch's operator returns: outputs and last states."""
     ways = 2 if bidirectional else 1
     each = len(params) // num_layers
     states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
@@ -65,7 +65,7 @@ def _given(operator: Operator, local: Local | None = None) -> dict[str, Any]:
 
 
 def drops(given: dict[str, Any]) -> bool:
-    """Whether something falls out between layers."""
+    """Whether something drops out between layers."""
     return bool(given["train"] and given["dropout"] > 0 and given["num_layers"] > 1)
 
 
@@ -101,7 +101,7 @@ def network(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
         operator.results,
         local=_network,
         flops=2.0 * products * specs[0].shape[0] * specs[0].shape[1],
-        uneven=() if drops(given) else ("n",),
+        padded=() if drops(given) else ("n",),
     )
 
 
@@ -114,5 +114,5 @@ def cell(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     rows: Dims = ("n", None)
     flops = 2.0 * products * specs[0].shape[0]
     return sharding(
-        [rows] * (1 + states) + weights, [rows] * states, specs, operator.results, flops=flops, uneven=("n",)
+        [rows] * (1 + states) + weights, [rows] * states, specs, operator.results, flops=flops, padded=("n",)
     )

@@ -1,4 +1,4 @@
-"""Resampling of pictures: batch and channels pass; the dims that are interpolated stay whole."""
+"""Resampling of images: batch and channels pass; the dims that are interpolated stay replicated."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed
+from strategies.rules.notation import notation
 from strategies.rules.registry import rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
 
 @rule("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [n, c, ...], places [n, *out, coordinates] -> [n, c, *out]: the places can be sliced, the picture cannot."""
+    """x [n, c, ...], places [n, *out, coordinates] -> [n, c, *out]: the places can be sliced, the image cannot."""
     out = tuple(f"o{i}" for i in range(len(specs[0].shape) - 2))
     picture: Dims = ("n", "c", *(None,) * len(out))
-    return sharding([picture, ("n", *out, None)], [("n", "c", *out)], specs, operator.results, uneven=("c",))
+    return sharding([picture, ("n", *out, None)], [("n", "c", *out)], specs, operator.results, padded=("c",))
 
 
 def _affine_grid(operator: Operator, local: Local) -> Ref:
@@ -25,7 +26,6 @@ def _affine_grid(operator: Operator, local: Local) -> Ref:
 
 
 @rule("affine_grid_generator")
-def affine_grid(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """theta [n, ...], size of the picture (n, c, ...) -> places [n, ..., coordinates]."""
-    dims: list[Dims] = [("n", *(None,) * (len(spec.shape) - 1)) for spec in (*specs, *operator.results)]
-    return sharding(dims[:1], dims[1:], specs, operator.results, local=_affine_grid, uneven=("n",))
+def affine_grid(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
+    """theta [n, ...], size of the image (n, c, ...) -> places [n, ..., coordinates]."""
+    return notation("n !... -> n !...", operator, specs, padded=True, local=_affine_grid)

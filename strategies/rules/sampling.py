@@ -1,9 +1,9 @@
 """Random operators beyond dropout, sliced like what they fill.
 
-`fast`: each slice draws its own numbers. `exact`: the operator draws for the whole tensor, and the block is kept. For
-that the slices of its operands are put in their places in whole tensors of ones: how many numbers an element takes
+`fast`: each slice draws its own numbers. `exact`: the operator draws for the global tensor, and the block is kept. For
+that the slices of its operands are put in their places in global tensors of ones: how many numbers an element takes
 depends on no value in any of the operators here, so the block's numbers are those of one device. Others (poisson,
-binomial, randperm ...) have no rule: every rank draws the whole tensor from whole operands.
+binomial, randperm ...) have no rule: every rank draws the global tensor from whole operands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import changed, named
-from strategies.rules.notation import broadcast_dims
+from strategies.rules.notation import broadcast_dims, notation
 from strategies.rules.random import in_row_major, mix, seeding, uniform
 from strategies.rules.registry import local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
@@ -56,7 +56,7 @@ def drawn_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The block at `starts` (`lengths` long) of what random operator `target` draws for whole tensors; `operands` say
+    """The block at `starts` (`lengths` long) of what random operator `target` draws for global tensors; `operands` say
     where the tensors among the arguments have their places."""
     blocks = iter(operands)
     placed = tuple(_placed(arg, next(blocks)) if isinstance(arg, Tensor) else arg for arg in args)
@@ -77,7 +77,7 @@ def rrelu_slice(x: Tensor, lower: float, upper: float, key: int, ordinal: int, p
 def rrelu_block(
     x: Tensor, lower: float, upper: float, key: int, ordinal: int, shape: Sequence[int], starts: Sequence[int]
 ) -> Tensor:
-    """Leaky relu of the block at `starts` of a tensor of global `shape`, with the random slopes of the whole tensor."""
+    """Leaky relu of the block at `starts` of a tensor of global `shape`, with the slopes of the global tensor."""
     return _leaky(x, lower, upper, _cut(uniform(shape, mix(key, ordinal), "cpu"), starts, x.shape))
 
 
@@ -150,7 +150,7 @@ def elements(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
 
 @rule("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 def dropouts(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x [...]; of features [n, c, ...] whole channels fall out."""
+    """x [...]; of features [n, c, ...] whole channels drop out."""
     dims = _names(specs[0].shape)
     shared = dims[2:] if operator.op.startswith("feature") else ()
 
@@ -177,10 +177,9 @@ def _rrelu(operator: Operator, local: Local) -> Ref:
 
 
 @rule("rrelu")
-def rrelu(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+def rrelu(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Leaky relu with a random slope per element (torch draws for negative ones alone, which slices cannot repeat)."""
-    dims = _names(specs[0].shape)
-    return sharding([dims], [dims], specs, operator.results, local=_rrelu)
+    return notation("... -> ...", operator, specs, local=_rrelu)
 
 
 @rule("multinomial")

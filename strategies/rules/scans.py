@@ -1,6 +1,4 @@
-"""Operators in which the order along one dim matters: running sums and products, sorting, differences. That dim stays
-whole, the others pass; running sums alone can be sliced along their own dim, given the totals of the slices before.
-"""
+"""Running sums, which can be sliced along their own dim too, given the totals of the slices before."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.rules.notation import notation
 from strategies.rules.registry import local_function, rule
 from strategies.rules.selections import dim_of
-from strategies.rules.sharding import Local, Sharding, sharding
+from strategies.rules.sharding import Local, Sharding
 
 
 @local_function
@@ -34,7 +33,4 @@ def _running_sum(operator: Operator, local: Local) -> Ref:
 @rule("cumsum")
 def running_sum(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """Padding stands behind everything else, so that it reaches only padding."""
-    if not specs[0].shape:
-        return None
-    dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
-    return sharding([dims], [dims], specs, operator.results, local=_running_sum, uneven=dims)
+    return notation("... -> ...", operator, specs, padded=True, local=_running_sum) if specs[0].shape else None

@@ -1,4 +1,4 @@
-"""Operators that take parts of a tensor: the dims that they take from stay whole, the others pass.
+"""Operators that take parts of a tensor: the dims that they take from stay replicated, the others pass.
 
 They only move elements, so dims that pass may have padded slices. Invariant: a local program is the operator itself
 with its own arguments; only sizes of dims that pass differ.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from strategies.core.graph import Operator, Ref, TensorSpec
 from strategies.rules.arguments import named
+from strategies.rules.notation import notation
 from strategies.rules.registry import local_function, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding
 
@@ -22,7 +23,7 @@ def dim_of(operator: Operator, rank: int) -> int:
 
 
 def passing(rank: int, whole: Sequence[int]) -> Dims:
-    """Factors d0, d1, ... of the dims that pass; None for those that stay whole."""
+    """Factors d0, d1, ... of the dims that pass; None for those that stay replicated."""
     return tuple(None if i in whole else f"d{i}" for i in range(rank))
 
 
@@ -34,7 +35,7 @@ def named_dims(dims: Dims) -> tuple[str, ...]:
 def same_dims(operator: Operator, specs: Sequence[TensorSpec], whole: Sequence[int]) -> Sharding:
     """x [...] -> results of the same rank; `whole` are the dims that cannot be sliced."""
     dims = passing(len(specs[0].shape), whole)
-    return sharding([dims], [dims] * len(operator.results), specs, operator.results, uneven=named_dims(dims))
+    return sharding([dims], [dims] * len(operator.results), specs, operator.results, padded=named_dims(dims))
 
 
 def _identity(operator: Operator, local: Local) -> Ref:
@@ -42,13 +43,11 @@ def _identity(operator: Operator, local: Local) -> Ref:
 
 
 @rule("slice")
-def slice_(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+def slice_(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """x[start:end:step] along one dim; a slice of everything passes."""
-    rank = len(specs[0].shape)
     if specs[0].shape != operator.results[0].shape:
-        return same_dims(operator, specs, [dim_of(operator, rank)])
-    dims = passing(rank, ())
-    return sharding([dims], [dims], specs, operator.results, local=_identity, uneven=named_dims(dims))
+        return notation("... -> ... ; !dim", operator, specs, padded=True)
+    return notation("... -> ...", operator, specs, padded=True, local=_identity)
 
 
 @local_function
@@ -65,10 +64,9 @@ def _triangle(operator: Operator, local: Local) -> Ref:
 
 
 @rule("tril", "triu")
-def triangle(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
+def triangle(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     """The last two dims are a matrix, with the rest set to zero."""
-    dims = tuple(f"d{i}" for i in range(len(specs[0].shape)))
-    return sharding([dims], [dims], specs, operator.results, local=_triangle, uneven=dims)
+    return notation("... -> ...", operator, specs, padded=True, local=_triangle)
 
 
 @rule("diag_embed")
@@ -78,4 +76,4 @@ def diag_embed(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     options = named(operator.target, operator.args, operator.keywords)
     result = passing(rank, [options["dim1"] % rank, options["dim2"] % rank])
     rest = named_dims(result)
-    return sharding([(*rest, None)], [result], specs, operator.results, uneven=rest)
+    return sharding([(*rest, None)], [result], specs, operator.results, padded=rest)

@@ -1,9 +1,9 @@
 """What a sharding rule says about one operator: its factors, and how a slice of it is computed.
 
-A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it stays
-whole). From the factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and the
-layouts of the gradients: with U all assigned axes, the gradient of an operand lies like the operand and is partial over
-U minus the operand's own axes.
+A factor is a loop of the operator, written like an einsum index. A dim carries one factor or none (then it is
+replicated). From the factors and an assignment (factor -> mesh axes) follow the layouts of operands and results and of
+the gradients: with U all assigned axes, the gradient of an operand has the operand's layout and is partial over U minus
+the operand's own axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strategies.core.mesh import Mesh
 
 Dims = tuple[str | None, ...]
 Assignment = Mapping[str, tuple[str, ...]]
-"""Factor -> mesh axes that slice it, major to minor. Factors that are missing stay whole."""
+"""Factor -> mesh axes that slice it, major to minor. Factors that are missing stay replicated."""
 
 
 class Local(Protocol):
@@ -74,7 +74,7 @@ class Sharding:
     """The factors of one operator. `sizes` holds, per factor, the number that a slice count must divide, in the order
     in which the operands name the factors; `sums` are the factors over which results are partial sums.
 
-    `uneven` are the factors that may also be cut into slices that do not divide: the last slices are then padded. For
+    `padded` are the factors that may also be cut into slices that do not divide: the last slices are then padded. For
     them the rule warrants that padding of operands reaches nothing but padding of results (forward values there are
     arbitrary but finite), and that where the gradient of a result's padding is zero, the operands' is.
 
@@ -89,7 +89,7 @@ class Sharding:
     local: LocalProgram | None = None
     flops: float = 0.0
     known: bool = True
-    uneven: frozenset[str] = frozenset()
+    padded: frozenset[str] = frozenset()
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Sharding:
     def fits(self, factor: str, count: int) -> bool:
         """Whether a factor can be cut into `count` slices: equal ones, or padded ones of which none is empty."""
         size = self.sizes[factor]
-        return size % count == 0 or (factor in self.uneven and -(-size // count) * (count - 1) < size)
+        return size % count == 0 or (factor in self.padded and -(-size // count) * (count - 1) < size)
 
     def legal(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every factor can be cut as `assignment` says."""
@@ -113,7 +113,7 @@ class Sharding:
         return self._layouts(assignment).operands
 
     def gradient_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
-        """How the gradient that the local program returns for each operand lies."""
+        """How the gradient that the local program returns for each operand is laid out."""
         return self._layouts(assignment).gradients
 
     def result_layouts(self, assignment: Assignment) -> tuple[Layout, ...]:
@@ -125,7 +125,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class _Layouts:
-    """How everything of one operator lies, and all axes that slice some factor."""
+    """The layouts of everything of one operator, and all axes that slice some factor."""
 
     used: frozenset[str]
     operands: tuple[Layout, ...]
@@ -140,7 +140,7 @@ def _layouts(
     sums: frozenset[str],
     assignment: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> _Layouts:
-    """Found once for all layers that are alike."""
+    """Computed once for all equal layers."""
     axes, named = dict(assignment), {factor for dims in (*operands, *results) for factor in dims}
     used = frozenset(axis for factor, some in assignment if factor in named for axis in some)
     partial = frozenset(axis for factor in sums for axis in axes.get(factor, ()))
@@ -168,7 +168,7 @@ def sharding(
     local: LocalProgram | None = None,
     flops: float | None = None,
     sizes: Mapping[str, int] | None = None,
-    uneven: Iterable[str] = (),
+    padded: Iterable[str] = (),
 ) -> Sharding:
     """A `Sharding` whose factor sizes are read from the shapes; `sizes` overrides those of dims cut coarser."""
     found: dict[str, int] = {}
@@ -178,8 +178,8 @@ def sharding(
                 found.setdefault(factor, size)
     found |= {factor: size for factor, size in (sizes or {}).items() if factor in found}
     work = float(max((spec.elements for spec in (*specs, *result_specs)), default=0)) if flops is None else flops
-    padded = frozenset(factor for factor in uneven if factor in found)
-    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, uneven=padded)
+    cut = frozenset(factor for factor in padded if factor in found)
+    return Sharding(tuple(operands), tuple(results), found, frozenset(sums), local, work, padded=cut)
 
 
 def replicated(operator: Operator, specs: Sequence[TensorSpec], local: LocalProgram | None = None) -> Sharding:

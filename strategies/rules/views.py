@@ -57,7 +57,7 @@ def reshape(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
         return None  # a reinterpretation of bits, or nothing to slice
     left, right, sizes, alone = matched(specs[0].shape, result.shape)
     like = [right] * (len(specs) - 1)  # the tensor whose shape is asked for
-    return sharding([left, *like], [right], specs, operator.results, local=_reshape, sizes=sizes, uneven=alone)
+    return sharding([left, *like], [right], specs, operator.results, local=_reshape, sizes=sizes, padded=alone)
 
 
 def _order(operator: Operator, rank: int) -> list[int]:
@@ -85,7 +85,7 @@ def permutation(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     """The same dims in another order."""
     names = [f"d{i}" for i in range(len(specs[0].shape))]
     result: Dims = tuple(names[i] for i in _order(operator, len(names)))
-    return sharding([tuple(names)], [result], specs, operator.results, uneven=names)
+    return sharding([tuple(names)], [result], specs, operator.results, padded=names)
 
 
 def _expand(operator: Operator, local: Local) -> Ref:
@@ -99,7 +99,7 @@ def expand(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     result = tuple(f"d{i}" for i in range(len(shape)))
     (dims,) = broadcast_dims(specs[:1], shape)
     like = [result] * (len(specs) - 1)  # the tensor whose shape is asked for
-    return sharding([dims, *like], [result], specs, operator.results, local=_expand, uneven=result)
+    return sharding([dims, *like], [result], specs, operator.results, local=_expand, padded=result)
 
 
 def _repeat(operator: Operator, local: Local) -> Ref:

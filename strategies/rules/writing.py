@@ -84,7 +84,7 @@ def index_put(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | Non
         operator.results,
         sums=summed,
         local=_write(summed, found.read[0], found.dims[0]),
-        uneven=(*found.counted, *found.read),
+        padded=(*found.counted, *found.read),
     )
 
 
@@ -102,7 +102,7 @@ def along_dim(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | Non
         source = [()] * (len(specs) - 2)
     summed = [added] if added else []
     local = _write(summed, "v", dim)
-    return sharding([x, (added,), *source], [x], specs, operator.results, sums=summed, local=local, uneven=x)
+    return sharding([x, (added,), *source], [x], specs, operator.results, sums=summed, local=local, padded=x)
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
@@ -122,12 +122,12 @@ def scatter(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding | None:
     summed = ["k"] if index[dim] else []
     rest = [tuple(index)] * (len(specs) - 1)
     local = _write(summed, "v", dim)
-    return sharding([tuple(x), *rest], [tuple(x)], specs, operator.results, sums=summed, local=local, uneven=("v",))
+    return sharding([tuple(x), *rest], [tuple(x)], specs, operator.results, sums=summed, local=local, padded=("v",))
 
 
 @rule("select_scatter", "slice_scatter")
 def part_scatter(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x with one position, or a range, of a dim replaced: that dim stays whole, unless all of it is replaced."""
+    """x with one position, or a range, of a dim replaced: that dim stays replicated, unless all of it is replaced."""
     x, source = specs
     rank = len(x.shape)
     dim = int(named(operator.target, operator.args, operator.keywords)["dim"]) % rank
@@ -135,8 +135,8 @@ def part_scatter(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
     dims: Dims = tuple(None if i == dim and not everything else f"d{i}" for i in range(rank))
     given = dims if operator.op == "slice_scatter" else (*dims[:dim], *dims[dim + 1 :])
     local = _replaced if everything else None
-    uneven = tuple(name for name in dims if name)
-    return sharding([dims, given], [dims], specs, operator.results, local=local, uneven=uneven)
+    padded = tuple(name for name in dims if name)
+    return sharding([dims, given], [dims], specs, operator.results, local=local, padded=padded)
 
 
 def _replaced(operator: Operator, local: Local) -> Ref:
@@ -145,10 +145,10 @@ def _replaced(operator: Operator, local: Local) -> Ref:
 
 @rule("diagonal_scatter")
 def diagonal_scatter(operator: Operator, specs: Sequence[TensorSpec]) -> Sharding:
-    """x with a diagonal of two dims replaced: those two stay whole."""
+    """x with a diagonal of two dims replaced: those two stay replicated."""
     rank = len(specs[0].shape)
     options = named(operator.target, operator.args, operator.keywords)
     pair = {options["dim1"] % rank, options["dim2"] % rank}
     dims: Dims = tuple(None if i in pair else f"d{i}" for i in range(rank))
     passing = tuple(name for name in dims if name)
-    return sharding([dims, (*passing, None)], [dims], specs, operator.results, uneven=passing)
+    return sharding([dims, (*passing, None)], [dims], specs, operator.results, padded=passing)

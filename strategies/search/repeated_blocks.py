@@ -361,7 +361,7 @@ def _signature(problem: Problem, operator: Operator, leaving: Mapping[str, Seque
         sharding.results,
         tuple(sharding.sizes.items()),
         sharding.sums,
-        sharding.uneven,
+        sharding.padded,
         sharding.flops,
         operator.results,
         tuple(map(problem.graph.specs.__getitem__, operator.operands)),

@@ -208,7 +208,7 @@ class Propagation:
             for position, ref in enumerate(operator.operands)
             if isinstance(node := self.graph.by_id[ref.id], Source) and node.trainable
         )
-        rule = sharding.operands, sharding.results, tuple(sharding.sizes.items()), sharding.sums, sharding.uneven
+        rule = sharding.operands, sharding.results, tuple(sharding.sizes.items()), sharding.sums, sharding.padded
         return Situation(sharding, (*rule, sharding.flops), tuple(edges), reduced, operator.results)
 
     def _cheapest(self, situation: Situation) -> Assignment:

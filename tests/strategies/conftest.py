@@ -29,8 +29,8 @@ Fits = Callable[[int], bool]
 """Whether a dim or a factor can be cut into so many slices."""
 
 
-def _fits(size: int, uneven: bool, count: int) -> bool:
-    return size % count == 0 or (uneven and -(-size // count) * (count - 1) < size)
+def _fits(size: int, padded: bool, count: int) -> bool:
+    return size % count == 0 or (padded and -(-size // count) * (count - 1) < size)
 
 
 class Draw:
@@ -49,10 +49,10 @@ class Draw:
                 places[place] = (*places[place], axis)
         return places
 
-    def layout(self, shape: Sequence[int], mesh: Mesh, *, partial: bool = False, uneven: bool = False) -> Layout:
-        """Some axes slice dims; with `partial`, some of the others are partial; with `uneven`, also into padded
+    def layout(self, shape: Sequence[int], mesh: Mesh, *, partial: bool = False, padded: bool = False) -> Layout:
+        """Some axes slice dims; with `partial`, some of the others are partial; with `padded`, also into padded
         slices."""
-        found = Layout(tuple(self._spread([functools.partial(_fits, size, uneven) for size in shape], mesh)))
+        found = Layout(tuple(self._spread([functools.partial(_fits, size, padded) for size in shape], mesh)))
         if not partial:
             return found
         return Layout(found.dims, frozenset(axis for axis in mesh.others(found.axes) if self.rng.random() < 0.4))

@@ -48,13 +48,13 @@ def packed(net: Net, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
-    "hook": (hooked, r"registers a hook on a gradient at capture/test_unseen.py:\d+, which would never be called"),
-    "derivative": (penalized, r"computes a derivative at capture/test_unseen.py:\d+, which is not captured"),
+    "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
+    "derivative": (penalized, r"computes a derivative at capture/test_unsupported.py:\d+, which is not captured"),
     "gradient of a function": (
         lambda net, x: torch.func.grad(lambda y: net.inner(y).tanh().sum())(x),
-        r"computes a derivative at capture/test_unseen.py:\d+",
+        r"computes a derivative at capture/test_unsupported.py:\d+",
     ),
-    "packed": (packed, r"packs sequences at capture/test_unseen.py:\d+"),
+    "packed": (packed, r"packs sequences at capture/test_unsupported.py:\d+"),
     "vmap": (lambda net, x: torch.vmap(lambda row: net.inner(row).sum())(x), r"torch.vmap or torch.func"),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
     "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0], r"shape depends on values \(indexed with a mask"),

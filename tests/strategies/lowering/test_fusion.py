@@ -82,7 +82,7 @@ def test_padded_slices_are_joined(draw: Any) -> None:
         plan = model.random_plan(draw, seed)
         sources = [source for source in model.graph.sources if source.name in plan.tensors]
         layouts = {
-            source.name: draw(seed + place).layout(source.spec.shape, MESH, uneven=True)
+            source.name: draw(seed + place).layout(source.spec.shape, MESH, padded=True)
             for place, source in enumerate(sources)
         }
         apart = lower(model.graph, replace(plan, tensors=layouts))

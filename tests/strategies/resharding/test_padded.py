@@ -69,9 +69,9 @@ def check(odd, draw, seed):
         sharding = rule_of(operator, graph)
         assignment = drawn.assignment(sharding, mesh)
         padded |= any(sharding.sizes[factor] % mesh.product(axes) for factor, axes in assignment.items())
-        outputs = tuple(drawn.layout(spec.shape, mesh, uneven=True) for spec in operator.results)
+        outputs = tuple(drawn.layout(spec.shape, mesh, padded=True) for spec in operator.results)
         operators[operator.name] = OperatorPlan(assignment, "configured", outputs if drawn.rng.random() < 0.2 else None)
-    layouts = {source.name: drawn.layout(source.spec.shape, mesh, uneven=True) for source in graph.sources}
+    layouts = {source.name: drawn.layout(source.spec.shape, mesh, padded=True) for source in graph.sources}
     inputs = {source.name: layouts[source.name] for source in graph.of_kind("input")}
     plan = Plan(mesh, operators, inputs, {name: layout for name, layout in layouts.items() if name not in inputs})
     sharded = seed % 2 == 1

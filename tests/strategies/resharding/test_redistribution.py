@@ -43,10 +43,10 @@ def case(draw, seed):
     drawn = draw(seed)
     rng = drawn.rng
     mesh = mesh_of(rng.choice(SIZES))
-    uneven = seed % 2 == 1
-    shape = tuple(rng.choice([1, 2, 6, 12, 24, *((3, 7, 13) * uneven)]) for _ in range(rng.randint(1, 3)))
-    before = drawn.layout(shape, mesh, partial=True, uneven=uneven)
-    after = drawn.layout(shape, mesh, uneven=uneven)
+    padded = seed % 2 == 1
+    shape = tuple(rng.choice([1, 2, 6, 12, 24, *((3, 7, 13) * padded)]) for _ in range(rng.randint(1, 3)))
+    before = drawn.layout(shape, mesh, partial=True, padded=padded)
+    after = drawn.layout(shape, mesh, padded=padded)
     allowed = {axis for axis in before.partial if axis not in after.axes}
     for dim in before.dims:  # slices at the end of a dim may be padded
         for axis in reversed(dim):

@@ -125,7 +125,7 @@ def test_notation(text, results, shapes, operands, sums):
     assert sharding is not None
     shown = ", ".join(" ".join(factor or "." for factor in dims) for dims in sharding.operands)
     assert shown == operands and sharding.sums == set(sums.split())
-    assert sharding.uneven == set(sharding.factors) - sharding.sums
+    assert sharding.padded == set(sharding.factors) - sharding.sums
 
 
 @pytest.mark.parametrize(
