@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.errors import ConfigError
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text", type(None): "null"}
+WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string", type(None): "null"}
 """What a user gives for a simple annotation."""
 
 

@@ -67,18 +67,18 @@ def load(module: nn.Module, folder: Path) -> bool:
     """Give a model of the library the weights of a folder by the library's own way, which knows older names and layouts
     of them. Returns whether all that the model needs was there, and nothing else.
 
-    The whole model is read; if the answer is false, `module` is as it was.
+    The full model is read; if the answer is false, `module` is as it was.
     """
     library = sys.modules.get(LIBRARY)
     if library is None or not isinstance(module, library.PreTrainedModel) or not folder.is_dir():
         return False
     try:
-        found, told = type(module).from_pretrained(
+        found, mismatches = type(module).from_pretrained(
             folder, config=module.config, local_files_only=True, output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError):  # not weights of this model, which the caller tells by name
+    except (OSError, RuntimeError, ValueError):  # not weights of this model, which the caller reports by name
         return False
-    if any(told.values()):
+    if any(mismatches.values()):
         return False
     module.load_state_dict(found.state_dict())
     return True

@@ -1,7 +1,7 @@
 """The user's model and loss, built from the config: the module that is captured, run and compared.
 
 A plan needs shapes alone, so the same objective can also be built from shapes (on torch's device `meta`, where nothing
-is allocated or drawn) and captured as if it lay on the CPU. Invariant: its graph is that of the real one.
+is allocated or random) and captured as if it were on the CPU. Invariant: its graph is that of the real one.
 """
 
 from __future__ import annotations

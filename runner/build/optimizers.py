@@ -1,7 +1,7 @@
 """Optimizer, parameter groups and scheduler as the config describes them.
 
 A parameter belongs to the first group with a glob that matches its full name, else to the group of everything else.
-Globs are those of the shell, on the whole name: `*.bias` matches `layers.0.dense.bias`. Invariant: whatever is wrong
+Globs are those of the shell, on the full name: `*.bias` matches `layers.0.dense.bias`. Invariant: whatever is wrong
 with a name, a glob or an argument is one `ConfigError` that starts with the config key, and every group is checked
 like the optimizer itself.
 """
@@ -138,7 +138,7 @@ def scheduler(config: Scheduler, optimizer: TorchOptimizer) -> LRScheduler | Non
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
             "MW323",
-            f"optimizer.scheduler.target = {config.target!r} must be told a measurement at every step, which is not "
+            f"optimizer.scheduler.target = {config.target!r} needs a measurement at every step, which is not "
             "offered; torch.optim.lr_scheduler.CosineAnnealingLR and StepLR follow the step alone.",
         )
     if not isinstance(made, LRScheduler):

@@ -1,4 +1,4 @@
-"""Pretrained weights: which tensor of the model lies where in the files of `model.weights`.
+"""Pretrained weights: where each tensor of the model is stored in the files of `model.weights`.
 
 Nothing is read here but headers; the ranks read their blocks. The invariant: every parameter and every persistent
 buffer of the model is found under one of its names, with its shape, and every name in the files is used, or the run is
@@ -31,7 +31,7 @@ Rename = tuple[str, str]
 @dataclass(frozen=True)
 class Wanted:
     """A tensor of the model with all its names (several where weights are tied), of which the first is the one that the
-    project uses; `shape` is that of the whole tensor."""
+    project uses; `shape` is that of the full tensor."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
-    """Where the tensors of `module`, which `model` describes, lie, by name.
+    """Where the tensors of `module`, which `model` describes, are stored, by name.
 
     A model of transformers whose files hold other names or layouts is given their weights here; then nothing is left
     to be read. Raises ConfigError for files that do not fit.
@@ -54,16 +54,16 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
         raise ConfigError("MW308", f"{where}: {error}") from error
     for file in {one.file for one in files.values() if not one.parts}:
         checkpoints.check_file(Path(file))
-    held = _renamed(files, model.rename, where)
+    stored_tensors = _renamed(files, model.rename, where)
     wanted = list(_wanted(module))
-    missing, unexpected = _unmatched(wanted, held, module)
+    missing, unexpected = _unmatched(wanted, stored_tensors, module)
     if missing or unexpected:
         if not model.rename and huggingface.load(module, home.expanded(model.weights)):
             return {}
-        raise ConfigError("MW307", f"{where}: {_told(missing, unexpected, wanted, held, module)}")
+        raise ConfigError("MW307", f"{where}: {_mismatch(missing, unexpected, wanted, stored_tensors, module)}")
     found = {}
     for one in wanted:
-        stored = [held[name] for name in one.names if name in held]
+        stored = [stored_tensors[name] for name in one.names if name in stored_tensors]
         if stored and one.persistent:
             _check(one, stored, where)
             found[one.names[0]] = stored[0]
@@ -72,15 +72,15 @@ def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
 
 def _renamed(files: Mapping[str, StoredTensor], rename: Sequence[Rename], where: str) -> dict[str, StoredTensor]:
     """The tensors by the names that `model.rename` gives them. Raises ConfigError where two get one name."""
-    held: dict[str, StoredTensor] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for name, stored in files.items():
         new = _new_name(name, rename)
-        if new in held:
+        if new in stored_tensors:
             raise ConfigError(
-                "MW307", f"{where}: model.rename gives {held[new].key} and {stored.key} the same name, {new}."
+                "MW307", f"{where}: model.rename gives {stored_tensors[new].key} and {stored.key} the same name, {new}."
             )
-        held[new] = stored
-    return held
+        stored_tensors[new] = stored
+    return stored_tensors
 
 
 def _new_name(name: str, rename: Sequence[Rename]) -> str:
@@ -100,13 +100,15 @@ def _wanted(module: nn.Module) -> Iterator[Wanted]:
         yield Wanted(tuple(names), shape, tensor.is_floating_point(), any(name in persistent for name in names))
 
 
-def _unmatched(wanted: Sequence[Wanted], held: Iterable[str], module: nn.Module) -> tuple[list[str], list[str]]:
+def _unmatched(
+    wanted: Sequence[Wanted], stored_tensors: Iterable[str], module: nn.Module
+) -> tuple[list[str], list[str]]:
     """Names that the model needs and the files lack, and names that the files have and the model does not know."""
-    held = set(held)
+    stored_tensors = set(stored_tensors)
     known = {name for one in wanted for name in one.names}
-    lacking = [one.names[0] for one in wanted if one.persistent and not held & set(one.names)]
+    lacking = [one.names[0] for one in wanted if one.persistent and not stored_tensors & set(one.names)]
     missing = [name for name in lacking if not _dispensable(name, module, "missing")]
-    left = [name for name in held if name not in known and not name.endswith("_extra_state")]
+    left = [name for name in stored_tensors if name not in known and not name.endswith("_extra_state")]
     return missing, sorted(name for name in left if not _dispensable(name, module, "unexpected"))
 
 
@@ -125,7 +127,7 @@ def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
                 f"has {list(one.shape)}; model.args or model.config describe another model.",
             )
         if ("float" in candidate.dtype) != one.floating:
-            kind = "floating-point" if one.floating else "whole"
+            kind = "floating-point" if one.floating else "integer"
             raise ConfigError(
                 "MW307", f"{where}: {candidate.key} is stored as {candidate.dtype}; the model holds {kind} numbers."
             )
@@ -140,8 +142,12 @@ def _check(one: Wanted, stored: Sequence[StoredTensor], where: str) -> None:
             )
 
 
-def _told(
-    missing: Sequence[str], unexpected: Sequence[str], wanted: Sequence[Wanted], held: Iterable[str], module: nn.Module
+def _mismatch(
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    wanted: Sequence[Wanted],
+    stored_tensors: Iterable[str],
+    module: nn.Module,
 ) -> str:
     """What does not match, the nearest names, and the cure where a prefix is all that differs."""
     parts = []
@@ -150,11 +156,11 @@ def _told(
     if unexpected:
         parts.append(f"the files have {_listed(unexpected)}, which the model does not know")
     text = f"{' and '.join(parts)}."
-    cure = next(_cures(missing, unexpected, wanted, list(held), module), None)
+    cure = next(_cures(missing, unexpected, wanted, list(stored_tensors), module), None)
     if cure is not None:
         return f"{text} Only a prefix differs: set model.rename=[['{cure[0]}', '{cure[1]}']]."
     name, options = (
-        (missing[0], unexpected or sorted(held))
+        (missing[0], unexpected or sorted(stored_tensors))
         if missing
         else (unexpected[0], [n for one in wanted for n in one.names])
     )
@@ -168,14 +174,18 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cures(
-    missing: Sequence[str], unexpected: Sequence[str], wanted: Sequence[Wanted], held: Sequence[str], module: nn.Module
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    wanted: Sequence[Wanted],
+    stored_tensors: Sequence[str],
+    module: nn.Module,
 ) -> Iterator[Rename]:
     """Changes of one prefix after which everything matches."""
     heads = "|".join(sorted({re.escape(name.partition(".")[0]) for name in unexpected}))
     for name in unexpected[:1]:
         for before, after in dict.fromkeys(_prefixes(name, target) for target in missing):
             rename = (f"^{before.replace('.', '[.]') or f'(?=({heads})[.])'}", after)
-            if not any(_unmatched(wanted, [_new_name(other, [rename]) for other in held], module)):
+            if not any(_unmatched(wanted, [_new_name(other, [rename]) for other in stored_tensors], module)):
                 yield rename
 
 

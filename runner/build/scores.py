@@ -1,7 +1,7 @@
 """What an evaluation measures: the loss and a metric of one batch, from what the model returns and the targets.
 
 A metric is `accuracy` or any function (output, target, ...) -> number, an average over the rows of the batch; it is
-given what the loss is given. Invariant: output and targets are whole tensors here, without rows that only fill a batch.
+given what the loss is given. Invariant: output and targets are full tensors here, without rows that only fill a batch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def accuracy(output: Any, target: Tensor) -> float:
 
 
 def try_evaluation(step: Objective, batch: Mapping[str, Tensor], measured: Scores) -> Structure:
-    """Evaluate one whole batch on this process; how the model's output is put together. A batch that lacks entries of
+    """Evaluate one full batch on this process; how the model's output is put together. A batch that lacks entries of
     training is not measured.
 
     Raises ConfigError for a model, loss or metric that cannot be evaluated.

@@ -1,4 +1,4 @@
-"""The streams of the command, settled so that nothing that it prints can end it in another way than it would end."""
+"""The streams of the command, prepared so that printing cannot end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 
 
-def settle() -> None:
+def prepare() -> None:
     """Give streams that are closed (`>&-`) to os.devnull, else the next files took their numbers and what is printed;
     what a terminal's encoding lacks is shown as an escape."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):

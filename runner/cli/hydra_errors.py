@@ -1,4 +1,4 @@
-"""Hydra's errors in the words of this project: one paragraph that says what is wrong and what would be right.
+"""Hydra's errors in the words of this project: one paragraph with the fault and its remedy.
 
 Hydra offers little more than the text of its exceptions, so this reads the text; `tests/runner/test_cli.py` holds one
 example of each kind against the Hydra that is installed. A text that is not known is passed on in one line.
@@ -82,7 +82,7 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
 
 
 def _chosen(missing: str, overrides: Sequence[str]) -> tuple[str, str]:
-    """The group of configs and the name in it that was asked for; a name may be a path."""
+    """The group of configs and the name in it that the command line names; a name may be a path."""
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
         if f"{key}/{value}" == missing:

@@ -79,7 +79,7 @@ class SweepFailed(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a user is told about an exception.
+    """What a user sees of an exception.
 
     Attributes:
         paragraphs: what to print.
@@ -113,7 +113,7 @@ def main() -> None:
     # Settled before Hydra starts, because one of these variables is set below for another reason.
     tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
     os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
-    console.settle()
+    console.prepare()
     typed = sys.argv[1:]
     try:
         _command(typed)
@@ -125,10 +125,10 @@ def main() -> None:
     except KeyboardInterrupt:
         _leave(("interrupted.",), 130)
     except COMPOSITION_ERRORS as error:
-        _tell_traceback(error)
+        _print_traceback(error)
         _leave(reword(error, typed).marked, 2)
     except Exception as error:
-        _tell_traceback(error)
+        _print_traceback(error)
         failure = Failure.of(error)
         if failure.code == READER_GONE:  # `run recipes | head -1`: nothing was lost
             sys.exit(failure.code)
@@ -173,7 +173,7 @@ def _command(typed: list[str]) -> None:
     except KeyboardInterrupt:
         if (sweep := CheckConfig.sweep) is not None:
             sweep.end()
-            _tell([f"the sweep goes on with: {words.again(typed, 'hydra.sweep.dir', sweep.folder)}"])
+            _print([f"the sweep goes on with: {words.again(typed, 'hydra.sweep.dir', sweep.folder)}"])
         raise
     except Exception as error:
         Interrupts.again()
@@ -199,10 +199,10 @@ def _register() -> None:
 def _job(composed: DictConfig) -> float | None:
     """One job, in its run folder, which exists by now. The value, its last loss, lets a sweeper compare jobs."""
     with Interrupts():
-        return _settled(composed)
+        return _run_job(composed)
 
 
-def _settled(composed: DictConfig) -> float | None:
+def _run_job(composed: DictConfig) -> float | None:
     context = HydraConfig.get()
     run_dir, overrides = Path(context.runtime.output_dir), _overrides()
     if context.mode == RunMode.MULTIRUN:
@@ -217,7 +217,7 @@ def _settled(composed: DictConfig) -> float | None:
         _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)
     except Exception as error:
         Interrupts.again()
-        _tell_traceback(error)
+        _print_traceback(error)
         failure = Failure.of(error)
         if failure.code == READER_GONE:  # what was to be seen on the terminal is lost, and nothing else
             sys.exit(READER_GONE)
@@ -243,7 +243,7 @@ def _recipe() -> str | None:
 
 
 def _alone(checked: Config, run_dir: Path) -> float | None:
-    """The job of a config in a folder that is held. If it is refused, the config there is the one from before."""
+    """The job of a config in a locked folder. If it is refused, the config there is the one from before."""
     check_files(run_dir)
     lineage.check_folder(checked, run_dir)
     file = run_dir / CONFIG_FILE
@@ -278,15 +278,15 @@ def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overri
             write_config(run_dir, text)
             value: float | None = VERBS[job.verb].function()(checked, run_dir)
     except Stopped as stopped:
-        _tell([f"{name}: {stopped}"])
+        _print([f"{name}: {stopped}"])
         replace(job, status="stopped", seconds=time.monotonic() - start).write(run_dir)
         raise error_of(stopped.number) from None  # and with it the sweep
     except Exception as error:
         Interrupts.again()
-        _tell_traceback(error)
+        _print_traceback(error)
         failure = Failure.of(error)
         _record(failure, run_dir)
-        _tell([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
+        _print([f"{name}: {paragraph}" for paragraph in failure.paragraphs])
         seconds = time.monotonic() - start
         replace(job, status="failed", error=failure.paragraphs[0].splitlines()[0], seconds=seconds).write(run_dir)
         return None
@@ -321,14 +321,14 @@ class CheckConfig(Callback):
         faults = _faults(config) or _unwritable(config.hydra.run.dir, "hydra.run.dir")
         if faults:
             _leave(faults, 2)
-        _tell_whose(config)
+        _print_notices(config)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
         # other sweepers choose the values one by one; each job checks its own
         count = self._check_grid(config) if config.hydra.sweeper._target_.endswith(BasicSweeper.__name__) else None
         if faults := _unwritable(config.hydra.sweep.dir, "hydra.sweep.dir"):
             _leave(faults, 2)
-        _tell_whose(config)
+        _print_notices(config)
         recipe = config.hydra.runtime.choices.get("recipe")
         try:
             CheckConfig.sweep = Sweep.begin(Path(config.hydra.sweep.dir).absolute(), count, recipe)
@@ -372,7 +372,7 @@ def _faults(composed: DictConfig) -> tuple[str, ...]:
     return ()
 
 
-def _tell_whose(composed: DictConfig) -> None:
+def _print_notices(composed: DictConfig) -> None:
     """Say which recipes and modules are the user's although others of the same names come with this package."""
     for notice in recipes.NOTICES:
         print(notice, flush=True)
@@ -401,7 +401,7 @@ def _verb_table() -> str:
 
 def _record(failure: Failure, run_dir: Path) -> None:
     text = "\n".join((*failure.paragraphs, failure.traceback)).rstrip() + "\n"
-    with suppress(OSError):  # a full disk is told on the terminal
+    with suppress(OSError):  # the terminal shows that a disk is full
         (run_dir / ERROR_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -415,16 +415,16 @@ def _nobody_reads() -> bool:
     return True
 
 
-def _tell_traceback(error: Exception) -> None:
+def _print_traceback(error: Exception) -> None:
     if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
         traceback.print_exception(error)
 
 
-def _tell(paragraphs: Sequence[str]) -> None:
+def _print(paragraphs: Sequence[str]) -> None:
     for paragraph in paragraphs:
         console.say(paragraph)
 
 
 def _leave(paragraphs: Sequence[str], code: int) -> NoReturn:
-    _tell(paragraphs)
+    _print(paragraphs)
     sys.exit(code)

@@ -44,7 +44,7 @@ class Verb:
 
     @property
     def help(self) -> str:
-        """What `--help` tells of the verb."""
+        """What `--help` prints about the verb."""
         parts = [self.usage, f"    {self.summary}", f"For example:\n    {self.example}"]
         if self.composed:
             name = self.target.rpartition(":")[0].rpartition(".")[2]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MARK = "measured by `run calibrate`"
-"""In the first line of what is written."""
+"""In the first line of a file that calibrate writes."""
 PRELOAD = (
     *("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes"),
     *("runner.launch.worker", "runner.commands.calibrate", "runner.planning.calibration"),
@@ -112,7 +112,7 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
     content = {"config": config.model_dump_json(), "until": started + config.calibrate.seconds - ENDING}
     run_here = partial(launch.run_ranks, timeout=config.launch.timeout, threads=config.launch.threads)
     try:
-        with tempfile.TemporaryDirectory() as folder:  # where nothing is left of what is refused
+        with tempfile.TemporaryDirectory() as folder:  # a refusal leaves nothing behind
             where, name = "runner.commands.calibrate:place", "the preparation"
             device, ranks = run_here(where, content, world_size=1, device="cpu", run_dir=Path(folder), name=name)
         who = f"{ranks} rank{'s' * (ranks > 1)} on {device}"
@@ -133,7 +133,7 @@ def _measured(config: Config, run_dir: Path, started: float) -> tuple[str, float
 
 
 def place(rank: RankContext, payload: Mapping[str, Any]) -> tuple[str, int]:
-    """The device and the number of ranks, which a fork that has torch can tell. Raises ConfigError."""
+    """The device and the number of ranks, which takes a fork that has torch. Raises ConfigError."""
     from runner.planning.clusters import device_of
 
     return device_of(Config.model_validate_json(payload["config"]))

@@ -1,5 +1,5 @@
 """`run doctor CHECKPOINT`: every file against its size and checksum, what was saved, and which ranks' files could be
-lost without loss. Nothing is changed. A plan without a checkpoint tells which ranks will hold the same.
+lost without loss. Nothing is changed. For a plan without a checkpoint: which ranks will store the same.
 
 What could be lost is found by taking the files away in thought: all parts must be in some other file.
 """
@@ -63,7 +63,7 @@ def described(found: Header) -> str:
 def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> list[str]:
     """What is lost now, or which ranks could be."""
     if not _whole(found, forms, set(wrong)):
-        return ["lost: what the damaged files held is in no other file; the checkpoint cannot be loaded"]
+        return ["lost: the content of the damaged files is in no other file; the checkpoint cannot be loaded"]
     lines = ["nothing is lost: other files hold the same"] if wrong else []
     ranks = [rank for rank in range(found.world_size) if _whole(found, forms, {*wrong, *_files(found, rank)})]
     listed = ", ".join(map(str, ranks)) or "none (checkpoint.copies=2 stores what replicas hold twice)"
@@ -74,7 +74,7 @@ def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> l
 
 
 def _planned(path: Path) -> str | None:
-    """What the plan in `path` tells, where nothing was saved: two lines. None where there is no plan, or a checkpoint.
+    """Two lines about the plan in `path`, where nothing was saved. None where there is no plan, or a checkpoint.
     Raises ConfigError for a file that is no plan."""
     file = path / PLAN if path.is_dir() else path
     if not file.is_file() or (path.is_dir() and (branch.newest(path) or branch.newest(path / "checkpoints"))):
@@ -88,9 +88,9 @@ def _planned(path: Path) -> str | None:
         world_size = math.prod(sizes)
         groups = replicas(plan, world_size, split=bool(parallel.get("zero", {}).get("stage")))
     except (OSError, LookupError, ArithmeticError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            "MW604", f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({told})."
+            "MW604", f"doctor = {str(path)!r} is neither a checkpoint nor a plan.json ({reason})."
         ) from None
     mesh = " ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
     ranks = f"{world_size} rank{'s' * (world_size > 1)}, mesh {mesh}"
@@ -102,19 +102,21 @@ def _planned(path: Path) -> str | None:
 
 def replicas(plan: Mapping[str, Any], world_size: int, *, split: bool) -> str:
     """The groups of ranks that could restore one another from memory, as text; nothing where there is no plan, or where
-    it does not tell what the stages of its pipeline hold. `split`: ZeRO gives every rank its own states."""
+    it does not say what the stages of its pipeline store. `split`: ZeRO gives every rank its own states."""
     tensors = {name: Layout(tuple(map(tuple, one["dims"]))) for name, one in plan.get("tensors", {}).items()}
     if not tensors:
         return ""
     mesh = Mesh(tuple(plan["mesh"].items()))
     stages = world_size // mesh.size
-    held = {name: one["stages"] for name, one in plan.get("parameters", {}).items() if "stages" in one}
-    if stages > 1 and not held:
+    stages_by_parameter = {name: one["stages"] for name, one in plan.get("parameters", {}).items() if "stages" in one}
+    if stages > 1 and not stages_by_parameter:
         return ""
     groups: dict[tuple[int, ...], None] = {}
     for stage in range(stages):
         own = [
-            layout for name, layout in tensors.items() if stage in {one % stages for one in held.get(name, (stage,))}
+            layout
+            for name, layout in tensors.items()
+            if stage in {one % stages for one in stages_by_parameter.get(name, (stage,))}
         ]
         first = stage * mesh.size
         for rank in range(first, first + mesh.size):

@@ -46,7 +46,7 @@ def world_size_of(config: Config) -> int:
     if found is None:
         raise ConfigError(
             "MW704",
-            "world_size is null, so the number of ranks is that of the devices at hand; a launcher has to be told: set "
+            "world_size is null, so the number of ranks is that of the devices at hand; a launcher needs it: set "
             "world_size=N or launch.hosts.",
         )
     return found

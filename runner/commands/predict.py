@@ -29,11 +29,11 @@ def run(config: Config, run_dir: Path) -> float | None:
     (run_dir / SUMMARY).write_text(json.dumps(found | {"samples_per_second": rate}, indent=2) + "\n", encoding="utf-8")
     here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    told = [f"{name} {value:.6g}" for name, value in found["evaluation"].items()]
+    scores = [f"{name} {value:.6g}" for name, value in found["evaluation"].items()]
     weights = "the weights of model.weights" if found["step"] is None else f"the weights of step {found['step']}"
     print(
         f"predicted: {found['rows']} rows with {weights}, {rate:.0f} samples/s"
-        f"{''.join(f', {one}' for one in told)}; {shown / found['file']}",
+        f"{''.join(f', {one}' for one in scores)}; {shown / found['file']}",
         flush=True,
     )
     loss: float | None = found["evaluation"].get("loss")

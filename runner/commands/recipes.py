@@ -1,4 +1,4 @@
-"""`run recipes` lists the recipes, `run recipes NAME` prints one: the file as it is, comments and all."""
+"""`run recipes` lists the recipes, `run recipes NAME` prints the file of one, comments included."""
 
 from __future__ import annotations
 

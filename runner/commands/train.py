@@ -39,7 +39,7 @@ def run(config: Config, run_dir: Path) -> float | None:
         payload = {"folder": str(folder), "marks": marks, "offload": offload}
         result = restarting.train(config, run_dir, payload)
     if result is None:
-        print("done: the ranks of this command; what rank 0 tells is where it was started", flush=True)
+        print("done: the ranks of this command; the output of rank 0 is where it was started", flush=True)
         return None
     if result["stopped"] is not None:
         raise stopped(result["stopped"], Interrupts.requested)
@@ -62,10 +62,12 @@ def with_recorded(result: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
 def ending(result: dict[str, Any], run_dir: Path) -> str:
     """The last line of a training run."""
-    told = [f"loss {result['loss']:.6g}"] + [f"test {name} {value:.4g}" for name, value in result["evaluation"].items()]
+    scores = [f"loss {result['loss']:.6g}"] + [
+        f"test {name} {value:.4g}" for name, value in result["evaluation"].items()
+    ]
     here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    return f"done: {result['steps']} steps, {', '.join(told)}; results in {shown}"
+    return f"done: {result['steps']} steps, {', '.join(scores)}; results in {shown}"
 
 
 def stopped(step: int, number: int) -> Stopped:
@@ -83,5 +85,5 @@ def memory_of(measured: list[dict[str, Any]], run_dir: Path) -> str:
     content = {"predicted": predicted, "measured": measured}
     (run_dir / "memory.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     most = max(measured, key=lambda one: one["peak"])
-    told = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
-    return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{told}"
+    comparison = "" if predicted is None else f", predicted {predicted.get('peak', predicted['total']):,}"
+    return f"memory of the fullest rank: at most {most['peak']:,} bytes, in {most['peak_in']}{comparison}"

@@ -1,16 +1,16 @@
 """`run verify`: the same steps sharded and on one process, from the same weights and data; loss and gradients compared.
 
-The single process runs the user's untouched eager module. Compared are the loss and the gradients of the whole tensors
+The single process runs the user's untouched eager module. Compared are the loss and the gradients of the full tensors
 at every step, and the weights after the last: max |sharded - reference| / max |reference|, the largest over the steps.
 A gradient that cancels out (a bias before a batch norm) is nothing but rounding: where the reference's is below the
-rounding of the model's largest one, both must be; every other gradient is held to its own size. A running mean is held
-to the deviation that it is used with: the mean of what was normalized before is nothing but rounding, too.
+rounding of the model's largest one, both must be; every other gradient is compared with its own size. A running mean is
+compared with the deviation beside it: the mean of what was normalized before is nothing but rounding, too.
 The reference's optimizer is given the sharded run's gradients, so both stay at the same weights and rounding does not
-compound (Adam turns noise around zero into whole steps); a wrong update shows in the weights.
+compound (Adam turns noise around zero into full steps); a wrong update shows in the weights.
 
 Some networks magnify the rounding of fp32. Where a difference is beyond the tolerance of fp32, the single process runs
-once more in fp64, from the same weights and with the same random numbers. That tells how far its own fp32 is from the
-truth, per tensor; up to three times as much is rounding.
+once more in fp64, from the same weights and with the same random numbers. That gives the distance of its own fp32 from
+fp64, per tensor; up to three times as much is rounding.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _reference(config: Config) -> Config:
 
 def compare(ours: Path, theirs: Path, tolerance: float, rounding: float) -> Comparison:
     """Compare the records of two runs. A reference gradient below `rounding` times the model's largest is rounding
-    itself (a bias before a batch norm: truly zero), and is held to stay below that.
+    itself (a bias before a batch norm: truly zero), and has to stay below that.
 
     Raises ConfigError where the models have different parameters.
     """

@@ -73,14 +73,14 @@ class Rule:
         return all(kind.holds(value_of(values, key)) for key, kind in conditions)
 
     def paragraph(self, values: Any) -> str:
-        """What a user is told whose config breaks the rule."""
+        """The paragraph that refuses a config which breaks the rule."""
         first, second = (f"{key} = {shown(value_of(values, key))}" for key in (self.first, self.second))
         return f"{first} does not go with {second}: {self.why}; {self.remedy}."
 
 
 AS_WRITTEN = any_of("stand_alone", "hybrid")
-"""Modes that run the user's module as it is written, without a plan."""
-NO_PLAN = "this mode has no plan and runs the module as it is"
+"""Modes that run the user's module without a plan."""
+NO_PLAN = "this mode runs the module without a plan"
 A_MODE = "choose parallel.mode data_parallel, semi_auto or auto"
 SHARDED = any_of(1, 2, 3)
 MODE, STAGE, STAGES = "parallel.mode", "parallel.zero.stage", "parallel.pipeline.stages"
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
     Rule(STAGES, GIVEN, STAGE, any_of(2, 3), "stages 2 and 3 shard the gradients of every micro-batch (3 also gathers "
          "its weights), and a pipeline has several at once", f"choose {STAGE}=1, or {STAGES}=null"),
     Rule(f"{FUSION}.all_reduce.mode", any_of("index"), STAGES, GIVEN,
-         "every stage has gradients of its own, so there are no positions to cut at", "choose mode auto or size"),
+         "every stage has its own gradients, so there are no positions to cut at", "choose mode auto or size"),
     Rule("train.precision", any_of("fp64"), STAGE, SHARDED, "DeepSpeed holds the master weights in fp32",
          "choose train.precision=fp32. Use parallel.zero.stage=0 for fp64"),
     Rule("train.precision", any_of("fp16"), STAGE, SHARDED, "the ranks of every stage of a pipeline would decide for "
@@ -235,7 +235,7 @@ SOURCES: tuple[Rule, ...] = (
     *(Rule(f"launch.{first}", GIVEN, f"launch.{second}", GIVEN, "both say where the ranks run", "drop one of them")
       for first, second in (("hosts", "hostfile"), ("hosts", "rank_table"), ("hostfile", "rank_table"))),
 )  # fmt: skip
-"""Rules for what is composed, before the files that some keys name are read in the place of others."""
+"""Rules for the composed config, before files that some keys name replace other keys."""
 
 
 def check(config: BaseModel) -> None:

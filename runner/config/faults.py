@@ -1,4 +1,4 @@
-"""`launch.faults`: what is to go wrong on purpose, for tests and drills."""
+"""`launch.faults`: injected faults, for tests and drills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.config.section import REQUIRED, Count, Section, refusal, setting
 Phase = Literal["data", "forward", "backward", "collective", "optimizer", "save"]
 Kind = Literal["kill", "hang", "raise", "corrupt", "truncate", "disk_full", "network"]
 OF_FILES = ("corrupt", "truncate", "disk_full")
-"""Kinds that concern what is saved, and so happen in no other phase than save."""
+"""Kinds that concern saved files, and so happen in phase save alone."""
 
 
 class Fault(Section):

@@ -186,7 +186,7 @@ def _type(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Write the files, or with `--check` only tell which differ. Returns the exit code."""
+    """Write the files, or with `--check` only name those that differ. Returns the exit code."""
     differing = [
         file for file, text in files().items() if not file.exists() or file.read_text(encoding="utf-8") != text
     ]

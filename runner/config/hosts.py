@@ -30,7 +30,7 @@ def from_files(values: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError("MW701", f"launch.{key} = {name!r} cannot be read: {reason}.") from None
     read = _hostfile if key == "hostfile" else _rank_table
     return {**values, "hosts": read(name, text)}

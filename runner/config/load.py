@@ -27,14 +27,14 @@ from runner.errors import ConfigError, allowed
 
 # What pydantic's kinds of error mean in the words of this project; braces are filled from the error's context.
 MEANINGS = {
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_parsing": "must be a whole number",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
     "float_type": "must be a number",
     "float_parsing": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
-    "string_type": "must be a text",
+    "string_type": "must be a string",
     "dict_type": "must be a mapping such as {{name: value}}",
     "model_type": "must be a mapping such as {{name: value}}",
     "tuple_type": "must be a list",

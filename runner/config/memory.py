@@ -1,4 +1,4 @@
-"""`parallel.memory_limit`: a number of bytes, or a text such as 80GB."""
+"""`parallel.memory_limit`: a number of bytes, or a string such as 80GB."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Parallel(Section):
     def _a_limit_has_a_plan(self) -> Parallel:
         if self.recompute.operators == "auto" and self.memory_limit is None and not self.open:
             raise refusal(
-                "parallel.recompute.operators = 'auto' computes again what parallel.memory_limit asks for, but that is "
+                "parallel.recompute.operators = 'auto' recomputes what parallel.memory_limit demands, but that is "
                 "null; give a limit per rank such as parallel.memory_limit=16GB, or choose none, full or selective.",
                 "parallel.recompute.operators",
                 "parallel.memory_limit",

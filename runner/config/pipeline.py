@@ -58,13 +58,13 @@ class Pipeline(Section):
                     "parallel.pipeline.cuts",
                 )
             count = self.stages * self.virtual
-            told = f"parallel.pipeline.stages = {self.stages}"
+            product = f"parallel.pipeline.stages = {self.stages}"
             if self.virtual > 1:
-                told = f"parallel.pipeline.stages x virtual_stages = {self.stages} x {self.virtual} = {count}"
+                product = f"parallel.pipeline.stages x virtual_stages = {self.stages} x {self.virtual} = {count}"
             for path, stage in self.cuts.items():
                 if stage >= count:
                     raise refusal(
-                        f"parallel.pipeline.cuts: {path} = {stage}, but {told} has the stages 0 to {count - 1}.",
+                        f"parallel.pipeline.cuts: {path} = {stage}, but {product} has the stages 0 to {count - 1}.",
                         "parallel.pipeline.cuts",
                         "parallel.pipeline.stages",
                     )
@@ -78,7 +78,7 @@ class Pipeline(Section):
         if self.schedule in DEALT and not self.open and self.parts % max(1, self.parts // self.stages):
             raise refusal(
                 f"{schedule} sends parallel.pipeline.micro_batches = {self.parts} through the stages in "
-                f"{self.parts // self.stages} rounds of one size, into which they cannot be cut; take a multiple of "
+                f"{self.parts // self.stages} groups of one size, into which they do not divide; take a multiple of "
                 f"parallel.pipeline.stages = {self.stages}.",
                 "parallel.pipeline.micro_batches",
                 "parallel.pipeline.stages",

@@ -1,4 +1,4 @@
-"""The section `parallel.recompute`: what is computed again in backward instead of stored."""
+"""The section `parallel.recompute`: activation checkpointing, recomputing in backward instead of storing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECOMPUTED = ("none", "full", "selective", "auto")
 
 
 class Recompute(Section):
-    """What is computed again in backward instead of stored: none, full, selective (operators that are cheap to compute)
+    """What backward recomputes instead of storing: none, full, selective (operators that are cheap to compute)
     or a list of kinds of operators, inside `modules` (null: every repeated layer); with auto each of the modules is
     treated in one of the first three ways, so that parallel.memory_limit is kept. Repeating collectives is up to
     `communication` (null: with full they are repeated, else kept)."""

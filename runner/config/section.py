@@ -49,7 +49,7 @@ class Section(BaseModel):
 
 
 def refusal(text: str, *keys: str, code: str = "MW205") -> PydanticCustomError:
-    """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is to be told."""
+    """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is named."""
     return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys, "code": code})
 
 

@@ -1,7 +1,7 @@
 """How users write strategies: `[[2, 4], [4, 1]]`, `{in: ..., out: ...}` and `{layout: NAME, dims: [mp, [sp, dp]]}`.
 
 The readers here turn what YAML, the command line or `config.json` holds into frozen values and check all that can be
-known without a model: that a count is a whole number from 1 up, that a layout exists and has the axes used, that an
+known without a model: that a count is an integer from 1 up, that a layout exists and has the axes used, that an
 axis slices at most one dim. What a reader returns, dumped to JSON, reads back as the same value.
 """
 
@@ -33,7 +33,7 @@ DIMS = WithJsonSchema({"type": "array", "items": {"anyOf": AXES}})
 
 
 class LayoutForm(Section):
-    """An operand sliced over named axes: `dims[d]` are the axes that slice dim d, major to minor (empty: whole)."""
+    """An operand sliced over named axes: `dims[d]` are the axes of dim d, major to minor (empty: replicated)."""
 
     layout: str = setting(REQUIRED, "Name of a layout in parallel.layouts")
     dims: Annotated[tuple[tuple[str, ...], ...], DIMS] = setting(REQUIRED, "The axes that slice each dim, or null")
@@ -170,7 +170,7 @@ def _operand(value: Any, place: Place) -> OperandForm:
         )
     for dim, count in enumerate(value):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise place.refuse(f"dim {dim}: {count!r} is not a number of slices; counts are whole numbers from 1 up.")
+            raise place.refuse(f"dim {dim}: {count!r} is not a number of slices; counts are integers from 1 up.")
     return tuple(value)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the verbs that describe: `calibrate` and `explain`."""
+"""The sections of the verbs `calibrate` and `explain`."""
 
 from __future__ import annotations
 

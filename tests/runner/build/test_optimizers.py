@@ -113,11 +113,11 @@ def test_schedulers():
     [
         ("StepLR", {"gama": 0.5, "step_size": 1}, r"optimizer\.scheduler\.args: .* no argument 'gama'.* 'gamma'"),
         ("StepLR", {}, r"optimizer\.scheduler\.args: .* needs 'step_size'"),
-        ("StepLR", {"step_size": "abc"}, r"optimizer\.scheduler\.args\.step_size = 'abc': .* takes a whole number"),
+        ("StepLR", {"step_size": "abc"}, r"optimizer\.scheduler\.args\.step_size = 'abc': .* takes an integer"),
         ("MultiStepLR", {"milestones": "abc"}, r"optimizer\.scheduler\.args\.milestones = 'abc': .* takes a list"),
         ("CosineAnnealingLR", {"T_max": 0}, "fails in a step: ZeroDivisionError"),
         ("StepLN", {}, r"optimizer\.scheduler\.target = .*Did you mean 'StepLR'"),
-        ("ReduceLROnPlateau", {}, "must be told a measurement at every step, which is not offered"),
+        ("ReduceLROnPlateau", {}, "needs a measurement at every step, which is not offered"),
         ("EPOCH_DEPRECATION_WARNING", {}, "a class or function is needed"),
         ("Optimizer.__repr__", {}, r"made a str; a torch\.optim\.lr_scheduler\.LRScheduler is needed"),
     ],

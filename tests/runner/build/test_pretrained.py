@@ -136,7 +136,7 @@ FAULTS = [
     (lambda s: s.update(more=torch.ones(1)), "the files have more, which the model does not know."),
     (lambda s: s.update({"head.bias": torch.ones(6)}), "head.bias has shape [6] there, but head.bias of the model has"),
     (lambda s: s.update({"head.bias": torch.ones(5, dtype=torch.int32)}), "stored as int32; the model holds floating"),
-    (lambda s: s.update({"norm.num_batches_tracked": torch.tensor(1.0)}), "the model holds whole numbers"),
+    (lambda s: s.update({"norm.num_batches_tracked": torch.tensor(1.0)}), "the model holds integer numbers"),
     (lambda s: s["head.weight"].add_(1), "one tensor for emb.weight and head.weight (tied weights), but emb.weight"),
 ]
 
