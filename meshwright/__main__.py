@@ -5,7 +5,7 @@ from runner.__main__ import main
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    from runner.search_path import installed_first
+    from runner.packages import installed_first
 
     installed_first()
     main()

@@ -9,7 +9,7 @@ if __name__ == "__main__":
         import runner  # noqa: F401  # ours, whatever else is called so
 
         del sys.path[0]
-    from runner.search_path import installed_first
+    from runner.packages import installed_first
 
     installed_first()
     from runner.launch.launchers.join import main

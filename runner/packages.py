@@ -1,9 +1,10 @@
 """Which package a top-level name means, in every process that has imported `runner`.
 
-The packages of this project have common names, and users have folders of the same names. The rule: `conf`, `recipes`,
-`runner` and `strategies` are ours wherever a process starts, and a folder or file of the user's of that name only adds
-what ours lacks. `models` is the user's where there is one, and ours adds what that lacks; `meshwright.models` is ours
-alone, which is what shipped recipes mean. Nothing else is imported here.
+The packages of this project have common names, and users have folders of the same names. The rule, which is also the
+page docs/reference/names.md: `conf`, `recipes`, `runner` and `strategies` are ours wherever a process starts, and a
+folder or file of the user's with that name only adds what ours lacks. `models` is the user's where there is one, and
+ours adds what that lacks; `meshwright.models` is ours alone, which is what shipped recipes mean. Whatever else is
+installed comes before the working directory. Nothing else is imported here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ def install() -> None:
     """Make the rule hold in this process; calling again does no harm."""
     if not any(finder is _Finder for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder)
+
+
+def installed_first() -> None:
+    """Move the working directory behind what is installed, where the script `run` has it, if Python put it first, as
+    `python -m runner` does: a user's own folder `models` or `recipes` would hide ours."""
+    with suppress(FileNotFoundError):  # the working directory is gone, which the command reports
+        if sys.path[:1] == [os.getcwd()]:
+            sys.path.append(sys.path.pop(0))
 
 
 def add_theirs() -> None:

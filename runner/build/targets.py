@@ -4,8 +4,8 @@ Models, losses, datasets, optimizers, schedulers, metrics and collate functions 
 other. The invariant: whatever is wrong with a name, with its arguments or in the code behind them ends as one
 `ConfigError` paragraph that starts with the config key; no other exception leaves this file.
 
-The user's working directory is searched last, so that a file there can never hide an installed package; what names
-mean that our packages and the user's share, `runner.packages` says.
+The user's working directory is searched last, so that a file there can never hide an installed package;
+`runner.packages` says which package a name means that the user and this project share.
 Nothing here imports torch; the named module may.
 """
 
