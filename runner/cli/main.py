@@ -56,7 +56,7 @@ from runner.launch.interrupts import Interrupts, error_of
 from runner.run_folder import CONFIG_FILE, lineage
 from runner.run_folder.lock import occupied
 from runner.run_folder.metrics import records
-from runner.sweep.job import Job, folder_of, typed
+from runner.sweep.job import SweepJob, folder_of, typed
 from runner.sweep.results import Sweep, mark_of
 from strategies.core.errors import CodedError
 
@@ -261,7 +261,7 @@ def _alone(checked: Config, run_dir: Path) -> float | None:
 def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
     """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails says so,
     leaves it in its folder and returns nothing, so that the others run whatever the launcher does with exceptions."""
-    job = Job(number, typed(overrides), str(composed.job.name), mark_of(sweep))
+    job = SweepJob(number, typed(overrides), str(composed.job.name), mark_of(sweep))
     name = f"job #{number} ({' '.join(job.overrides)})"
     (run_dir / ERROR_FILE).unlink(missing_ok=True)
     start = time.monotonic()

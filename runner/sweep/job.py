@@ -24,7 +24,7 @@ Status = Literal["running", "done", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """One job.
 
     Attributes:
@@ -55,7 +55,7 @@ class Job:
         new.write_text(content, encoding="utf-8")
         os.replace(new, folder / FILE)
 
-    def finished_before(self, folder: Path, config: str) -> Job | None:
+    def finished_before(self, folder: Path, config: str) -> SweepJob | None:
         """This job as it ended well in `folder` before, if its config, as text, was the same but for train.resume."""
         before = read(folder)
         if before is None or before.status != "done" or not (folder / CONFIG_FILE).exists():
@@ -74,19 +74,19 @@ def _but_resume(config: str) -> Any:
     return content
 
 
-def read(folder: Path) -> Job | None:
+def read(folder: Path) -> SweepJob | None:
     """The job of a folder, None where there is none, or its file is damaged: it then runs again."""
     from strategies.core.bounded_files import read_json  # the front end does without it
 
     try:
         content = read_json(folder / FILE)
-        found = Job(**content | {"overrides": tuple(map(str, content["overrides"]))})
+        found = SweepJob(**content | {"overrides": tuple(map(str, content["overrides"]))})
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return found if isinstance(found.number, int) and isinstance(found.verb, str) else None
 
 
-def jobs(sweep: Path) -> list[tuple[Path, Job]]:
+def jobs(sweep: Path) -> list[tuple[Path, SweepJob]]:
     """Every job of a sweep folder, in the order of their numbers."""
     found = [(path.parent, job) for path in sweep.rglob(FILE) if (job := read(path.parent)) is not None]
     return sorted(found, key=lambda one: (one[1].number, str(one[0])))

@@ -15,7 +15,7 @@ from runner.report.html import render
 from runner.report.table import text_table
 from runner.report.units import shown_path
 from runner.run_folder.lock import SWEEP, Occupant, leave, occupy
-from runner.sweep.job import STARTED, Job, jobs
+from runner.sweep.job import STARTED, SweepJob, jobs
 from runner.sweep.pictures import WIDTH, bars, curves
 
 TABLE, PAGE = "results.csv", "report.html"
@@ -82,7 +82,7 @@ def mark_of(folder: Path) -> str:
     return mark
 
 
-def table(all_jobs: Sequence[Job], folders: Sequence[Path]) -> list[list[str]]:
+def table(all_jobs: Sequence[SweepJob], folders: Sequence[Path]) -> list[list[str]]:
     """A heading, and a line per job: what was varied, what came of it, and why it failed."""
     given = [dict(_pair(override) for override in job.overrides) for job in all_jobs]
     keys = [
@@ -113,7 +113,7 @@ def printed(rows: Sequence[Sequence[str]]) -> str:
     return text_table([[*row[:-1], row[-1] if len(row[-1]) <= ERROR else f"{row[-1][: ERROR - 3]}..."] for row in rows])
 
 
-def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[Path, Job]]) -> str:
+def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[Path, SweepJob]]) -> str:
     """The report of a sweep."""
     titles = [_title(job, rows[0]) for _, job in all_jobs]
     values = {title: job.value for title, (_, job) in zip(titles, all_jobs, strict=True) if job.value is not None}
@@ -128,7 +128,7 @@ def page(folder: Path, rows: Sequence[Sequence[str]], all_jobs: Sequence[tuple[P
     )
 
 
-def _title(job: Job, keys: Sequence[str]) -> str:
+def _title(job: SweepJob, keys: Sequence[str]) -> str:
     varied = (override for override in job.overrides if override.partition("=")[0] in keys)
     return " ".join((f"#{job.number}", *varied))
 

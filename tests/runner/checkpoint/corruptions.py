@@ -201,7 +201,7 @@ class Corruptions:
             json.dumps({"mesh": {"dp": 6}, "parameters": {}, "tensors": {}}), encoding="utf-8"
         )
         (run / "config.json").write_text(json.dumps({"parallel": {"zero": {"stage": 0}}}), encoding="utf-8")
-        jobs.Job(0, ("a=1",), "train", "s", "done", 0.5).write(run)
+        jobs.SweepJob(0, ("a=1",), "train", "s", "done", 0.5).write(run)
 
     def one(self, number: int) -> str:
         """Do corruption `number`. Returns its kind and outcome. Raises Wrong."""

@@ -4,9 +4,9 @@ import pytest
 
 from runner.run_folder import CONFIG_FILE
 from runner.run_folder.metrics import records
-from runner.sweep.job import Job, folder_of, jobs, read
+from runner.sweep.job import SweepJob, folder_of, jobs, read
 
-DONE = Job(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)
+DONE = SweepJob(0, ("lr=1",), "train", "first", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2.0)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_no_job_is_none(tmp_path):
 
 
 def test_a_done_job_is_found_with_its_new_number(put):
-    again = Job(3, ("lr=1",), "train", "second")
+    again = SweepJob(3, ("lr=1",), "train", "second")
     found = again.finished_before(put("0", DONE), "{}")
     assert (found.number, found.sweep, found.value, found.status) == (3, "second", 0.5, "done")
 
@@ -40,8 +40,8 @@ def test_a_done_job_is_found_with_its_new_number(put):
     ids=["failed", "killed", "new"],
 )
 def test_other_jobs_run_again(put, status, config):
-    folder = put("0", Job(0, ("lr=1",), "train", "first", status=status))
-    assert Job(0, ("lr=1",), "train", "second").finished_before(folder, config) is None
+    folder = put("0", SweepJob(0, ("lr=1",), "train", "first", status=status))
+    assert SweepJob(0, ("lr=1",), "train", "second").finished_before(folder, config) is None
 
 
 def test_a_job_keeps_its_folder_whatever_its_number(put, tmp_path):
@@ -60,7 +60,7 @@ def test_a_job_never_gets_the_folder_of_another(put, tmp_path):
 
 def test_jobs_are_in_the_order_of_their_numbers(put, tmp_path):
     for number in (10, 2, 1):
-        put(str(number), Job(number, (f"lr={number}",), "train", "first"))
+        put(str(number), SweepJob(number, (f"lr={number}",), "train", "first"))
     assert [job.number for _, job in jobs(tmp_path)] == [1, 2, 10]
 
 

@@ -8,16 +8,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from runner.errors import RunFailed
-from runner.sweep.job import Job
+from runner.sweep.job import SweepJob
 from runner.sweep.pictures import bars, curves
 from runner.sweep.results import Sweep, printed, table
 
 QUICK = "+recipe=quickstart"
-GOOD = Job(
+GOOD = SweepJob(
     0, (QUICK, "lr=1", "seed=0"), "train", "s", status="done", value=0.5, evaluation={"accuracy": 0.9}, seconds=2
 )
-BAD = Job(1, (QUICK, "lr=2", "seed=0"), "train", "s", status="failed", error="rank 0 <failed>: " + "x" * 100, seconds=1)
-KILLED = Job(2, (QUICK, "lr=3", "seed=0"), "train", "s")
+FAILURE = "rank 0 <failed>: " + "x" * 100
+BAD = SweepJob(1, (QUICK, "lr=2", "seed=0"), "train", "s", status="failed", error=FAILURE, seconds=1)
+KILLED = SweepJob(2, (QUICK, "lr=3", "seed=0"), "train", "s")
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -34,7 +35,7 @@ def test_the_table_shows_what_was_varied_and_the_results():
 
 
 def test_values_of_other_verbs_have_their_own_name():
-    plan = Job(3, (QUICK,), "plan", "s", status="done", value=0.25)
+    plan = SweepJob(3, (QUICK,), "plan", "s", status="done", value=0.25)
     head, *rows = table([GOOD, plan], [Path("0"), Path("3")])
     assert [row[head.index("seconds per step")] for row in rows] == ["", "0.25"]
 
@@ -63,10 +64,10 @@ class Counting(HTMLParser):
         assert self.open.pop() == tag
 
 
-def put(sweep: Sweep, job: Job, losses=()) -> None:
+def put(sweep: Sweep, job: SweepJob, losses=()) -> None:
     folder = sweep.folder / str(job.number)
     folder.mkdir()
-    Job(**{**vars(job), "sweep": sweep.mark}).write(folder)
+    SweepJob(**{**vars(job), "sweep": sweep.mark}).write(folder)
     lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
