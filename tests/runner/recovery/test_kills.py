@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.kills import KINDS, PHASES, drawn, drill
+from benchmarks.kills import KINDS, PHASES, drill, random_blows
 
 
 @pytest.mark.slow
@@ -28,8 +28,13 @@ def test_whatever_is_killed_the_weights_are_the_same(kills, plans, phases):
 
 def test_phases_that_were_hit_least_come_first():
     hit = Counter({phase: 3 for phase in PHASES if phase not in ("saving", "start")})
-    assert [blow.phase for blow in drawn(random.Random(0), hit, [*PHASES], 4)] == ["start", "start", "saving", "saving"]
-    every = [blow for seed in range(50) for blow in drawn(random.Random(seed), {}, [*PHASES], len(PHASES))]
+    assert [blow.phase for blow in random_blows(random.Random(0), hit, [*PHASES], 4)] == [
+        "start",
+        "start",
+        "saving",
+        "saving",
+    ]
+    every = [blow for seed in range(50) for blow in random_blows(random.Random(seed), {}, [*PHASES], len(PHASES))]
     assert Counter(blow.phase for blow in every) == {phase: 50 for phase in PHASES}
     assert {blow.kind for blow in every} == {*KINDS}
-    assert drawn(random.Random(5), {}, [*PHASES], 9) == drawn(random.Random(5), {}, [*PHASES], 9)
+    assert random_blows(random.Random(5), {}, [*PHASES], 9) == random_blows(random.Random(5), {}, [*PHASES], 9)
