@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from strategies.capture.causal import shorten_masks
 from strategies.capture.functional import PASSING, make_functional
 from strategies.capture.nodes import at, op_of, source_of
-from strategies.capture.numbers import settle_numbers
+from strategies.capture.numbers import resolve_numbers
 from strategies.capture.regions import flatten
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
@@ -57,7 +57,7 @@ class _Reader:
         self.owners = self._owners(exported)
         flatten(module.graph, self._trainable)
         written = make_functional(module.graph, self._kinds(), dict(self.signature.inputs_to_buffers), self._trainable)
-        settle_numbers(module.graph)
+        resolve_numbers(module.graph)
         shorten_masks(
             module.graph,
             {

@@ -1,9 +1,9 @@
 """A captured graph without writes: what the model writes in place becomes new values.
 
-Every tensor of the graph has a home: the tensor whose memory it shows, and the view that it takes of it. A write
-through a view computes the view's new value and puts it back along the views into a new value of the home; whoever
-reads the home or any other view of it afterwards takes the same view of the new value. So gradients come out as in
-eager torch: none for what was overwritten. The last value of a buffer that was written is an update. Batch
+Every tensor of the graph has a base tensor, whose memory it shows, and the view that it takes of it. A write
+through a view computes the view's new value and puts it back along the views into a new value of the base tensor;
+whoever reads the base tensor or any other view of it afterwards takes the same view of the new value. So gradients come
+out as in eager torch: none for what was overwritten. The last value of a buffer that was written is an update. Batch
 normalization in training, which writes its running statistics unseen, returns them instead.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from strategies.capture.functional_overloads import left_out, twin, written_argument
+from strategies.capture.functional_overloads import functional_overload, left_out, written_argument
 from strategies.capture.inverse_views import put_back
 from strategies.capture.nodes import at, call, fakes, floating, op_of
 from strategies.core.errors import StrategyError
@@ -51,9 +51,9 @@ class _Rewriting:
         self.graph, self.kinds, self.buffers, self.trainable = graph, kinds, buffers, trainable
         self.parent: dict[fx.Node, fx.Node] = {}  # a view -> what it is a view of
         self.same: dict[fx.Node, fx.Node] = {}  # what an in-place operator returned -> what it wrote
-        self.now: dict[fx.Node, fx.Node] = {}  # a home -> its value
-        self.version: dict[fx.Node, int] = {}  # a home -> how often it was written
-        self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its home
+        self.now: dict[fx.Node, fx.Node] = {}  # a base tensor -> its value
+        self.version: dict[fx.Node, int] = {}  # a base tensor -> how often it was written
+        self.seen: dict[fx.Node, tuple[int, fx.Node]] = {}  # a view -> its value at a version of its base tensor
         self.replaced: list[fx.Node] = []
         for node in list(graph.nodes):
             with graph.inserting_before(node):
@@ -62,9 +62,11 @@ class _Rewriting:
                 elif node.op == "output":
                     node.args = fx.map_arg(node.args, self.read)
                 else:
-                    self._settle(node, None)
-        written = [home for home in self.now if home.op == "placeholder" and self.version[home] > 0]
-        self.updates = {home: self._computed(self.now[home]) for home in written}
+                    self._register(node, None)
+        written = [
+            base_tensor for base_tensor in self.now if base_tensor.op == "placeholder" and self.version[base_tensor] > 0
+        ]
+        self.updates = {base_tensor: self._computed(self.now[base_tensor]) for base_tensor in written}
         for node in reversed(self.replaced):
             graph.erase_node(node)
 
@@ -76,15 +78,15 @@ class _Rewriting:
         with self.graph.inserting_before(end):
             return call(self.graph, value, aten.clone.default, value)
 
-    def _settle(self, node: fx.Node, parent: fx.Node | None) -> None:
-        """Give a node its home; its value is its own until something is written there."""
+    def _register(self, node: fx.Node, parent: fx.Node | None) -> None:
+        """Give a node its base tensor; its value is its own until something is written there."""
         if parent is None:
             self.now[node], self.version[node] = node, 0
         else:
             self.parent[node] = parent
-            self.seen[node] = self.version[self._home(node)], node
+            self.seen[node] = self.version[self._base_of(node)], node
 
-    def _home(self, node: fx.Node) -> fx.Node:
+    def _base_of(self, node: fx.Node) -> fx.Node:
         while node in self.same or node in self.parent:
             node = self.same[node] if node in self.same else self.parent[node]
         return node
@@ -94,7 +96,7 @@ class _Rewriting:
         node = self._name(node)
         if node not in self.parent:
             return self.now[node]
-        version = self.version[self._home(node)]
+        version = self.version[self._base_of(node)]
         known, value = self.seen[node]
         if known != version:
             value = self.graph.node_copy(node, lambda arg: self.read(arg))
@@ -121,10 +123,10 @@ class _Rewriting:
         above = self.parent[view]
         whole = put_back(self.graph, writer, view, piece, self.read(above), value)
         self._write(above, whole, writer)
-        self.seen[node] = self.version[self._home(node)], value
+        self.seen[node] = self.version[self._base_of(node)], value
 
-    def _check(self, home: fx.Node, writer: fx.Node) -> None:
-        kind = self.kinds.get(home.name, "batch tensor") if home.op == "placeholder" else None
+    def _check(self, base_tensor: fx.Node, writer: fx.Node) -> None:
+        kind = self.kinds.get(base_tensor.name, "batch tensor") if base_tensor.op == "placeholder" else None
         if kind is not None and kind != "buffer":
             cure = {
                 "parameter": "let the optimizer do so, freeze it, or hold it in a buffer",
@@ -137,7 +139,7 @@ class _Rewriting:
         if node.target is python_operator.getitem:
             (above,) = node.all_input_nodes
             node.args = (self.read(above), node.args[1])
-            self._settle(node, above if above in self.parent else None)
+            self._register(node, above if above in self.parent else None)
             return
         op = op_of(node)
         if op in ("batch_norm", "instance_norm") and _counts(node):
@@ -152,7 +154,7 @@ class _Rewriting:
             return
         shown = _shown(node)
         node.args, node.kwargs = fx.map_arg(node.args, self.read), fx.map_arg(node.kwargs, self.read)
-        self._settle(node, None if shown is None else self._name(shown))
+        self._register(node, None if shown is None else self._name(shown))
 
     def _in_place(self, node: fx.Node, op: str) -> None:
         assert isinstance(node.target, torch._ops.OpOverload)
@@ -168,7 +170,7 @@ class _Rewriting:
         old = self.read(base)
         value = self._new_value(node, op, old, name)
         if node.meta.get("without_grad") and floating(value.meta["val"]):
-            if self._needs_gradient(self.read(self._home(base))):
+            if self._needs_gradient(self.read(self._base_of(base))):
                 raise StrategyError(
                     "MW903",
                     f"{op}{at(node)} writes in place, under no_grad, to a value that needs a gradient, which would "
@@ -191,7 +193,7 @@ class _Rewriting:
         elif op == "zero_":
             value = call(self.graph, node, aten.zeros_like.default, old)
         else:
-            target = twin(node.target)
+            target = functional_overload(node.target)
             if target is None:
                 raise StrategyError(
                     "MW903", f"{op}{at(node)} writes in place and has no form that returns a new tensor."
@@ -208,13 +210,13 @@ class _Rewriting:
     def _turn(self, node: Any, base: fx.Node, op: str) -> None:
         """An operator that changes which view a tensor is (transpose_, unsqueeze_): its result is a view, and so are
         later uses of the tensor itself."""
-        target, above = twin(node.target), self._name(base)
+        target, above = functional_overload(node.target), self._name(base)
         if target is None or above.op == "placeholder":
             raise StrategyError(
                 "MW903", f"{op}{at(node)} changes the shape of a tensor in place; use {op.rstrip('_')}."
             )
         view = call(self.graph, node, target, self.read(above), *node.args[1:], **node.kwargs)
-        self._settle(view, above)
+        self._register(view, above)
         for name in [other for other in self.same if self._name(other) is above] + [above, node]:
             for user in [user for user in name.users if user > node]:
                 user.replace_input_with(name, view)
@@ -238,15 +240,15 @@ class _Rewriting:
                 new = make(aten.lerp.Tensor, old, new, part)
             assert isinstance(written, fx.Node)
             self._write(written, new, node)
-        self._settle(out, None)
+        self._register(out, None)
         node.replace_all_uses_with(out)
         self.replaced.append(node)
 
     def _count(self, node: fx.Node) -> fx.Node:
         """How many batches the batch normalization `node` has seen, this one included."""
         assert isinstance(node.args[3], fx.Node)
-        name = self.buffers[self._home(node.args[3]).name].removesuffix("running_mean") + "num_batches_tracked"
-        return self.read(next(home for home in self.now if self.buffers.get(home.name) == name))
+        name = self.buffers[self._base_of(node.args[3]).name].removesuffix("running_mean") + "num_batches_tracked"
+        return self.read(next(base_tensor for base_tensor in self.now if self.buffers.get(base_tensor.name) == name))
 
     def _needs_gradient(self, node: fx.Node) -> bool:
         """Whether a trainable parameter stands behind a value."""

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 OTHERWISE = {"normal_": "normal_functional"}
-"""In-place operators whose twin has another name."""
+"""In-place operators whose functional overload has another name."""
 
 
 def written_argument(target: OpOverload) -> str | None:
@@ -21,7 +21,7 @@ def written_argument(target: OpOverload) -> str | None:
 
 
 @cache
-def twin(target: OpOverload) -> OpOverload | None:
+def functional_overload(target: OpOverload) -> OpOverload | None:
     """The operator that returns a new tensor with what `target` writes in place (or to `out`), or None."""
     space, _, name = target._schema.name.partition("::")
     if name.startswith("__i") and name.endswith("__"):
@@ -46,6 +46,6 @@ def _arguments(target: OpOverload) -> list[tuple[str, str]]:
 
 
 def left_out(target: OpOverload, other: OpOverload, given: int) -> list[Any]:
-    """The defaults of `target` for arguments after the first `given` ones for which its twin has none."""
+    """The defaults of `target` for arguments after the first `given` for which its functional overload has none."""
     pairs = zip(target._schema.arguments[given:], other._schema.arguments[given:], strict=False)
     return [own.default_value for own, same in pairs if not same.kwarg_only and not same.has_default_value()]

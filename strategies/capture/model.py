@@ -117,7 +117,7 @@ def capture(objective: Objective, batch: Sequence[Tensor], *, training: bool) ->
             exported = torch.export.export(objective, tuple(tensor.detach().clone() for tensor in batch), strict=False)
     except StrategyError:
         raise
-    except Exception as error:  # whatever the user's forward raises, told as one paragraph
+    except Exception as error:  # whatever the user's forward raises, reported as one paragraph
         raise StrategyError("MW901", _capture_failure(error)) from error
     finally:
         hook.remove()
@@ -163,8 +163,8 @@ def _checked_loss(objective: nn.Module, _: Any, output: Any) -> Tensor:
         who = "The model (loss.target is null, so it must return its loss)" if own else "The loss"
         raise StrategyError(
             "MW320",
-            f"{who} returned {_told(output)}; training needs one floating-point scalar (alone, first in a tuple, or "
-            "under the name loss). A reduction such as .mean() is missing?",
+            f"{who} returned {_described(output)}; training needs one floating-point scalar (alone, first in a tuple, "
+            "or under the name loss). A reduction such as .mean() is missing?",
         )
     if not loss.requires_grad:
         raise StrategyError(
@@ -181,14 +181,14 @@ def _plain_outputs(_: nn.Module, __: Any, output: Any) -> Any:
     return output
 
 
-def _told(output: object) -> str:
+def _described(output: object) -> str:
     """What was returned, in few words."""
     if isinstance(output, Tensor):
         return f"a tensor {dtype_of(output)}{list(output.shape)}"
     if isinstance(output, (tuple, list)):
-        return f"{type(output).__name__} of {', '.join(map(_told, output)) or 'nothing'}"
+        return f"{type(output).__name__} of {', '.join(map(_described, output)) or 'nothing'}"
     if isinstance(output, Mapping):
-        entries = [f"{key}: {_told(value)}" for key, value in output.items()]
+        entries = [f"{key}: {_described(value)}" for key, value in output.items()]
         return f"{type(output).__name__} of {', '.join(entries) or 'nothing'}"
     return "None" if output is None else f"a {type(output).__name__}"
 

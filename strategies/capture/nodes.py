@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, ROOT / "strategies", ROOT / "runner"))
 STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
-"""Where source lines are not the user's (site-packages may lie in the standard library's folder)."""
+"""Where source lines are not the user's (site-packages may be inside the standard library's folder)."""
 WHENCE = ("nn_module_stack", "stack_trace", "without_grad", "autocast")
 """What a new node inherits from the node that it serves."""
 

@@ -49,7 +49,7 @@ PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def settle_numbers(graph: fx.Graph) -> None:
+def resolve_numbers(graph: fx.Graph) -> None:
     """Rewrite `graph` so that every node returns tensors of known shape. Raises StrategyError where a number that is
     only known when the model runs decides over more than values."""
     for node in list(graph.nodes):
@@ -104,9 +104,9 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         )
     kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
     found = call(graph, node, aten.to.dtype, found, PRECISION[kind])
-    settled: fx.Node = found
-    settled.meta["was"] = symbol
-    return settled
+    tensor: fx.Node = found
+    tensor.meta["was"] = symbol
+    return tensor
 
 
 def _full(graph: fx.Graph, node: fx.Node, number: Any) -> fx.Node:
