@@ -43,8 +43,8 @@ from strategies.memory.parts import Memory, group_memory, memory
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.description import cost_of_stages
+from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.rules import rule_of
-from strategies.search.step_certificate import StepEvaluation, StepSavings
 
 TYPICAL_STORED = 1.5
 """Bytes stored for backward, relative to their lower bound (a 7B llama on 8 devices: 1.3 to 1.8)."""

@@ -29,9 +29,9 @@ from strategies.lowering.recompute import recomputed
 from strategies.planner import plan_cache
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
+from strategies.planner.step_certificate import StepEvaluation
 from strategies.rules import rule_of
 from strategies.search.algorithms import with_cost
-from strategies.search.step_certificate import StepEvaluation
 
 EVERY = 10.0
 """Seconds between lines of progress."""

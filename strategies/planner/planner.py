@@ -21,13 +21,13 @@ from strategies.cost.cluster import Cluster, one_level
 from strategies.lowering.recompute import recomputed
 from strategies.planner.configured_strategies import Configured, configured
 from strategies.planner.default_strategies import as_shown, batch_parallel, divisors, largest_fit
+from strategies.planner.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
 from strategies.rules import rule_of
 from strategies.rules.sharding import Assignment, Sharding
 from strategies.rules.traits import traits
 from strategies.search.algorithms import ALGORITHMS, Searched, Solve, certificate
 from strategies.search.problem import Problem, Solution, plan_bytes
 from strategies.search.sharding_propagation import PlanSeconds, Propagated, sharding_propagation
-from strategies.search.step_certificate import Evaluated, StepEvaluation, cheapest_step, compared_meshes, step_bounds
 
 EXACT = "dynamic_programming"
 """The search that bounds what it finds."""

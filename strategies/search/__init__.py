@@ -11,7 +11,7 @@
               |                           |
     recursive_programming        dynamic_programming                      4  one axis per round; exact on three axes
               |                           |
-    sharding_propagation   algorithms   step_certificate                  5  from configured operators; registry; bounds
+    sharding_propagation              algorithms                          5  from configured operators; registry
 
     joint stands alone: it decides about ZeRO, pipelines and recompute together with plans.
 

@@ -1,11 +1,10 @@
-"""What a plan does not hold, decided together with it: the stage of ZeRO, stages and micro-batches of a pipeline, and
-what is computed again.
+"""The joint decision: the stage of ZeRO, stages and micro-batches of a pipeline, and recompute, optimised with a plan.
 
 Every choice has bounds that cost nothing: the least seconds of a step, and the least bytes of a rank. A choice is
-looked at in steps, each of which costs more and never tells less seconds: what others have told of it, its fastest
-plan, the memory of that, a slower plan for less room. The next step is always taken for the choice that is told the
-least seconds, so none is taken for a choice that is slower than what is decided. Invariant: a choice that was left open
-could not have been faster than the best, or could not have kept the limit.
+evaluated in steps, each of which costs more and never returns fewer seconds: a bound from other choices, its fastest
+plan, the memory of that, a slower plan that needs less. The next step is always taken for the choice with the fewest
+seconds, so none is taken for a choice that is slower than the decision. Invariant: a choice that was pruned could not
+have been faster than the best, or could not have kept the limit.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from strategies.core.plan import Plan
 from strategies.memory.limit import in_words
 
 AGAIN = ("none", "selective", "full")
-"""What is computed again, from nothing to all."""
+"""Recompute, from no operator to all."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """`stages` 1 is no pipeline, which has 1 micro-batch; `recompute` is as in `parallel.recompute.operators`. Of
-    choices that are as fast, the least is taken: fewer stages, a lower stage of ZeRO, less computed again."""
+    choices that are as fast, the least is taken: fewer stages, a lower stage of ZeRO, less recompute."""
 
     stages: int
     zero: int
@@ -48,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds of a step and bytes of a rank that no plan of a choice can do with less."""
+    """Seconds of a step and bytes of a rank below those of any plan of a choice."""
 
     seconds: float
     bytes: float
@@ -56,8 +55,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan of a choice: predicted seconds of a step, and bytes of the fullest rank at its fullest moment; None where
-    nobody has looked yet. `modules` are those in which it computes again, None all that may be."""
+    """A plan of a choice: predicted seconds of a step, and peak bytes of the rank that needs most; None where they
+    are not known yet. `modules` are those with recompute, None for all that are allowed."""
 
     plan: Plan
     seconds: float
@@ -80,23 +79,22 @@ class Decision:
     refused: int
 
     def to_json(self) -> dict[str, Any]:
-        """What a plan's `search` tells of it as `decided`."""
+        """The key `decided` of a plan's `search`."""
         second = None
         if self.runner_up is not None:
-            second = _told(*self.runner_up) | {"fits": self.runner_up[1].bytes is not None}
+            second = _shown(*self.runner_up) | {"fits": self.runner_up[1].bytes is not None}
         counts = {"tried": self.tried, "pruned": self.pruned, "over": self.over, "refused": self.refused}
-        return _told(self.choice, self.priced) | counts | {"runner_up": second}
+        return _shown(self.choice, self.priced) | counts | {"runner_up": second}
 
 
-def _told(choice: Choice, priced: Priced) -> dict[str, Any]:
+def _shown(choice: Choice, priced: Priced) -> dict[str, Any]:
     modules = None if priced.modules is None else list(priced.modules)
     return asdict(choice) | {"modules": modules, "seconds": priced.seconds}
 
 
 @dataclass(frozen=True, order=True)
 class _Next:
-    """Where a choice stands: told to take at least `seconds`; of those that are told the same, what was looked at
-    comes first."""
+    """What is known of a choice: it takes at least `seconds`; of equal ones those with a plan come first."""
 
     seconds: float
     unseen: bool

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Relaxation:
-    """Costs below those of any plan as it runs; see `strategies.search.step_certificate`.
+    """Costs below those of any plan as it runs; see `strategies.planner.step_certificate`.
 
     Attributes:
         cluster: what computing and gradient reductions take; resharding is on the cluster of the search.

@@ -19,8 +19,8 @@ from strategies.cost.step import need_of, step_cost
 from strategies.lowering.lowering import lower
 from strategies.optimizer.settings import OptimizerSettings
 from strategies.planner.planner import make_plan
+from strategies.planner.step_certificate import StepEvaluation, StepSavings
 from strategies.runtime.simulate import Simulation
-from strategies.search.step_certificate import StepEvaluation, StepSavings
 from tests.conformance.network import Case, devices, name_of
 from tests.conformance.numbers import Built, build
 from tests.conformance.requested import request_of

@@ -23,8 +23,8 @@ from strategies.lowering.fusion import KINDS, LARGEST, fuse
 from strategies.lowering.lowering import lower
 from strategies.lowering.overlap import overlap
 from strategies.optimizer.settings import OptimizerSettings
+from strategies.planner.step_certificate import StepSavings, step_bounds
 from strategies.search.problem import Problem
-from strategies.search.step_certificate import StepSavings, step_bounds
 from strategies.search.strategy_space import StrategySpace
 from tests.strategies.search.problems import prime_mesh, problem, shaped
 from tests.strategies.search.test_dynamic_programming import MESHES, Solution, plan_of, problem_of
