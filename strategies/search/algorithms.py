@@ -13,9 +13,9 @@ from typing import Any
 from strategies.core.mesh_refinement import Axes
 from strategies.cost.cluster import Cluster
 from strategies.search.dynamic_programming import exact_search
-from strategies.search.plan_cost import PlanCost
+from strategies.search.plan_cost import PlanCost, few_axes
 from strategies.search.problem import Problem, Solution, plan_bytes
-from strategies.search.recursive_programming import recursive_choice, recursive_search
+from strategies.search.recursive_programming import recursive_choice, recursive_search, refined
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,23 @@ def dynamic_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ..
             cost = PlanCost(problem, cluster).total(found.assignments, found.tensors)
             return replace(heuristic, search={**heuristic.search, **certificate(cost, 0.0)})
         chosen = exact.within(memory)
+        if axes is None:
+            chosen = replace(chosen, best=_on_all_axes(problem.within(memory), cluster, chosen.best))
         found = chosen.best
         search = certificate(found.cost, chosen.lower_bound) | {"bytes": found.bytes}
         return Searched(found, search if axes is not None else search | chosen.to_json(problem.mesh), chosen.second)
 
     return solve
+
+
+def _on_all_axes(problem: Problem, cluster: Cluster, found: Solution) -> Solution:
+    """The best plan on at most three axes, or a cheaper one around it: single prime axes are decided again."""
+    if few_axes(problem.mesh):
+        return found
+    assignments = refined(problem, cluster, found.assignments).assignments
+    cost, size = PlanCost(problem, cluster).total(assignments), plan_bytes(problem, assignments)
+    fits = problem.memory is None or size <= problem.memory
+    return Solution(assignments, cost, size, found.lower_bound) if fits and cost < found.cost else found
 
 
 def recursive_programming(problem: Problem, cluster: Cluster, axes: tuple[Axes, ...] | None) -> Solve:

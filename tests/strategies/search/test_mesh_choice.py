@@ -18,6 +18,7 @@ from strategies.core.request import OperatorStrategy, Request
 from strategies.cost.cluster import Cluster, Level, Link
 from strategies.planner.planner import make_plan
 from strategies.rules.sharding import Assignment
+from strategies.search.algorithms import dynamic_programming
 from strategies.search.dynamic_programming import exact_search, search
 from strategies.search.mesh_choice import (
     Factorisation,
@@ -136,6 +137,17 @@ def test_a_named_mesh_of_more_axes_has_a_plan_without_a_certificate() -> None:
         PlanCost(made, machine).total(recursive_search(made, machine).assignments)
     )
     assert exact_search(made, machine, ()) is None
+
+
+def test_on_an_open_mesh_single_axes_are_decided_again() -> None:
+    """Of 16 devices and more there are more prime axes than three; the plan costs what it says."""
+    made, machine = problem(gpt(1), prime_mesh(32)), nodes(4)
+    exact = exact_search(made, machine, None)
+    assert exact is not None
+    best, found = exact.within(None), dynamic_programming(made, machine, None)(None)
+    assert found.solution.cost <= best.best.cost and found.search["lower_bound"] <= found.solution.cost
+    total = PlanCost(made, machine).total(found.solution.assignments, found.solution.tensors)
+    assert total <= found.solution.cost * (1 + 1e-9)
 
 
 def test_a_configured_strategy_may_cut_a_named_axis() -> None:
