@@ -37,8 +37,8 @@ class Traits:
     """Whether every call saves the operands that `saves` names, sliced or not, so that a lower bound may count them."""
 
     rereads: bool = True
-    """Whether the roofline lets backward read the operands again. True also for operators that save nothing and whose
-    backward moves more than gradients (clone, to, embedding, ...): measured costs were fitted with it."""
+    """Whether the roofline counts a read of the operands in backward. It does not follow from `saves`: it is also true
+    for some operators that save nothing (clone, to, embedding), whose estimates keep their value with it."""
 
     sums: bool = False
     """Whether it adds up products or elements, so that its partial results are worth adding in fp32. Sums of which only
