@@ -1,14 +1,14 @@
 """The front end of Meshwright: from a command line to a run, and the ranks that carry it out.
 
-Rooms, lower ones first; none imports a later one, not even inside a function:
+Subpackages, lowest layer first; none imports a later one, not even inside a function:
 
-`config` says what the words of a command may be. `launch` runs functions in ranks, here or by `launchers`, and watches
-them; `run_folder` is that of one process and one run. `checkpoint`; `build` makes the objects behind the config's
-names; `data`; `planning` decides and prepares once per run; `conversion` of checkpoints; `training` on one rank;
-`predict`; `report`; `recovery` starts a failed run again; `sweep`; `cli` leads from words to a verb of `commands`,
-which has one per file, and in `entries` what their ranks run.
+`config` defines the schema of the config. `launch` runs functions in ranks, locally or through `launchers`, and
+monitors them; `run_folder` locks the output folder of a run. `checkpoint` saves and loads; `build` instantiates the
+config's targets; `data` loads batches; `planning` plans and prepares once per run; `conversion` converts checkpoints;
+`training` runs on one rank; `predict`; `report`; `recovery` restarts a failed run; `sweep`; `cli` parses the command
+line and dispatches to a verb of `commands`, one per file, whose rank functions are in `entries`.
 
-Importing this package imports `packages` alone: torch must not be loaded before a config is good.
+Importing this package only imports `packages`: torch must not be loaded before the config is validated.
 """
 
 from runner import packages

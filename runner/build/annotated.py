@@ -1,5 +1,5 @@
-"""Arguments against the annotations of what takes them, for torch's optimizers and schedulers: they check some
-arguments when they are made, others in the first step or never."""
+"""Check arguments against type annotations, for torch's optimizers and schedulers: these validate some arguments in the
+constructor, others in the first step or never."""
 
 from __future__ import annotations
 

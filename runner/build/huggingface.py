@@ -64,8 +64,8 @@ def build(model: Model) -> Any:
 
 
 def load(module: nn.Module, folder: Path) -> bool:
-    """Give a model of the library the weights of a folder by the library's own way, which knows older names and layouts
-    of them. Returns whether all that the model needs was there, and nothing else.
+    """Load a transformers model's weights from a folder with the library's own loader, which handles older names and
+    layouts. Returns whether the files matched exactly: nothing missing, nothing unexpected.
 
     The full model is read; if the answer is false, `module` is as it was.
     """
@@ -130,7 +130,8 @@ def _configured(kind: type, given: Mapping[str, Any]) -> Any:
 
 
 def _check_known(kind: type, config: Any, given: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a key, here or in a config within, that ended as an attribute of its own."""
+    """Raise ConfigError for a key, here or in a config within, that the config class does not declare and stored as an
+    extra attribute."""
     declared = _declared(kind)
     for key, value in given.items():
         if key in vars(config) and key not in declared:

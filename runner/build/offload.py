@@ -23,7 +23,7 @@ def offload_of(config: Config, folder: Path | None) -> Offload:
 
 
 def check_modules(config: Config, model: nn.Module) -> None:
-    """Raises ConfigError for a glob that means no module."""
+    """Raises ConfigError for a glob that matches no module."""
     names = [name for name, _ in model.named_modules() if name]
     for glob in config.parallel.offload.activations.modules:
         if not any(means_module(glob, name) for name in names):

@@ -1,6 +1,6 @@
-"""What `train.precision` means for tensors, and where it cannot be had.
+"""What `train.precision` means for tensors, and where it is unsupported.
 
-Invariant: verification compares with one process in the same precision, so what is here holds for both.
+Invariant: verification compares with one process in the same precision, so both use this file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_half(config: Config, step: Objective, tensors: Sequence[Tensor], devic
     try:
         run_once(step, tensors, backward=True)
     except StrategyError as error:
-        if "Half" not in str(error):  # torch's name for it, in whatever sentence
+        if "Half" not in str(error):  # torch's name for it, in any message
             raise
         raise ConfigError(
             "MW324",

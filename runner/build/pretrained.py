@@ -2,8 +2,8 @@
 
 Nothing is read here but headers; the ranks read their blocks. The invariant: every parameter and every persistent
 buffer of the model is found under one of its names, with its shape, and every name in the files is used, or the run is
-refused. What the model class itself declares to be dispensable (`_keys_to_ignore_on_load_missing`, `..._unexpected`)
-may be missing or left over.
+rejected. Keys that the model class declares optional (`_keys_to_ignore_on_load_missing`, `..._unexpected`) may be
+missing or left over.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Wanted:
 def locate(model: Model, module: nn.Module) -> dict[str, StoredTensor]:
     """Where the tensors of `module`, which `model` describes, are stored, by name.
 
-    A model of transformers whose files hold other names or layouts is given their weights here; then nothing is left
-    to be read. Raises ConfigError for files that do not fit.
+    A model of transformers whose files hold other names or layouts loads them here; the ranks then read nothing. Raises
+    ConfigError for files that do not fit.
     """
     assert model.weights is not None
     where = f"model.weights = {model.weights!r}"
@@ -149,7 +149,7 @@ def _mismatch(
     stored_tensors: Iterable[str],
     module: nn.Module,
 ) -> str:
-    """What does not match, the nearest names, and the cure where a prefix is all that differs."""
+    """The mismatched names, the closest matches, and the fix if only a prefix differs."""
     parts = []
     if missing:
         parts.append(f"the files do not have {_listed(missing)}, which the model needs")
@@ -180,7 +180,7 @@ def _cures(
     stored_tensors: Sequence[str],
     module: nn.Module,
 ) -> Iterator[Rename]:
-    """Changes of one prefix after which everything matches."""
+    """Prefix changes after which everything matches."""
     heads = "|".join(sorted({re.escape(name.partition(".")[0]) for name in unexpected}))
     for name in unexpected[:1]:
         for before, after in dict.fromkeys(_prefixes(name, target) for target in missing):

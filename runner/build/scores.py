@@ -49,7 +49,8 @@ class Scores:
     name: str
 
     def of(self, output: Any, target: Sequence[Tensor]) -> dict[str, float]:
-        """The scores of one batch. Raises whatever the user's functions raise, ConfigError for what is no number."""
+        """The scores of one batch. Raises whatever the user's functions raise, and ConfigError for a result that is not
+        a number."""
         if self.loss is None:
             return {"loss": _number(loss_in(output), "the model's loss")}
         results = {"loss": _number(loss_in(self.loss(output, *target)), "the loss")}

@@ -1,8 +1,8 @@
 """From a dotted name in the config to the object it names, and from name and arguments to what they build.
 
-Models, losses, datasets, optimizers, schedulers, metrics and collate functions are all reached this way and no
-other. The invariant: whatever is wrong with a name, with its arguments or in the code behind them ends as one
-`ConfigError` paragraph that starts with the config key; no other exception leaves this file.
+Models, losses, datasets, optimizers, schedulers, metrics and collate functions are resolved only here. The invariant:
+whatever is wrong with a name, with its arguments or in the code behind them ends as one `ConfigError` paragraph that
+starts with the config key; no other exception leaves this file.
 
 The user's working directory is searched last, so that a file there can never hide an installed package;
 `runner.packages` says which package a name means that the user and this project share.
@@ -78,8 +78,8 @@ def call(
     """`build` for a function that is resolved already; `target` is its dotted name, for the messages.
 
     Args:
-        complete: What is done to the functions of nested objects before they are called, such as giving schedulers
-            their optimizer.
+        complete: Applied to the functions of nested objects before they are called, e.g. to pass schedulers their
+            optimizer.
     """
     made = nested(args, f"{what}.args", complete)
     _check_arguments(function, made, target, what)
@@ -100,7 +100,7 @@ def nested(value: Any, what: str, complete: Completion | None = None) -> Any:
 
     Args:
         what: The full config key of the value; errors start with it. Raises ConfigError as `build`.
-        complete: As of `call`.
+        complete: See `call`.
     """
     if isinstance(value, list | tuple):
         return type(value)(nested(inner, f"{what}[{number}]", complete) for number, inner in enumerate(value))

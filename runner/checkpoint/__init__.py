@@ -1,4 +1,4 @@
-"""Checkpoints: what was trained, stored so that any plan can load it, and never half of one.
+"""Checkpoints: training state that any plan can load, written atomically.
 
 A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
 
@@ -9,8 +9,8 @@ A checkpoint is a folder `step-00000100`, on a file system that all ranks see:
     rank-00003.copy-of-00002.safetensors  with checkpoint.copies=2 under ZeRO: another rank's file
     rank-00003.pt            random states of the rank; of the first rank of each group of a pipeline also what is no
                              tensor: options and scalars of the optimizer by parameter, scheduler, loss scale
-    model.safetensors        form merged: whole parameters and buffers by the model's own names
-    optimizer.safetensors    form merged: whole optimizer states, named STATE/NAME
+    model.safetensors        form merged: unsharded parameters and buffers by the model's own names
+    optimizer.safetensors    form merged: unsharded optimizer states, named STATE/NAME
     config.json              form merged, for a model of transformers
 
 Keys do not depend on a plan: `model/NAME` (in fp32 where the program computes in less) and `optimizer/STATE/NAME`.

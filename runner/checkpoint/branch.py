@@ -18,8 +18,8 @@ from runner.run_folder.lineage import Lineage
 
 
 def on_branch(path: Path, branch: Lineage | None) -> bool:
-    """Whether the checkpoint `path` is on the branch of a run. Yes where either is not known: what is wrong with it is
-    then reported by whoever reads it."""
+    """Whether the checkpoint `path` is on the branch of a run. True if either is unknown: the reader then reports the
+    error."""
     if branch is None:
         return True
     try:
@@ -68,7 +68,7 @@ def drop(
     place: Path, step: int, keep: int | None, better: Callable[[float, float], bool] | None, branch: Lineage
 ) -> None:
     """Remove all but the last `keep` checkpoints of a run up to `step` from `place`, and those of other runs up to
-    there; the best one stays too, where it is known what is `better`."""
+    there; the best one is kept too if `better` is given."""
     if keep is None:
         return
     found = [one for one in complete(place) if number(one) <= step]
@@ -88,7 +88,7 @@ def best_metric(place: Path, better: Callable[[float, float], bool]) -> float | 
 
 
 def _best(found: list[Path], better: Callable[[float, float], bool]) -> tuple[float, Path] | None:
-    """The best metric and the first checkpoint that has it. One whose header is damaged counts for nothing."""
+    """The best metric and the first checkpoint that has it. Checkpoints with a damaged header are ignored."""
     best: tuple[float, Path] | None = None
     for path in found:
         try:

@@ -1,7 +1,7 @@
-"""How the files of many ranks become one checkpoint: every rank leaves a mark beside its files, and one of them, who
-has seen all marks, puts them together and gives the folder its name.
+"""Committing a checkpoint: every rank writes a mark next to its files, and rank 0, once all marks exist, merges them
+and renames the folder to its final name.
 
-Marks are files, so that saving needs no collective and can go on beside training. Invariant: a folder gets its name
+Marks are files, so saving needs no collective and can run in the background. Invariant: a folder gets its name
 when every element of every tensor is in some file that is on the disk, and not before.
 """
 
@@ -45,8 +45,9 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a rank has written. `stage` is its group in a pipeline; `plain` its file of what is no tensor, if others
-    need it; `copies` those of its files that are copies, with the files of which they are; `run` the id of its run."""
+    """The files that a rank has written. `stage` is its pipeline group; `plain` its file of non-tensor state, if other
+    ranks need it; `copies` those of its files that are copies, with the files of which they are; `run` the id of its
+    run."""
 
     rank: int
     stage: int
@@ -58,7 +59,7 @@ class Mark:
 
 
 def leave(partial: Path, mark: Mark) -> None:
-    """Say that a rank has written its files."""
+    """Mark that a rank has written its files."""
     content = {
         "rank": mark.rank,
         "stage": mark.stage,
@@ -72,7 +73,7 @@ def leave(partial: Path, mark: Mark) -> None:
 
 
 def give_up(partial: Path, rank: int, error: BaseException) -> None:
-    """Say that a rank cannot write its files; where not even that can be written, the others find the rank gone."""
+    """Mark that a rank cannot write its files; if even that fails, the other ranks notice that it is down."""
     try:
         _appear(partial / _name(rank, "failed"), f"{type(error).__name__}: {error}")
     except OSError:
@@ -95,7 +96,7 @@ def copy_of(partial: Path, rank: int, name: str, timeout: float) -> tuple[str, S
 
 
 def _looks(partial: Path, timeout: float) -> Iterator[bool]:
-    """Wait a little longer from one look to the next; True when nothing has been written for `timeout` seconds."""
+    """Poll with increasing intervals; True when nothing has been written for `timeout` seconds."""
     began = moved = time.monotonic()
     size = -1
     while True:
@@ -203,7 +204,7 @@ def better_of(best: str | None) -> Callable[[float, float], bool] | None:
 
 
 def _joined(marks: list[Mark]) -> dict[str, Entry]:
-    """What all ranks stored. A tensor that several groups of a pipeline stored counts from the first of them."""
+    """The entries stored by all ranks. For a tensor stored by several pipeline groups, that of the first group."""
     found: dict[str, Entry] = {}
     for stage in sorted({mark.stage for mark in marks}):
         group = index.joined(mark.tensors for mark in marks if mark.stage == stage)
@@ -219,7 +220,7 @@ def _read(path: Path) -> Mark:
 
 
 def _appear(path: Path, text: str) -> None:
-    """Write a file that is seen whole or not at all."""
+    """Write a file atomically."""
     hidden = path.with_name(f".{path.name}")
     folder.write_text(hidden, text)
     hidden.rename(path)

@@ -1,7 +1,7 @@
-"""What one rank saves and restores: its shards of weights, buffers and optimizer states, and what is no tensor.
+"""What one rank saves and restores: its shards of weights, buffers and optimizer states, and non-tensor state.
 
 Invariant: over all ranks every element is stored once (`copies` times where replicas hold it), and nothing is gathered
-for that: replicas take turns, and what ZeRO partitions is on one rank anyway.
+for that: replicas alternate, and each ZeRO partition is on one rank anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strategies.runtime.shards import MODEL, OPTIMIZER, Shard, Shards, of_slice
 
 @dataclass(frozen=True)
 class Content:
-    """What is saved and restored. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
+    """The state to save and restore. `tensors` are this rank's buffers by name (parameters come from `updates`); `plan`
     and `config` are JSON, `fingerprint` is a hash of graph and plan. `published` names what a state dict of the model
     holds (None: everything), `described` is the config.json of a model of transformers, `samples` is how many rows
     the training data has; `lineage` is that of this run."""
@@ -73,7 +73,7 @@ class Content:
 
 
 def pieces(content: Content, copies: int = 1) -> dict[str, list[Shard]]:
-    """What this rank stores. What will not last is copied."""
+    """The shards that this rank stores. Temporary tensors are copied."""
     first = first_replicas(content)
     layouts = {source.name: content.program.layouts[source.id] for source in content.sources}
     mesh, rank = content.program.mesh, content.communicator.rank
@@ -124,8 +124,8 @@ def name_of(key: str) -> str:
 
 
 def plain(content: Content, copies: int = 1) -> bytes:
-    """What is no tensor, as bytes that can be read without running code from the file: random states, and from the
-    first ranks of a stage, `copies` of them, the rest too. Raises ConfigError for a state that cannot be stored so."""
+    """Non-tensor state as bytes that can be read without running code from the file: RNG states, and on the first
+    `copies` ranks of a stage everything else. Raises ConfigError for a state that cannot be stored so."""
     state: dict[str, Any] = {"random": rng_state.states(), "run": content.lineage.run}
     if content.communicator.rank < copies:
         optimizer = content.updates.plain()

@@ -1,8 +1,8 @@
 """What a run may take over from a checkpoint, and what changes by that.
 
 Weights, states and scheduler fit any plan: strategies, mode, mesh, number of ranks, ZeRO stage, pipeline and precision
-may be others. Invariant: what would make the stored states mean something else, or what they would silently win over,
-is refused and named with both values; what cannot be carried over is reported.
+may be others. Invariant: a change that would alter the meaning of the stored states, or that they would silently
+override, is rejected with both values; state that cannot be carried over is reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which stored blocks a rank reads for the blocks that it wants, as torch.distributed.checkpoint plans it.
 
 Only its planner is used, which intersects blocks in n log n. Its own metadata is a pickle, which would run code when it
-is read, and its readers load a whole stored slice to use one row. Every rank plans by itself: no collective. Invariant:
-of a stored part only the rows and columns that are wanted are read, into memory of that size.
+is read, and its readers load a complete stored shard to use one row. Every rank plans by itself: no collective.
+Invariant: of a stored part only the rows and columns that are wanted are read, into memory of that size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from strategies.runtime.tensor_files import Reader, StoredTensor
 
 
 def fill(folder: Path, index: Index, wanted: Shards, bytes_read: dict[str, int]) -> None:
-    """Overwrite the views of `wanted` by what is stored, cast to their dtypes.
+    """Copy the stored values into the views of `wanted`, cast to their dtypes.
 
     Args:
         folder: where the files of `index` are.
         index: every tensor of `wanted`, with its parts.
         wanted: views by the tensor's key.
-        bytes_read: by file; grows by what is read.
+        bytes_read: bytes by file; the bytes read here are added.
 
     Raises:
         StrategyError: a file is missing or damaged.

@@ -1,7 +1,7 @@
 """Folders and their names: which checkpoints there are, and how one appears and disappears at a single moment.
 
-Invariant: a folder called step-... that holds a header is complete. What is being written, replaced or removed has a
-hidden name, which `clean` knows.
+Invariant: a folder called step-... that holds a header is complete. A checkpoint that is being written, replaced or
+removed has a hidden name, which `clean` recognises.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: shape of the whole, torch's name of its dtype, and its parts."""
+    """A tensor: its global shape, torch's name of its dtype, and its parts."""
 
     shape: tuple[int, ...]
     dtype: str

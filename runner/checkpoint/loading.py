@@ -1,7 +1,7 @@
 """Loading: every rank reads the blocks that it has under its own plan, whatever plan they were stored under.
 
-Nothing is changed before everything is known to be there. Invariant: under the plan of the checkpoint the run goes on
-bit for bit; under another one weights and states are the same numbers, cast where the precision is another.
+Nothing is modified until the checkpoint is known to be complete. Invariant: under the plan of the checkpoint the run
+goes on bit for bit; under another one weights and states are the same numbers, cast where the precision is another.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def regrouped(parts: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str
     the group in which its parameters were.
 
     Args:
-        parts: of each group of a pipeline, "groups" (each with "names") and "scheduler"; what is not per group is the
-            same in all of them.
+        parts: of each group of a pipeline, "groups" (each with "names") and "scheduler"; entries that are not per group
+            are equal in all of them.
         members: the parameters of every group of this run.
     """
     first: dict[str, Any] = parts[0]["scheduler"]
@@ -145,7 +145,7 @@ def _scheduler_state(like: Mapping[str, Any], sources: Sequence[tuple[Mapping[st
 
 
 def check(path: Path, **identity: Any) -> Continuation:
-    """What is other than it was, if the run with this `identity` (the keyword arguments of `compare`) may continue the
+    """The differences, if the run with this `identity` (the keyword arguments of `compare`) may continue the
     checkpoint `path`; nothing but the header is read. Raises as `load`."""
     return compare(path, asdict(read_header(path)), **identity)
 
@@ -198,7 +198,7 @@ def verify(path: Path) -> Mapping[str, str]:
     """Read every file of the checkpoint `path` and compare checksums.
 
     Returns:
-        By file, what is wrong with those that can be done without; printed, and stored beside them.
+        The errors of damaged files that are not required, by file; printed, and recorded in the checkpoint.
 
     Raises:
         ConfigError: it is damaged beyond that.
@@ -209,7 +209,7 @@ def verify(path: Path) -> Mapping[str, str]:
 
 
 def examined(path: Path) -> Mapping[str, str]:
-    """As `verify`, but nothing is printed or noted."""
+    """Like `verify`, but prints and records nothing."""
     with suppress(OSError):  # what was noted may have been repaired
         unmark(path)
     header = read_header(path)
@@ -248,10 +248,10 @@ def _note(path: Path, found: Mapping[str, str]) -> None:
 
 
 def _fault_of_plain(file: Path, run: str) -> str | None:
-    """What is wrong with the content of a torch file of `run` whose checksum is right."""
+    """The error in the content of a torch file of `run` whose checksum is correct, or None."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch wonders about in a foreign file
+            warnings.simplefilter("ignore")  # torch warns about foreign files
             content = torch.load(file, weights_only=True, map_location="cpu")
     except READING as error:
         return f"it holds more than plain data ({type(error).__name__})"

@@ -43,9 +43,9 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Header:
-    """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files that hold what
-    is no tensor, for each group of a pipeline all that hold the same. `metric` is the value by which the best
-    checkpoint is chosen, where there is one; `samples` counts the rows of the training data."""
+    """`position` is the epoch and, within it, the row at which the data goes on; `plain` names the files of non-tensor
+    state: for each pipeline group, all files with equal content. `metric` is the value by which the best checkpoint is
+    chosen, where there is one; `samples` counts the rows of the training data."""
 
     step: int
     position: tuple[int, int]
@@ -121,7 +121,7 @@ def from_text(text: str | bytes) -> Header:
 
 
 def stamp(file: Path) -> Stamp:
-    """Size and checksum of a file as it is now."""
+    """Current size and checksum of a file."""
     found, size = hashlib.sha256(), 0
     with file.open("rb") as content:
         while block := content.read(BLOCK):
@@ -131,7 +131,7 @@ def stamp(file: Path) -> Stamp:
 
 
 def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
-    """What is wrong with `files` of a checkpoint, by name: nothing if all are as they were written. Reads all."""
+    """The errors in `files` of a checkpoint, by name; empty if all match their checksums. Reads every file."""
     found = missing(path, files)
     for name, wanted in files.items():
         if name not in found and (now := stamp(path / name)) != wanted:
@@ -140,7 +140,7 @@ def faults(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
 
 
 def missing(path: Path, files: Mapping[str, Stamp]) -> dict[str, str]:
-    """As `faults`, by the sizes of the files."""
+    """Like `faults`, but compares only file sizes."""
     found = {}
     for name, wanted in files.items():
         try:
@@ -177,7 +177,7 @@ def marked(path: Path) -> dict[str, str]:
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """Tell anything that goes wrong while files are read as one paragraph."""
+    """Report any error while reading files as one paragraph."""
     try:
         yield
     except ConfigError:

@@ -1,5 +1,5 @@
-"""The merged form: one file of whole weights by the model's own names, which plain torch and transformers read too, and
-one of optimizer states.
+"""The merged form: one file of unsharded weights under the model's own names, which plain torch and transformers can
+read, and one of optimizer states.
 
 Written from any source of tensors, a block at a time. Invariant: no more than `CHUNK` bytes of tensors are in memory.
 """
@@ -34,7 +34,7 @@ def write(
     Args:
         source: where the tensors are read.
         target: the folder to which the files go.
-        outside: keys of the model that are no weights, such as buffers that its state dict leaves out; they go to the
+        outside: keys of the model that are not weights, such as buffers that its state dict leaves out; they go to the
             file of the optimizer's states.
         described: becomes config.json.
 

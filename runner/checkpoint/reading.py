@@ -1,7 +1,7 @@
 """Opening a checkpoint and reading from it, in any process: no process group, no plan, no model.
 
-Invariant: nothing but the header and the index is read to open one; a block costs reading and memory of its own size,
-under whichever plan it was stored.
+Invariant: opening one reads only the header and the index; reading a block costs I/O and memory of the block's size,
+whatever plan it was stored under.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoint:
         return found
 
     def fill(self, wanted: Shards) -> None:
-        """Overwrite the views of `wanted` by what is stored, cast to their dtypes; views may be on any device.
+        """Copy the stored values into the views of `wanted`, cast to their dtypes; views may be on any device.
 
         Raises KeyError for a key that is not there, ConfigError where a file is damaged. No collective is called.
         """
@@ -99,7 +99,7 @@ class Checkpoint:
             dcp.fill(self.path, entries, some, self.bytes_read)
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """What is no tensor, of each group of a pipeline."""
+        """The non-tensor state of each pipeline group."""
         for names in self.header.plain:
             yield self.load(next(name for name in names if name not in self.lost))
 
@@ -114,7 +114,7 @@ def read(path: Path, without: Mapping[str, str] = MappingProxyType({})) -> Check
     """Open the checkpoint `path`, a folder step-...; of its files header and index are read, and the sizes looked at.
     Files in `without` (and why) are not used.
 
-    Raises ConfigError for what is none, or is damaged beyond what copies in other files make good.
+    Raises ConfigError if `path` is not a checkpoint, or is damaged beyond what copies in other files can restore.
     """
     header = read_header(path)
     with damaged(path):
@@ -144,7 +144,7 @@ def forms(path: Path, header: Header) -> list[Index]:
 
 
 def _available(forms: Sequence[Index], lost: Collection[str]) -> dict[str, Entry]:
-    """Of the forms of a checkpoint the first that is whole without the files `lost`. Raises ValueError."""
+    """The first form of a checkpoint that is complete without the files `lost`. Raises ValueError if there is none."""
     for form in forms[:-1]:
         with suppress(ValueError):
             return chosen(form, lost)

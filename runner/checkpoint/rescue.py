@@ -1,8 +1,8 @@
-"""What the survivors of a failure leave behind: their own parts, written without a word to any other rank.
+"""Rescue checkpoints: after a failure, the surviving ranks write their shards without communication.
 
-A rank whose neighbour is down can do no collective, but weights and states of the last whole step are still in its
+A rank whose peer is down cannot run collectives, but weights and states of the last complete step are still in its
 memory. It writes all of them, also what replicas hold too, into a folder `.step-00000100.rescue`; the next start makes
-a checkpoint of that if nothing is missing. Invariant: what becomes a checkpoint is the whole state after one step.
+a checkpoint of that if nothing is missing. Invariant: a rescued checkpoint is the complete state after one step.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ RESCUED = "rescued.json"
 
 
 class Intact:
-    """The last step after which this rank's state is whole and in memory, and the random states of that moment."""
+    """The last step after which this rank's state is complete and in memory, and the RNG states at that step."""
 
     def __init__(self) -> None:
         self.step: int | None = None
         self._random: Mapping[str, Any] = {}
 
     def after(self, step: int) -> None:
-        """The state is that after `step`, until something is changed."""
+        """Record that the state is that after `step`, until `changes` is called."""
         self.step, self._random = step, rng_state.states()
 
     def changes(self) -> None:
-        """Something of it is changed from here on."""
+        """Record that the state is being modified."""
         self.step = None
 
     def leave(self, place: Path, given: Callable[[], Content], position: tuple[int, int]) -> None:
-        """Write this rank's part into the folder of checkpoints `place`, if its state is whole. No collective."""
+        """Write this rank's part into the folder of checkpoints `place`, if its state is complete. No collective."""
         if self.step is None:
             return
         rng_state.restore(self._random)
@@ -60,7 +60,7 @@ class Intact:
 
 def collect(place: Path, branch: Lineage | None) -> Path | None:
     """Make checkpoints of what the run of `branch` left in `place`, as far as nothing is missing, and remove the rest;
-    the newest one made. For one process, when no rank runs. Says on the console what became of it."""
+    the newest one made. For one process, when no rank runs. Prints the outcome."""
     made = None
     for partial in sorted(place.glob(".step-*.rescue")):
         try:
@@ -94,7 +94,7 @@ def _complete(partial: Path, branch: Lineage | None) -> Path | None:
 
 
 def _stand_in(partial: Path, rank: int, other: Mark) -> Mark:
-    """The random states of a rank that left nothing are those of another one."""
+    """Use another rank's RNG states for a rank that left no files."""
     assert other.plain is not None
     name = f"rank-{rank:05d}.pt"
     stamp = writing.write_bytes(partial / name, (partial / other.plain).read_bytes())

@@ -16,7 +16,7 @@ from strategies.rules.random import mix
 
 
 def states() -> dict[str, Any]:
-    """Everything, as plain data and tensors."""
+    """All RNG states, as plain data and tensors."""
     state: Any = numpy.random.get_state(legacy=True)
     kind, words, position, has_spare, spare = state
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Go on from `state`."""
+    """Restore all RNG states from `state`."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for cuda in state["cuda"]:
@@ -35,7 +35,7 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def begin(seed: int, step: int) -> None:
-    """States that follow from seed and step, and are none of those that a run with this seed begins with."""
+    """Set RNG states derived from seed and step, distinct from those that a run with this seed starts with."""
     key = mix(seed, step, 0)
     random.seed(key)
     numpy.random.seed(key % 2**32)

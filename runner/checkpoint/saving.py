@@ -1,9 +1,9 @@
-"""Saving, while the ranks wait or beside training.
+"""Saving checkpoints, blocking or in the background.
 
 A rank writes its own files under a hidden name; rank 0 waits for all of them and puts them together (see `committing`).
 Beside training, a thread copies the rank's pieces to the host's memory until the next update (see `Copies`), and
 writes them when nothing else wants the processor; there is one save at a time, so a rank never holds more than one
-copy. Invariant: what is stored is what was there when `save` was called, whatever training does meanwhile.
+copy. Invariant: a checkpoint is a snapshot of the state at the call of `save`, whatever training does meanwhile.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Copies:
     """Copies of a rank's pieces in the host's memory, made while training computes the next gradients.
 
     Weights and optimizer states change in updates alone, so there is time until the next one: another thread copies (on
-    a GPU a stream of its own, from pinned memory), and `wait_for_copies`, before an update, waits for what is left.
-    What changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are used again; there is
-    one set of copies at a time, with the numbers of the moment of `begin`.
+    a GPU on a separate stream, to pinned memory), and `wait_for_copies`, before an update, waits for the remaining
+    copies. What changes earlier, such as the statistics of a batch norm, is copied at once. Buffers are reused; there
+    is one set of copies at a time, a snapshot of the values at `begin`.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,8 @@ class Copies:
         return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
     def begin(self, pieces: Shards, at_once: Collection[str]) -> dict[str, list[Shard]]:
-        """What will be the copies of `pieces`; those of the keys `at_once` are when this returns."""
+        """Start copying `pieces` and return the destination tensors; those of the keys `at_once` are complete on
+        return."""
         self._under_way.clear()
         self._left, self._ended = [], None
         found: dict[str, list[Shard]] = {}
@@ -115,7 +116,7 @@ class Copies:
         return found
 
     def carry_out(self) -> None:
-        """Copy what is left; for another thread. Returns when everything is copied."""
+        """Make the remaining copies; runs in a background thread. Returns when everything is copied."""
         try:
             if self._begun is None:
                 _copy(self._left, False)
@@ -132,7 +133,7 @@ class Copies:
         self._ended.synchronize()
 
     def wait_for_copies(self) -> None:
-        """Return when what was copied may change: on a GPU, by what is launched from now on."""
+        """Return when the copied tensors may change: on a GPU, by kernels launched from now on."""
         self._under_way.wait()
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
@@ -153,7 +154,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]], later: bool) -> None:
 
 
 class Saver:
-    """Saves beside training. Every rank has one; `save` is called by all of them in the same order."""
+    """Saves in the background. Every rank has one; all ranks call `save` in the same order."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -218,7 +219,7 @@ class Saver:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the copies in the host's memory, which are used again."""
+        """Bytes of the reusable host buffers."""
         return self._copies.bytes
 
 
@@ -256,7 +257,7 @@ class _Save:
                 raise SaveFailed(f"{committing.shown(self._partial)} could not be completed: {error}") from error
 
     def write(self, pieces: Shards) -> None:
-        """Write this rank's files, and say that they are there."""
+        """Write this rank's files and its mark."""
         name = f"rank-{self._rank:05d}"
         plain = writing.write_bytes(self._partial / f"{name}.pt", self._plain)
         stamp, index = writing.write(self._partial / f"{name}.safetensors", writing.of_shards(pieces))
@@ -270,7 +271,8 @@ class _Save:
 
 
 def _step_back() -> None:
-    """Let training have the processor first. Linux knows priorities of threads; elsewhere they are the process's."""
+    """Lower the priority of this thread below training. Linux has per-thread priorities; elsewhere they are per
+    process."""
     if os.uname().sysname == "Linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
 
@@ -295,6 +297,6 @@ def _barrier() -> None:
 
 @cache
 def _patient() -> dist.ProcessGroup:
-    """All ranks, in a group that waits as long as others write: how long that takes is no matter of launch.timeout."""
+    """A process group of all ranks without launch.timeout, since writing may take longer."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     return group

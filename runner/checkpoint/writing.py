@@ -57,7 +57,7 @@ def write(path: Path, blocks: Sequence[Unwritten]) -> tuple[Stamp, dict[str, Ent
 
     Args:
         path: the file.
-        blocks: what it is to hold, each under a name of its own.
+        blocks: the content, each block under a unique name.
 
     Returns:
         Size and checksum of the file, and the tensors of `blocks` with the parts that it holds.
@@ -118,8 +118,8 @@ def copy(source: Path, path: Path) -> Stamp:
 
 
 class Stamped:
-    """A file that is written once, flushed to the disk, and stamped while that happens. It has its name when it is
-    whole."""
+    """A file that is written once, flushed to the disk, and checksummed while it is written. It gets its final name
+    when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._sum, self._size = path, hashlib.sha256(), 0

@@ -1,1 +1,1 @@
-"""The command line: words and verbs, what Hydra is given and says, recipes, and what a refused run leaves behind."""
+"""The command line: arguments and verbs, Hydra's input and errors, recipes, and the clean-up after a rejected run."""

@@ -1,9 +1,9 @@
-"""The words of the command line, made ready for Hydra.
+"""Command-line arguments, preprocessed for Hydra.
 
 Four things are ours and not Hydra's: verbs (`run plan +recipe=x` becomes `job=plan +recipe=x`), values that Hydra's
 grammar cannot read (see `values`), mappings whose keys the user chooses (`model.args.width=8` needs no plus,
-`parallel.strategies={}` empties, a mesh replaces another mesh, arguments in braces those of another target), and
-the refusal to be started by another launcher, which would have every one of its processes start all ranks.
+`parallel.strategies={}` empties, a mesh replaces another mesh, arguments in braces those of another target), and the
+refusal to run under another launcher, where every process would start all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runner.errors import ConfigError, allowed
 OPTIONS_WITH_VALUE = frozenset(
     "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd --experimental-rerun --info -i".split()
 )
-# What launchers tell each process, its rank and the number of processes, and what `launch` calls them.
+# The variables in which launchers pass each process its rank and world size, and what `launch` calls them.
 LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "mpirun"),
     "SLURM_PROCID": ("SLURM_NTASKS", "slurm"),
@@ -139,7 +139,7 @@ def complete(line: str) -> tuple[str, list[str]]:
 
 
 def values(line: str) -> list[str]:
-    """All that the word being typed can become if it gives a key that has a fixed set of values."""
+    """The completions of the word being typed, for keys with a fixed set of values."""
     key, equals, begun = line.rpartition(" ")[2].partition("=")
     options = enumerated(key.lstrip("+")) if equals else ()
     return [f"{key}={option}" for option in options if option.startswith(begun)]
@@ -160,7 +160,7 @@ def refuse_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def again(typed: Sequence[str], key: str, folder: Path) -> str:
-    """The command line that goes on in `folder`, which is the value of `key`."""
+    """The command line that continues in `folder`, the value of `key`."""
     place = str(folder) if re.fullmatch(r"[\w./+:-]+", str(folder)) else repr(str(folder))
     new = (f"{key}={place}", "train.resume=auto")
     keys = tuple(word.partition("=")[0] for word in new)
@@ -168,7 +168,7 @@ def again(typed: Sequence[str], key: str, folder: Path) -> str:
 
 
 def _stranger(verb: str | None, word: str) -> str:
-    """What to say of a word that is no verb and no override."""
+    """The error message for a word that is neither a verb nor an override."""
     names = list(catalogue())
     if word in names or (not get_close_matches(word, VERBS) and (near := get_close_matches(word, names, n=1))):
         name = word if word in names else near[0]
@@ -237,6 +237,6 @@ def _opened(word: str, mappings: Mapping[str, bool]) -> list[str]:
     if name in mappings and (value == "{}" or (name in REPLACED and value.startswith("{"))):
         return [f"++{name}=null", f"++{name}={value}"]
     inside = any(key == mapping or key.startswith(f"{mapping}.") for mapping in mappings)
-    # a whole section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
+    # a section in braces may hold such a mapping: optimizer.scheduler={target: ..., args: {step_size: 2}}
     around = value.startswith("{") and any(mapping.startswith(f"{key}.") for mapping in mappings)
     return [f"++{word}" if equals and (inside or around) else word]

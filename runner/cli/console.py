@@ -8,8 +8,8 @@ import sys
 
 
 def prepare() -> None:
-    """Give streams that are closed (`>&-`) to os.devnull, else the next files took their numbers and what is printed;
-    what a terminal's encoding lacks is shown as an escape."""
+    """Redirect closed streams (`>&-`) to os.devnull, or the next files opened would take their descriptors and receive
+    the output; characters that the terminal cannot encode are escaped."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -23,13 +23,13 @@ def prepare() -> None:
 
 
 def say(paragraph: str) -> None:
-    """Print to stderr, where there is somebody to read it."""
+    """Print to stderr, unless it is closed."""
     try:
         print(f"run: {paragraph}", file=sys.stderr, flush=True)
-    except OSError:  # the terminal has gone
+    except OSError:  # the terminal is closed
         drop(2)
 
 
 def drop(number: int) -> None:
-    """Let what is written to the descriptor vanish; else the interpreter fails at its own end."""
+    """Discard writes to the descriptor, or the interpreter would fail at shutdown."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -74,7 +74,7 @@ TRACEBACK_VARIABLES = ("MESHWRIGHT_TRACEBACK", "HYDRA_FULL_ERROR")
 
 
 class SweepFailed(Exception):
-    """Jobs of a sweep failed and have said so, and all others have run."""
+    """Some jobs of a sweep failed and have reported it; all others have run."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Failure:
 
 def main() -> None:
     """The console script `run`. Always leaves through SystemExit, except after a job that went well."""
-    # Settled before Hydra starts, because one of these variables is set below for another reason.
+    # Decided before Hydra starts, because one of these variables is set below for another reason.
     tracebacks = any(os.environ.get(name) == "1" for name in TRACEBACK_VARIABLES)
     os.environ["MESHWRIGHT_TRACEBACK"] = str(int(tracebacks))
     console.prepare()
@@ -219,7 +219,7 @@ def _run_job(composed: DictConfig) -> float | None:
         Interrupts.again()
         _print_traceback(error)
         failure = Failure.of(error)
-        if failure.code == READER_GONE:  # what was to be seen on the terminal is lost, and nothing else
+        if failure.code == READER_GONE:  # only terminal output is lost
             sys.exit(READER_GONE)
         if failure.code == 2:
             if not known:
@@ -259,8 +259,8 @@ def _alone(checked: Config, run_dir: Path) -> float | None:
 
 
 def _swept(composed: DictConfig, sweep: Path, run_dir: Path, number: int, overrides: tuple[str, ...]) -> float | None:
-    """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails says so,
-    leaves it in its folder and returns nothing, so that the others run whatever the launcher does with exceptions."""
+    """One job of a sweep, in whichever process; one that is done already is not run again. A job that fails reports the
+    error, records it in its folder and returns None, so the others run however the launcher handles exceptions."""
     job = SweepJob(number, typed(overrides), str(composed.job.name), mark_of(sweep))
     name = f"job #{number} ({' '.join(job.overrides)})"
     (run_dir / ERROR_FILE).unlink(missing_ok=True)
@@ -361,7 +361,7 @@ def _arrived() -> CheckConfig:
 
 
 def _faults(composed: DictConfig) -> tuple[str, ...]:
-    """What is wrong with a composed config, a paragraph each."""
+    """The errors in a composed config, one paragraph each."""
     ours = copy.deepcopy(composed)
     with open_dict(ours):
         del ours["hydra"]
@@ -373,7 +373,7 @@ def _faults(composed: DictConfig) -> tuple[str, ...]:
 
 
 def _print_notices(composed: DictConfig) -> None:
-    """Say which recipes and modules are the user's although others of the same names come with this package."""
+    """Report the user's recipes and modules that shadow shipped ones."""
     for notice in recipes.NOTICES:
         print(notice, flush=True)
     for key in TARGETS:
@@ -384,7 +384,7 @@ def _print_notices(composed: DictConfig) -> None:
 
 
 def _unwritable(folder: str, key: str) -> tuple[str, ...]:
-    """Why the folder of a run or a sweep cannot be written; nothing where it can."""
+    """Why the folder of a run or a sweep is not writable; empty if it is."""
     try:
         require_writable(folder, key)
     except ConfigError as error:

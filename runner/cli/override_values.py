@@ -2,7 +2,7 @@
 
 Hydra reads unquoted text only if it consists of ASCII letters, digits, spaces and a few signs. Whatever else is typed
 in a value (`~`, `é`, `#`, another `=`) is quoted here, word by word, so that lists, mappings and sweeps keep their
-meaning. Invariant: what Hydra can read is left as it is.
+meaning. Invariant: text that Hydra can parse is unchanged.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ whose files are bare configs. `RecipeSource` serves the files of a folder one le
 The user's recipes come first: `recipe/` of `--config-dir`, then `recipes/` of the working directory, then the shipped
 ones. The first file of a name is taken, and `NOTICES` says so where that hides a shipped recipe.
 
-Invariant: a file is read when it is asked for, so a broken recipe spoils nothing but itself.
+Invariant: a file is read on demand, so a broken recipe affects only itself.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _check_defaults(config: DictConfig, where: str) -> None:
 
 
 def in_yaml(error: Exception) -> str:
-    """What is wrong with a YAML file and where, without the name that its reader makes up."""
+    """The error in a YAML file and its position, without the file name that the parser makes up."""
     return " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
 
 

@@ -1,5 +1,5 @@
-"""Run folders: whether one can be written, what a command itself reads and writes there, and what a refused run leaves
-behind: nothing."""
+"""Run folders: checking that one is writable, the command's own files there, and removing all traces of a rejected
+run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_files(run_dir: Path) -> None:
 
 
 def write_config(run_dir: Path, text: str) -> None:
-    """Write `config.json`; it is replaced as a whole."""
+    """Write `config.json` atomically."""
     hidden = run_dir / f".{CONFIG_FILE}"
     hidden.write_text(text, encoding="utf-8")
     os.replace(hidden, run_dir / CONFIG_FILE)

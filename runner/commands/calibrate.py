@@ -1,8 +1,8 @@
 """`run calibrate [FILE] [--force]`: measure this machine on `world_size` local ranks and write it down as a cluster.
 
 The file is read with `cluster.file=FILE`, or, in a folder `cluster/` of `--config-dir DIR`, with `cluster=NAME`. It is
-written when all is measured, at once or not at all. Invariant: without `--force` nothing is overwritten but what this
-verb has written, which its first line says.
+written atomically when all is measured. Invariant: without `--force` nothing is overwritten but what this verb has
+written, which its first line says.
 """
 
 from __future__ import annotations

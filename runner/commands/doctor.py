@@ -1,6 +1,6 @@
 """`run doctor`: can this machine and installation run? One line per check, and exit code 1 if one failed.
 
-Every check stands alone: a library that does not import costs its own line and no other.
+Checks are independent: a library that fails to import fails only its own line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _passes(name: str, check: Callable[[], str]) -> bool:
-    """Carry out one check and print its line; what libraries print while they are imported is dropped."""
+    """Run one check and print its line; output of libraries during import is dropped."""
     said = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

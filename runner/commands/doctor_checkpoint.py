@@ -1,7 +1,7 @@
 """`run doctor CHECKPOINT`: every file against its size and checksum, what was saved, and which ranks' files could be
 lost without loss. Nothing is changed. For a plan without a checkpoint: which ranks will store the same.
 
-What could be lost is found by taking the files away in thought: all parts must be in some other file.
+A rank's files are redundant if all of their parts are also in other files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def described(found: Header) -> str:
 
 
 def losses(found: Header, forms: Sequence[Index], wrong: Mapping[str, str]) -> list[str]:
-    """What is lost now, or which ranks could be."""
+    """The lost state, or else the ranks whose files are redundant."""
     if not _whole(found, forms, set(wrong)):
         return ["lost: the content of the damaged files is in no other file; the checkpoint cannot be loaded"]
     lines = ["nothing is lost: other files hold the same"] if wrong else []
@@ -129,7 +129,7 @@ def _files(found: Header, rank: int) -> set[str]:
 
 
 def _whole(found: Header, forms: Sequence[Index], lost: set[str]) -> bool:
-    """Whether everything is in files that are not lost."""
+    """Whether the remaining files hold the complete state."""
     if any(lost.issuperset(names) for names in found.plain):
         return False
     for form in forms:

@@ -53,7 +53,7 @@ def world_size_of(config: Config) -> int:
 
 
 def text(started: Started, folder: Path, directory: Path) -> str:
-    """The commands by host, ready for a shell; then what is written before, and the script."""
+    """The commands by host, ready for a shell; then the files written beforehand, and the script."""
     lines = []
     for command in started.commands:
         if command.host is None:

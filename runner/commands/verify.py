@@ -59,7 +59,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What verify.json holds. `rounding` is the distance of the reference from itself in fp64 where it was measured,
+    """What verify.json holds. `rounding` is the distance of the reference from its fp64 run where it was measured,
     and `unmeasured` says why it could not be."""
 
     loss_max_abs_diff: float
@@ -176,7 +176,7 @@ def run(config: Config, run_dir: Path) -> float | None:
 
 
 def _about_rounding(comparison: Comparison, precision: str) -> str:
-    """What is known of the part of rounding in a difference."""
+    """A sentence on how much of a difference is rounding error."""
     if comparison.rounding is not None:
         return (
             f" It is more than {TIMES:g} times the distance of one process from its own fp64, so it is not rounding "

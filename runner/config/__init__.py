@@ -1,1 +1,1 @@
-"""The sections of `parallel`, one file each, and what every section of the config is made of."""
+"""The config schema: the sections, one file each, and their common building blocks."""

@@ -1,7 +1,8 @@
-"""The section `cluster`: the machine for which plans are priced; rates are bytes or flops per second, times seconds.
+"""The section `cluster`: the machine for which plan costs are estimated; rates are bytes or flops per second, times
+seconds.
 
-`machine` null means: decided when the device is known (see `runner.planning.clusters`). A description may stand in a
-file of its own, `cluster.file`; it then takes the place of the section, but for `cluster.nodes`.
+`machine` null means: decided when the device is known (see `runner.planning.clusters`). The description may be in a
+separate file, `cluster.file`, which then replaces the section except for `cluster.nodes`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ HOSTS = WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "string"},
 
 
 def _in_order(value: Any) -> Any:
-    """`["a:4", "b:4"]` as hosts whose ranks follow one another; what is none of that is left to the type."""
+    """`["a:4", "b:4"]` as hosts whose ranks follow one another; other values are validated by the type."""
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
         return value
     found: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 """From what Hydra composed to a validated, frozen `Config`, and from the file in the run folder back to it.
 
 Invariant: whatever is wrong with a config ends as one `ConfigError`, a paragraph per fault that names the dotted key,
-the value, what is allowed, the closest match and where the value came from.
+the value, the allowed values, the closest match and where the value came from.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Origins:
         return None
 
     def _given_instead(self, dotted: str, label: str) -> str:
-        """The override that a default comes from after all: it chose the file, or named one that says more."""
+        """The override behind a default: it selected the file, or a more specific one."""
         if not label.startswith("conf/"):
             return label
         group = label.removeprefix("conf/").rpartition("/")[0]
@@ -109,8 +109,8 @@ def given(composed: DictConfig) -> tuple[str, ...]:
 
 
 def as_typed(override: str) -> str:
-    """An override as it is typed; `words.for_hydra` puts pluses before keys in open mappings, and says in its own way
-    what `~` removes from them."""
+    """An override as the user typed it; undoes what `words.for_hydra` adds: pluses before keys in open mappings, and
+    its encoding of `~`."""
     removal = re.fullmatch(r"\+\+([^=]+)=\{-(.*): null\}", override)
     return override.removeprefix("++") if removal is None else f"~{removal[1]}.{removal[2]}"
 

@@ -46,7 +46,7 @@ class Zero(Section):
 
     @property
     def known(self) -> int:
-        """The stage; 0 where that is still to be decided."""
+        """The stage; 0 if still undecided."""
         return 0 if self.stage == "auto" else self.stage
 
 
@@ -108,7 +108,7 @@ class Parallel(Section):
     @field_validator(*SHORT, mode="before")
     @classmethod
     def _in_short(cls, value: Any, info: ValidationInfo) -> Any:
-        """`recompute=full`, `zero=2` or `pipeline=auto` say all there is to say."""
+        """Expand short forms such as `recompute=full`, `zero=2` or `pipeline=auto`."""
         short = isinstance(value, str | int) and not isinstance(value, bool)
         return {SHORT[info.field_name or ""]: value} if short else value
 
@@ -163,7 +163,7 @@ class Parallel(Section):
     @property
     def open(self) -> bool:
         """Whether something is left to the joint decision of ZeRO, pipeline and recompute."""
-        staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs its own
+        staged = self.recompute.operators == "auto" and self.pipeline.stages is not None  # each group needs one
         return self.zero.stage == "auto" or self.pipeline.open or staged
 
     def operands(self) -> list[tuple[Place, OperandForm]]:

@@ -1,4 +1,4 @@
-"""The section `parallel.pipeline`: into how many stages a model is cut, where, and in which order they work."""
+"""The section `parallel.pipeline`: the number of stages, the cuts between them, and their schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pipeline(Section):
     @field_validator("cuts", mode="before")
     @classmethod
     def _cuts(cls, value: Any) -> Any:
-        """A dotted key on the command line builds nested keys: they are made one path again."""
+        """Flatten the nested keys that a dotted key on the command line builds."""
         return by_path(value, "parallel.pipeline.cuts")
 
     @model_validator(mode="after")
@@ -92,17 +92,17 @@ class Pipeline(Section):
 
     @property
     def known(self) -> int | None:
-        """The number of stages; None without a pipeline, and where it is still to be decided."""
+        """The number of stages; None without a pipeline, or if still undecided."""
         return None if self.stages == "auto" else self.stages
 
     @property
     def virtual(self) -> int:
-        """Stages of each rank."""
+        """The number of stages of each rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved_1f1b" else 1)
 
     @property
     def parts(self) -> int:
-        """Micro-batches that are in the pipeline in one go; 1 without one, and where it is still to be decided."""
+        """Micro-batches of one pipeline pass; 1 without a pipeline, or if still undecided."""
         if self.known is None or self.micro_batches == "auto":
             return 1
         return self.micro_batches or 2 * self.known

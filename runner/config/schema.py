@@ -1,8 +1,8 @@
 """The config: types, limits, defaults, units and meaning of every key, here and in the sections imported below.
 
 The files in `conf/`, the reference page, the JSON Schema and `--help` repeat them and are generated from here by
-`runner.config.generate`. What a `Config` holds is right as far as a config alone can tell, and frozen. A rule that ties
-several keys together stands in the section that holds them, or in `Config` where they are in different sections.
+`runner.config.generate`. A `Config` is frozen, and valid as far as can be checked without model and machine. A rule
+about several keys is in the section that holds them, or in `Config` if they are in different sections.
 `Config.model_validate_json(config.model_dump_json())` gives an equal config; ranks get theirs that way.
 """
 
@@ -210,7 +210,7 @@ class Config(Section):
         return self
 
     def _all_devices(self, stages: int) -> None:
-        """Without a world_size, what is only described is planned for all devices of the cluster."""
+        """Without a world_size, plan for all devices of a cluster that is only described."""
         machine = self.cluster.machine
         if machine is None or self.world_size is not None or self.job.name not in ("plan", "explain"):
             return
@@ -234,7 +234,7 @@ class Config(Section):
                 "parallel.mode",
             )
         if self.parallel.pipeline.stages == "auto":
-            return self  # a mesh is that of a stage; each choice is held against it
+            return self  # a mesh is that of a stage; each candidate is checked against it
         stages = self.parallel.pipeline.known
         known: list[tuple[str, tuple[int, ...]]] = []
         if self.world_size is not None and stages is None:

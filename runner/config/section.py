@@ -1,4 +1,4 @@
-"""What every section of the config is made of: frozen values, keys with a default and a meaning, and common types."""
+"""Building blocks of all config sections: frozen values, keys with a default and a description, and common types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 
 
 def dotted(name: str) -> str:
-    """`name` if it is one such as package.module.Name. Raises ValueError."""
+    """`name`, validated as a dotted name such as package.module.Name. Raises ValueError."""
     words = name.split(".")
     if len(words) < 2 or not all(word.isidentifier() for word in words):
         raise ValueError("is not a dotted name; write package.module.Name")
@@ -49,13 +49,13 @@ class Section(BaseModel):
 
 
 def refusal(text: str, *keys: str, code: str = "MW205") -> PydanticCustomError:
-    """A validation error whose whole paragraph is `text`; `keys` are the dotted keys whose origin is named."""
+    """A validation error with the paragraph `text`; `keys` are the dotted keys whose origin is named."""
     return PydanticCustomError("refusal", "{text}", {"text": text, "keys": keys, "code": code})
 
 
 def by_path(value: Any, key: str) -> Any:
     """A mapping of dotted paths whose keys may be nested, as `parallel.place.layers.0=host` builds them on the command
-    line, with one flat key per path; anything else is returned as it is. `key` is that of the mapping."""
+    line, with one flat key per path; other values are returned unchanged. `key` is that of the mapping."""
     if not isinstance(value, Mapping):
         return value
     found: dict[str, Any] = {}

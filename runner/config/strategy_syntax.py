@@ -1,8 +1,8 @@
 """How users write strategies: `[[2, 4], [4, 1]]`, `{in: ..., out: ...}` and `{layout: NAME, dims: [mp, [sp, dp]]}`.
 
-The readers here turn what YAML, the command line or `config.json` holds into frozen values and check all that can be
-known without a model: that a count is an integer from 1 up, that a layout exists and has the axes used, that an
-axis slices at most one dim. What a reader returns, dumped to JSON, reads back as the same value.
+The readers here turn what YAML, the command line or `config.json` holds into frozen values and check everything that
+needs no model: that a count is an integer from 1 up, that a layout exists and has the axes used, that an axis slices at
+most one dim. What a reader returns, dumped to JSON, reads back as the same value.
 """
 
 from __future__ import annotations

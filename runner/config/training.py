@@ -1,4 +1,4 @@
-"""`train` and `evaluate`: how long, how exactly and in which numbers a model is trained, and what is measured."""
+"""`train` and `evaluate`: the length, determinism and precision of training, and evaluation."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class Evaluate(Section):
 
     @property
     def wanted(self) -> bool:
-        """Whether anything asks for evaluations."""
+        """Whether evaluation is configured."""
         return bool(self.metric is not None or self.every is not None or self.batch_size is not None or self.args)

@@ -2,7 +2,7 @@
 (`cut_of`), written merged or sharded (`write`).
 
 Invariants: opening a source reads headers alone, and a block costs memory of its size; the blocks of all ranks together
-are every element once; what is written is a checkpoint as a run would have saved it, and appears at a single moment.
+are every element once; the output is a checkpoint as a run would have saved it, and appears atomically.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True)
 class Files:
-    """Whole tensors in files, by name; all of them are weights."""
+    """Unsharded tensors in files, by name; all of them are weights."""
 
     stored: Mapping[str, StoredTensor]
 
@@ -60,9 +60,9 @@ class Files:
 
 
 def opened(path: Path) -> tuple[TensorSource, str]:
-    """What `path` holds, and what that is in a few words. The checksums of a checkpoint are looked at.
+    """The source in `path`, and a short description of it. The checksums of a checkpoint are verified.
 
-    Raises ConfigError for what is none of these, or damaged.
+    Raises ConfigError if `path` is none of these, or damaged.
     """
     found = _checkpoint(path)
     if found is not None:
@@ -101,7 +101,7 @@ class Cut:
         return self.plan.mesh.size * self.groups
 
     def blocks(self, rank: int, tensors: Mapping[str, Entry]) -> Iterator[tuple[str, Block]]:
-        """What `rank` stores: the block of each tensor, by key."""
+        """The block of each tensor that `rank` stores, by key."""
         mesh = self.plan.mesh
         group, local = divmod(rank, mesh.size)
         for number, (key, entry) in enumerate(tensors.items()):
@@ -205,8 +205,8 @@ def _sharded(source: TensorSource, target: Path, cut: Cut) -> tuple[dict[str, St
 
 
 def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> dict[str, Stamp]:
-    """The small files beside the tensors: what is no tensor, and the model's own config. Nothing else that the header
-    names is carried along."""
+    """The small files next to the tensors: non-tensor state and the model's config. No other file of the header is
+    copied."""
     ranks = (f"rank-{rank:05d}.pt" for rank in range(source.header.world_size))
     wanted = [name for name in (*ranks, DESCRIPTION) if name in source.header.files]
     there = [name for name in wanted if name not in without and name not in source.lost]
@@ -214,11 +214,11 @@ def _copied(source: Checkpoint, target: Path, without: Mapping[str, Stamp]) -> d
 
 
 def described(config: Mapping[str, Any]) -> tuple[str | None, frozenset[str] | None]:
-    """What transformers wants beside merged weights, for a model of that library: its config.json, and the names in its
-    state dict, without buffers that it makes itself; None for what is not known.
+    """What transformers needs next to merged weights, for a model of that library: its config.json, and the names in
+    its state dict, without non-persistent buffers; None if unknown.
 
-    Both follow from the config of the run that saved. To import anything else that a file names would be to run code
-    because of it. The model is built from shapes alone.
+    Both follow from the config of the run that saved. Importing anything else that a file names would run its code. The
+    model is built from shapes alone.
     """
     model = config.get("model", {})
     if not str(model.get("target", "")).startswith(f"{huggingface.LIBRARY}."):

@@ -36,7 +36,7 @@ HARMLESS = (
 
 
 class StandIn:
-    """What takes the place of an instance of one of `HARMLESS`."""
+    """Replaces an instance of one of `HARMLESS`."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -149,7 +149,7 @@ def _of_zero(
     else:
         found = dict(_of_stage_1(first, states))
         yield from found.items()
-        yield from _left(first["module"], found)  # buffers, and what does not learn
+        yield from _left(first["module"], found)  # buffers, and frozen parameters
 
 
 def _of_stage_1(model: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Flat]]:
@@ -213,7 +213,7 @@ def _alone(tensor: Tensor) -> Flat:
 
 
 def _left(module: Mapping[str, Tensor], found: Mapping[str, Flat]) -> Iterator[tuple[str, Flat]]:
-    """What a state dict holds beside `found`, each tensor under the first of its names."""
+    """The tensors of a state dict that are not in `found`, each under the first of its names."""
     names: dict[object, list[str]] = {}
     for name, tensor in module.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
@@ -228,7 +228,7 @@ def _stage(value: Any) -> int:
 
 
 def _number(file: Path) -> tuple[int, str]:
-    """Ranks in the order of their numbers."""
+    """Sort key: files in numeric order of their ranks."""
     words = file.name.partition("zero_pp_rank_")[2].partition("_")[0]
     return (int(words) if words.isdigit() else 0, file.name)
 

@@ -1,4 +1,5 @@
-"""What a dataset holds, in a few words that ranks can compare: a rank with other data would train on silently.
+"""A short description of a dataset that ranks can compare: a rank with different data would otherwise train on
+silently.
 
 The invariant: equal data has equal descriptions in every process, and a description costs one sample.
 """
@@ -96,7 +97,8 @@ def check_read(dataset: MapDataset, row: int, shapes: Sequence[Sequence[int]], s
 
 
 def _hash(sample: Any) -> str:
-    """Of names, dtypes, shapes and values; of what is no tensor, array, number or string, its type alone."""
+    """A hash of names, dtypes, shapes and values; for anything but tensors, arrays, numbers and strings, of the type
+    alone."""
     digest = hashlib.sha256()
     names, values = fields(sample)
     for name, value in sorted(zip(names, values, strict=True), key=lambda one: str(one[0])):

@@ -42,7 +42,7 @@ def read(path: Path, *, dims: int) -> Bytes:
                 shape = _shape(plain, path, dims)
                 actual = path.stat().st_size - plain.tell()
     except (OSError, EOFError, zlib.error) as error:
-        # gzip raises these three for what is no gzip file, is cut off, or is damaged inside.
+        # gzip raises these three for a file that is not gzip, truncated, or corrupt.
         reason = getattr(error, "strerror", None) or error
         raise ConfigError("MW314", f"{path}: cannot be read: {reason}. Give a readable, complete IDX file.") from error
     expected = math.prod(shape)
@@ -53,7 +53,7 @@ def read(path: Path, *, dims: int) -> Bytes:
             f"{path}: {kind}: its header states {'x'.join(map(str, shape))} = {expected} bytes, and {actual} follow. "
             "Fetch or make the file again.",
         )
-    if content is not None or expected == 0:  # nothing cannot be mapped
+    if content is not None or expected == 0:  # an empty file cannot be mapped
         return np.frombuffer(content or b"", np.uint8).reshape(shape)
     return np.memmap(path, np.uint8, mode="r", offset=4 + 4 * dims, shape=shape)
 
@@ -83,7 +83,7 @@ _UNSIGNED_BYTE = 8
 
 
 def _shape(file: BinaryIO | gzip.GzipFile, path: Path, dims: int) -> tuple[int, ...]:
-    """Read the header and leave the file standing behind it."""
+    """Read the header; the file position is then behind it."""
     wanted = struct.pack(">HBB", 0, _UNSIGNED_BYTE, dims)
     magic = file.read(4)
     if magic != wanted:

@@ -1,7 +1,7 @@
 """Rows from a file of JSON lines: numbers and nested lists of numbers become tensors.
 
 An object is a sample with keys, which are the names of the model's arguments; a list or a number is a sample of one
-entry. Whole numbers become int64, others float32. Invariant: the file is read line by line as rows are read; only
+entry. Integers become int64, other numbers float32. Invariant: the file is read line by line as rows are read; only
 the offsets of the lines are stored.
 """
 

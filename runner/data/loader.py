@@ -36,7 +36,7 @@ draws random numbers is called with all rows on every rank.
 
 
 class MapDataset(Protocol):
-    """What every dataset must offer."""
+    """The interface of every dataset."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +44,7 @@ class MapDataset(Protocol):
 
 
 class Sliced(MapDataset, Protocol):
-    """What a dataset with large rows can offer, so that a rank reads only its slice of each row."""
+    """The optional interface of a dataset with large rows: a rank reads only its slice of each row."""
 
     def read(self, index: int, slices: tuple[tuple[slice, ...], ...], /) -> Any:
         """Sample `index`, of the same structure as `self[index]`, with each tensor cut down to its slices.
@@ -265,7 +265,7 @@ class LocalBatches:
             with watched() as draws:
                 batch = collate(samples)
             self._mixes = draws.any
-            if self._mixes:  # its numbers are those of all rows
+            if self._mixes:  # it draws random numbers for all rows together
                 self._needed = [*range(len(rows))]
                 return self._collated(rows, begin, collate)
         begin(rows[0], len(rows))
@@ -300,7 +300,7 @@ class LocalBatches:
 
 
 def _ordered(names: Sequence[str], values: list[Any], order: Sequence[str], where: str) -> list[Any]:
-    """`values` in the order of the names `order`. Raises ConfigError, naming what is missing and what is unknown."""
+    """`values` in the order of the names `order`. Raises ConfigError, naming the missing and unknown ones."""
     if tuple(names) == tuple(order):
         return values
     missing = [name for name in order if name not in names]

@@ -1,7 +1,7 @@
 """Which rows a step reads.
 
 The invariant: the rows of a step are a pure function of (length, batch size, seed, step). There is no position to
-save or restore: a resumed run asks for the rows of the step at which it continues.
+save or restore: a resumed run computes the rows of the step at which it continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(int.from_bytes(key, "big")))
 
 
-# A step asks for one epoch, or at its very end for the next: two permutations are enough to keep.
+# A step needs one epoch, or two at an epoch boundary: two cached permutations suffice.
 _kept_order = lru_cache(maxsize=2)(epoch_order)
 
 

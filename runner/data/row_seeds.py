@@ -66,7 +66,7 @@ class Draws:
 
 @contextmanager
 def watched() -> Iterator[Draws]:
-    """Tell behind the block whether it drew random numbers, and undo it: what most datasets do not, so they need no
+    """Detect whether the block draws random numbers, and restore the generators. Most datasets draw none and need no
     seeds."""
     own, ours, theirs = random.getstate(), torch.default_generator.get_state(), get_bit_generator()
     set_bit_generator(_MERSENNE)

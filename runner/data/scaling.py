@@ -1,4 +1,4 @@
-"""What is done to the levels of an image, 0 to 255: they are rescaled, then normalized.
+"""Image preprocessing: pixel levels, 0 to 255, are rescaled, then normalized.
 
 The invariant: an element of the result follows from its own level and channel alone, so a slice of an image becomes a
 slice of the result, bit for bit.
@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 Rescale = float | Sequence[float] | None
 """A factor, or (factor, shift), as in `level * factor + shift`; None is `level / 255`."""
 Normalize = Mapping[str, float | Sequence[float]] | None
-"""{mean, std}, numbers or one per channel, as in `(x - mean) / std`; None leaves x as it is."""
+"""{mean, std}, numbers or one per channel, as in `(x - mean) / std`; None leaves x unchanged."""
 
 
 class Scaling:
@@ -41,7 +41,7 @@ class Scaling:
                 raise ConfigError("MW315", f"data.args.normalize.std = {normalize['std']} must be greater than 0.")
 
     def __call__(self, levels: Floats, channels: slice | None = None) -> Floats:
-        """Of a block of levels whose dim 0 is `channels` of the image; None: the image has one channel."""
+        """Scale a block of levels whose dim 0 is `channels` of the image; None: the image has one channel."""
         scaled = levels / np.float32(255) if self._factor is None else levels * self._factor + self._shift
         if self._mean is None:
             return scaled

@@ -39,7 +39,7 @@ class Windows:
     """Samples {input_ids [length], labels [length]}, int64 bytes; labels are the input one byte on, or with
     `shift=False` the input itself, for models that shift by themselves (those of transformers).
 
-    Sample i starts at byte i * length; what fills no whole window at the end is left out. `train` chooses the part,
+    Sample i starts at byte i * length; a partial window at the end is dropped. `train` chooses the part,
     None takes both; the other arguments are those of `corpus`, `path` a folder of the user's with text files.
     Raises ConfigError: as `corpus`, or a text shorter than one window.
     """
@@ -133,7 +133,7 @@ def corpus(
 def kept(name: str, make: Callable[[], Iterator[bytes]], cache: str | None = None) -> Path:
     """The file `name` of the cache folder, with the bytes that `make` yields if it was not there before.
 
-    Processes that make it at the same time each write a file of their own; the last one stays, and all are equal.
+    Processes that make it at the same time each write a separate file; the last one stays, and all are equal.
     Raises ConfigError: the cache cannot be written, or there is no home folder for it.
     """
     folder = home.cache() if cache is None else home.expanded(cache)
@@ -169,7 +169,7 @@ def _files(folder: Path, pattern: str, skip: frozenset[str]) -> list[tuple[str, 
     """Files by their path below `folder`, sorted by it, so that the order is the same on every machine."""
     found = []
     for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skip]  # os.walk does not enter what is taken out
+        folders[:] = [name for name in folders if name not in skip]  # os.walk does not enter removed folders
         for name in fnmatch.filter(names, pattern):
             file = Path(where, name)
             found.append((file.relative_to(folder).as_posix(), file))

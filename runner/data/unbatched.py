@@ -1,4 +1,4 @@
-"""Entries of a batch that are no rows but one tensor for all of them, such as a matrix that forward is given beside x.
+"""Batch entries without a batch dim: one tensor for all rows, such as a matrix that forward takes beside x.
 
 Every sample has the tensor, or the user's collate adds it. Invariant: on every rank it is that of the first row of the
 micro-batch, where samples have it, and a rank keeps the block of it that the plan's layout says, in all dims.
@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 @dataclass(frozen=True)
 class Unbatched:
-    """A collate that leaves the entries `names` as they are; `collate` makes the batch, or torch's default stacking."""
+    """A collate that does not batch the entries `names`; `collate` makes the batch, or torch's default stacking."""
 
     names: frozenset[str]
     collate: Callable[[list[Any]], Any] | None
@@ -34,5 +34,5 @@ class Unbatched:
 
 
 def unbatched(collate: object) -> frozenset[str]:
-    """The entries that a collate leaves as they are."""
+    """The entries that a collate does not batch."""
     return collate.names if isinstance(collate, Unbatched) else frozenset()
